@@ -1,0 +1,33 @@
+# make train   the default pretraining run, NVFP4 by emulation (sets up .venv first)
+# make test    the tests, the linter, the type checker and the import layers (sets up .venv first)
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test check clean
+
+train: $(VENV)/.ready
+	$(BIN)/fp4train
+
+test: check
+	$(BIN)/pytest -n 2 --durations=10
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch first: what comes after it then finds its requirement met and does not pull another build.
+# transformer_engine without its dependencies: the recipe classes alone, which need no GPU.
+$(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,triton]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps transformer_engine
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info fp4train/kernels/*.so

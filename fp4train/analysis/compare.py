@@ -1,0 +1,273 @@
+"""Several runs side by side: a table, and a picture of their curves with the relative gap to the first.
+
+gap = loss / loss of the first - 1, at the last step that all runs have: of the validation losses where all have some at
+a common step, otherwise of the smoothed training losses. That is the figure in which the NVFP4 paper (arXiv:2509.25149,
+section 3) reports its validation losses: below 1 % of FP8's for most of the run, about 1.5 % at its end. The training
+losses of two runs on the same data carry the same noise, so the gap between them is far smoother than either.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, plain, save_figure, style
+from fp4train.analysis.history import Floats, History, Series, read_history
+from fp4train.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COMPARISON = "compare.png"
+COLOURS = ("#2f6db3", "#d9541e", "#1a936f", "#8b5fbf", "#c43d6b", "#7a6a1f", "#3b3f46", "#17a2b8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run. Losses in nats a token; None where a run logged no such thing.
+
+    Args:
+        recipe: the recipes in order of appearance.
+        train_loss: smoothed, at the run's last step.
+        val_loss, best_val_loss: in high precision, the last and the lowest.
+        gap: relative, at `Comparison.step`; None for the first run.
+        tokens_per_s: median over the run.
+    """
+
+    name: str
+    recipe: str
+    steps: int
+    train_loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    gap: float | None
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `compare` found.
+
+    Args:
+        histories, rows: one each a run, in the order given.
+        key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
+        step: the step that the gap is at.
+    """
+
+    histories: list[History]
+    rows: list[Row]
+    key: str
+    step: int
+
+    def render(self) -> str:
+        """The table as aligned text."""
+        header = ["run", "recipe", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
+        cells = [
+            [
+                row.name,
+                row.recipe or "-",
+                str(row.steps),
+                _number(row.train_loss, ".4f"),
+                _number(row.val_loss, ".4f"),
+                _number(row.best_val_loss, ".4f"),
+                _number(row.gap, "+.2%"),
+                _number(row.tokens_per_s, ",.0f"),
+            ]
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in [header, ["-" * width for width in widths], *cells]
+        ]
+        window = self.histories[0].series("train/loss").window
+        of = "validation loss" if self.key == "val/loss" else "training loss"
+        lines.append(
+            f"train loss: mean of the last {window}; gap: {of} against {self.rows[0].name} at step {self.step}"
+        )
+        if len({row.steps for row in self.rows}) > 1:
+            lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
+        return "\n".join(lines)
+
+    def draw(self, out: Path | None = None) -> Path:
+        """Draw curves, gap and recipes; to compare.png in the first run directory, or to `out`.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        path = Path(out) if out is not None else self.histories[0].path / COMPARISON
+        figure = new_figure(9.0, 6.2 + 0.18 * len(self.rows))
+        heights = (3.0, 1.7, 0.32 + 0.2 * len(self.rows))
+        loss, gap, strip = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+        _draw_losses(loss, self)
+        _draw_gaps(gap, self)
+        _draw_recipes(strip, self)
+        loss.set_xlim(0, max(row.steps for row in self.rows))
+        try:
+            return save_figure(figure, path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def compare(runs: Sequence[Path]) -> Comparison:
+    """Compare run directories; the first is the reference.
+
+    Raises:
+        UserError: no run given, one is not a run directory or has no metrics yet, or they share no step.
+    """
+    if not runs:
+        raise UserError("compare needs run directories: fp4train compare RUN RUN...")
+    histories = [read_history(Path(run)) for run in runs]
+    key, step = _common(histories)
+    losses = [_at(history, key, step) for history in histories]
+    rows = []
+    for index, (history, name) in enumerate(zip(histories, _names(histories), strict=True)):
+        validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
+        finite = validation.values[np.isfinite(validation.values)]
+        rows.append(
+            Row(
+                name=name,
+                recipe=" → ".join(span.recipe for span in history.spans()),
+                steps=history.last_step,
+                train_loss=float(history.series("train/loss").smoothed().values[-1]),
+                val_loss=float(validation.values[-1]) if len(validation) else None,
+                best_val_loss=float(finite.min()) if len(finite) else None,
+                gap=losses[index] / losses[0] - 1 if index and losses[0] else None,
+                tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
+            )
+        )
+    return Comparison(histories=histories, rows=rows, key=key, step=step)
+
+
+def _common(histories: list[History]) -> tuple[str, int]:
+    for key in ("val/loss", "train/loss"):
+        steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
+        if len(steps):
+            return key, int(steps[-1])
+    ranges = ", ".join(
+        f"{name} {int(steps[0])} to {int(steps[-1])}"
+        for name, history in zip(_names(histories), histories, strict=True)
+        for steps in [history.series("train/loss").steps]
+    )
+    raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def _at(history: History, key: str, step: int) -> float:
+    series = history.series(key)
+    if key == "train/loss":
+        series = series.smoothed()
+    return float(series.at(np.array([step]))[0])
+
+
+def _names(histories: list[History]) -> list[str]:
+    """The directory's name; where two runs share it, the path."""
+    count = Counter(history.name for history in histories)
+    return [history.name if count[history.name] == 1 else str(history.path) for history in histories]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
+    smooth: list[Floats] = []
+    for index, (history, row) in enumerate(zip(comparison.histories, comparison.rows, strict=True)):
+        train, validation = history.series("train/loss").smoothed(), history.series("val/loss")
+        axes.plot(train.steps, train.values, color=_colour(index), linewidth=1.5, alpha=0.9, label=plain(row.name))
+        axes.plot(
+            validation.steps,
+            validation.values,
+            color=_colour(index),
+            linewidth=0,
+            marker="o",
+            markersize=3.5,
+        )
+        smooth.append(train.values)
+    style(axes, "loss (nats a token): training, smoothed; dots: validation")
+    if all((values[np.isfinite(values)] > 0).all() for values in smooth):
+        logarithmic(axes, fine=True)
+    if limits := loss_limits(smooth):
+        axes.set_ylim(*limits)
+    axes.legend(loc="upper right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none", labelcolor=INK)
+
+
+def _draw_gaps(axes: "Axes", comparison: Comparison) -> None:
+    first = comparison.histories[0]
+    settled: list[Floats] = []
+    axes.axhline(0, color=_colour(0), linewidth=1.2)
+    for index, history in enumerate(comparison.histories[1:], start=1):
+        train = _gap(history.series("train/loss").smoothed(), first.series("train/loss").smoothed())
+        validation = _gap(history.series("val/loss"), first.series("val/loss"))
+        axes.plot(train.steps, train.values, color=_colour(index), linewidth=1.0, alpha=0.55)
+        axes.plot(
+            validation.steps,
+            validation.values,
+            color=_colour(index),
+            linewidth=1.5,
+            marker="o",
+            markersize=4,
+            mec="white",
+        )
+        for series in (train, validation):
+            values = series.values[len(series) // 10 :]
+            settled.append(values[np.isfinite(values)])
+    style(axes, f"gap to {plain(comparison.rows[0].name)} (%)")
+    everything = np.concatenate([*settled, [0.0]])
+    low, high = np.percentile(everything, [1, 99])
+    margin = 0.15 * (high - low) or 1.0
+    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
+
+
+def _gap(series: Series, first: Series) -> Series:
+    """In per cent, at the steps that both have."""
+    steps = np.intersect1d(series.steps, first.steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1))
+
+
+def _draw_recipes(axes: "Axes", comparison: Comparison) -> None:
+    """A row a run: its recipes over the steps."""
+    spans = [history.spans() for history in comparison.histories]
+    recipes = list(dict.fromkeys(span.recipe for several in spans for span in several))
+    total = max(row.steps for row in comparison.rows)
+    for index, several in enumerate(spans):
+        for span in several:
+            left = 0 if span is several[0] else span.first
+            colour = SHADES[recipes.index(span.recipe) % len(SHADES)]
+            axes.barh(index, span.last - left, left=left, height=0.78, color=colour, edgecolor="white", linewidth=1.0)
+            room = int((span.last - left) / (0.0078 * max(total, 1)))  # characters
+            label = span.recipe if len(span.recipe) <= room else f"{span.recipe[: room - 1]}…" if room > 3 else ""
+            axes.text((left + span.last) / 2, index, plain(label), ha="center", va="center", fontsize=7.5, color=INK)
+    style(axes, "recipe")
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(spans)), [plain(row.name) for row in comparison.rows])
+    for index, tick in enumerate(axes.get_yticklabels()):
+        tick.set_color(_colour(index))
+    axes.set_ylim(len(spans) - 0.5, -0.5)
+    axes.spines[["left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    for panel in axes.figure.axes[:2]:
+        for index, several in enumerate(spans):
+            for span in several[1:]:
+                panel.axvline(
+                    span.first,
+                    color=_colour(index) if index else QUIET,
+                    linewidth=0.8,
+                    linestyle=(0, (4, 3)),
+                    alpha=0.7,
+                )

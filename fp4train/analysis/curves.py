@@ -1,0 +1,224 @@
+"""RUN/curves.png: the losses of one run, with the recipe of every stretch, above learning rate and gradient norm."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp4train.analysis.history import Floats, History, Series, Span, read_history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CURVES = "curves.png"
+
+INK = "#2b2f36"
+QUIET = "#8a8f98"
+TRAIN = "#2f6db3"
+VALIDATION = "#d9541e"
+IN_RECIPE = "#1a936f"
+SHADES = ("#dfe9f5", "#fbe7d6", "#dcefe6", "#ece3f4", "#f6e3e6", "#eeeadb")
+
+
+def draw_curves(run_dir: Path) -> Path:
+    """Draw RUN/curves.png from RUN/metrics.jsonl.
+
+    Raises:
+        UserError: not a run directory, or nothing logged yet.
+    """
+    history = read_history(run_dir)
+    return save_figure(_figure(history), Path(run_dir) / CURVES)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure without pyplot's global state: nothing to close, no display needed."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Write a PNG so that a viewer never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path
+
+
+def style(axes: "Axes", title: str, *, height: float | None = None) -> None:
+    """The look that all panels share; `height` lifts the title, in shares of the panel."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(QUIET)
+    axes.grid(axis="y", color="#c9cdd3", linewidth=0.6, alpha=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(title, fontsize=9, color=INK, loc="left", pad=5, y=height)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.tick_params(colors=INK, labelsize=8, length=3, color=QUIET)
+
+
+def plain(text: str) -> str:
+    """A name as it is: matplotlib would set what stands between dollar signs as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def logarithmic(axes: "Axes", *, fine: bool) -> None:
+    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each decade."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(MaxNLocator(9) if fine else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def shades(spans: list[Span]) -> dict[str, str]:
+    """A background colour for each recipe, in order of appearance."""
+    recipes = list(dict.fromkeys(span.recipe for span in spans))
+    return {recipe: SHADES[i % len(SHADES)] for i, recipe in enumerate(recipes)}
+
+
+def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
+    """From the lowest loss to where the first steps have fallen: the start must not flatten the rest."""
+    finite = [curve[np.isfinite(curve)] for curve in curves]
+    finite = [curve for curve in finite if len(curve)]
+    if not finite:
+        return None
+    low = min(float(curve.min()) for curve in finite)
+    high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
+    margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _figure(history: History) -> "Figure":
+    figure = new_figure(9.0, 6.0)
+    grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
+    loss, rate, norm = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
+    _draw_loss(loss, history)
+    _draw_small(rate, history.series("train/lr"), "learning rate")
+    _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
+    spans = history.spans()
+    colours = shades(spans)
+    for axes in (loss, rate, norm):
+        axes.set_xlim(0, max(history.last_step, 1))
+        if len(spans) > 1:
+            for span in spans:
+                axes.axvspan(_left(span, spans), span.last, color=colours[span.recipe], alpha=0.45, lw=0, zorder=0)
+    _draw_strip(loss, spans, history.last_step)
+    _mark_events(loss, history)
+    figure.suptitle(plain(history.name), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9, color=INK)
+    return figure
+
+
+def _draw_loss(axes: "Axes", history: History) -> None:
+    train = history.series("train/loss")
+    smooth = train.smoothed()
+    dots = len(train) <= 2
+    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.28, linewidth=0.8, marker="o" if dots else None)
+    axes.plot(smooth.steps, smooth.values, color=TRAIN, linewidth=1.8, label=f"training (mean of {train.window})")
+    drawn = [train.values]
+    for key, label, colour, line in (
+        ("val/loss", "validation, high precision", VALIDATION, "-"),
+        ("val/loss_recipe", "validation, in the recipe", IN_RECIPE, "--"),
+    ):
+        series = history.series(key)
+        if len(series):
+            marker = "o" if len(series) <= 40 else None
+            axes.plot(
+                series.steps,
+                series.values,
+                line,
+                color=colour,
+                linewidth=1.5,
+                marker=marker,
+                markersize=3.5,
+                label=label,
+            )
+            drawn.append(series.values)
+    style(axes, "loss (nats a token)", height=1.045)
+    if all((values[np.isfinite(values)] > 0).all() for values in drawn):
+        logarithmic(axes, fine=True)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    if limits := loss_limits(drawn):
+        axes.set_ylim(*limits)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.045),
+        ncols=3,
+        fontsize=8.5,
+        frameon=False,
+        labelcolor=INK,
+        borderaxespad=0.2,
+        columnspacing=1.4,
+    )
+
+
+def _draw_small(axes: "Axes", series: Series, title: str, *, log: bool = False) -> None:
+    style(axes, title)
+    if log and (series.values > 0).any():
+        logarithmic(axes, fine=False)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    if not len(series):
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", fontsize=8, color=QUIET)
+        axes.set_yticks([])
+        return
+    axes.plot(series.steps, series.values, color=INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
+
+
+def _left(span: Span, spans: list[Span]) -> int:
+    return 0 if span is spans[0] else span.first
+
+
+def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
+    """A band above the panel with the recipe of each span; a name too long for its span stands upright below it."""
+    colours = shades(spans)
+    for span in spans:
+        left = _left(span, spans)
+        axes.axvspan(left, span.last, 1.005, 1.045, color=colours[span.recipe], lw=0, clip_on=False)
+        fits = (span.last - left) > 0.0078 * len(span.recipe) * max(last_step, 1)
+        axes.text(
+            (left + span.last) / 2,
+            1.025 if fits else 0.98,
+            plain(span.recipe),
+            transform=axes.get_xaxis_transform(),
+            rotation=0 if fits else 90,
+            ha="center",
+            va="center_baseline" if fits else "top",
+            fontsize=7.5,
+            color=INK,
+        )
+
+
+def _mark_events(axes: "Axes", history: History) -> None:
+    names: dict[int, list[str]] = {}
+    for event in history.events():
+        if event.name != "recipe":  # the strip of recipes shows these
+            names.setdefault(event.step, []).append(event.name)
+    for step, several in names.items():
+        axes.axvline(step, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6, zorder=1)
+        axes.annotate(
+            plain(" · ".join(dict.fromkeys(several))),
+            (step, 0.985),
+            xycoords=("data", "axes fraction"),
+            xytext=(-2, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=7.5,
+            color=INK,
+            alpha=0.8,
+        )
+
+
+def _summary(history: History) -> str:
+    parts = [f"{history.last_step} steps", f"training {history.series('train/loss').smoothed().values[-1]:.4f}"]
+    validation = history.series("val/loss")
+    if len(validation):
+        parts.append(f"validation {validation.values[-1]:.4f}")
+    return "   ".join(parts)

@@ -1,0 +1,137 @@
+"""What RUN/metrics.jsonl says, as series over steps and spans of recipes.
+
+A span is a stretch of steps in one recipe, read off ``precision/recipe``: it shows phases and swaps alike, also those
+of a run that was resumed. Smoothing is the trailing mean over 2 % of a run's logged losses, at least 10 of them (at the
+start over a tenth of those so far, where the loss falls fast): one sentence to state, no lag beyond its window, and
+equal for runs of equal length.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4train.errors import UserError
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import read_metrics
+
+Floats = NDArray[np.float64]
+
+MIN_WINDOW = 10
+WINDOW_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Values of one key by ascending step; where a step was logged twice, the later line counts."""
+
+    steps: Floats
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def window(self) -> int:
+        """Points that `smoothed` averages."""
+        return max(1, min(len(self), max(MIN_WINDOW, round(WINDOW_SHARE * len(self)))))
+
+    def smoothed(self) -> "Series":
+        """Trailing mean; not a number wherever its window holds a value that is not finite."""
+        index = np.arange(len(self))
+        first = index + 1 - np.minimum(index // 10 + 1, self.window)
+        finite = np.isfinite(self.values)
+        total = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
+        bad = np.concatenate([[0], np.cumsum(~finite)])
+        mean = (total[index + 1] - total[first]) / (index + 1 - first)
+        return Series(steps=self.steps, values=np.where(bad[index + 1] == bad[first], mean, np.nan))
+
+    def at(self, steps: Floats) -> Floats:
+        """Values at steps that are all in the series."""
+        return self.values[np.searchsorted(self.steps, steps)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Steps `first` (included) to `last` (the first of the next span, or the end) in one recipe."""
+
+    first: int
+    last: int
+    recipe: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A line that says something happened."""
+
+    step: int
+    name: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The lines of one run."""
+
+    path: Path
+    lines: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        return max(int(line["step"]) for line in self.lines)
+
+    def series(self, key: str) -> Series:
+        found: dict[int, float] = {}
+        for line in self.lines:
+            value = line.get(key)
+            if isinstance(value, int | float):
+                found[line["step"]] = float(value)
+        steps = sorted(found)
+        return Series(steps=np.array(steps, dtype=np.float64), values=np.array([found[s] for s in steps]))
+
+    def spans(self) -> list[Span]:
+        spans: list[Span] = []
+        by_step = {line["step"]: line["precision/recipe"] for line in self.lines if line.get("precision/recipe")}
+        for step in sorted(by_step):
+            recipe = str(by_step[step])
+            if spans and spans[-1].recipe == recipe:
+                spans[-1] = Span(first=spans[-1].first, last=step, recipe=recipe)
+            else:
+                if spans:
+                    spans[-1] = Span(first=spans[-1].first, last=step, recipe=spans[-1].recipe)
+                spans.append(Span(first=step, last=step, recipe=recipe))
+        return spans
+
+    def events(self) -> list[Event]:
+        return [
+            Event(
+                step=line["step"],
+                name=str(line["event"]),
+                values={key: value for key, value in line.items() if key not in ("step", "event")},
+            )
+            for line in self.lines
+            if "event" in line
+        ]
+
+
+def read_history(run: Path) -> History:
+    """The history of a run directory.
+
+    Raises:
+        UserError: it is no run directory, or has no loss logged yet.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run directory: there is no such folder")
+    if not (run / METRICS).exists():
+        raise UserError(f"{run} is not a run directory: it has no {METRICS}")
+    history = History(path=run, lines=read_metrics(run / METRICS))
+    if not len(history.series("train/loss")):
+        raise UserError(f"{run} has no metrics yet: no train/loss in its {METRICS}")
+    return history

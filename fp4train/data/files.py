@@ -1,0 +1,70 @@
+"""Finding the files that a path of the user's means, with errors that suggest the near miss."""
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp4train.data.errors import DataError
+
+
+def expanded(path: str, key: str) -> Path:
+    """`path` with ~ and ~somebody written out."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # somebody who is not there
+        raise DataError(f"{key}={path} does not exist: {error}") from error
+
+
+def existing_path(path: str, key: str) -> Path:
+    """`path` if it exists; otherwise an error that names the closest thing there is."""
+    found = expanded(path, key)
+    try:
+        if found.exists():
+            return found
+    except OSError as error:
+        raise DataError(f"{key}={path} cannot be read: {error.strerror}") from error
+    parent = found.absolute().parent
+    while not parent.is_dir():
+        parent = parent.parent
+    wanted = found.absolute().relative_to(parent).parts[0]
+    try:
+        there = sorted(os.listdir(parent))
+    except OSError:
+        there = []
+    near = difflib.get_close_matches(wanted, there, n=1, cutoff=0.5)
+    hint = f" Did you mean {parent / near[0]}?" if near else f" {parent} holds no {wanted}."
+    raise DataError(f"{key}={path} does not exist.{hint}")
+
+
+def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
+    """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of them empty.
+
+    Hidden files and folders are passed over, links to folders are not followed.
+    """
+    if path.is_file():
+        if not path.stat().st_size:
+            raise DataError(f"{key}={path} is empty")
+        return [path]
+    found: list[Path] = []
+    others: Counter[str] = Counter()
+    for folder, names, files in os.walk(path):
+        names[:] = [name for name in names if not name.startswith(".")]
+        for file in (Path(folder, file) for file in files if not file.startswith(".")):
+            if file.suffix.lower() in suffixes:
+                found.append(file)
+            else:
+                others[file.suffix.lower() or "no suffix"] += 1
+    if not found:
+        there = ", ".join(f"{count} with {suffix}" for suffix, count in others.most_common(5)) or "no files at all"
+        raise DataError(f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it holds {there}")
+    filled = sorted(file for file in found if file.stat().st_size)
+    if not filled:
+        raise DataError(f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} is empty")
+    return filled
+
+
+def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file: what tokenised data is known by without reading the files again."""
+    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]

@@ -1,0 +1,127 @@
+"""`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local Parquet and JSON Lines files (`data.path=…`).
+
+`datasets` streams the rows in their stored order, one document a row, and they are tokenised once into the cache, up to
+`max_tokens`. The library's own shuffle is not used: its buffer cannot be resumed exactly. The loader shuffles instead.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fp4train.data.cache import cached_tokens
+from fp4train.data.documents import Piece
+from fp4train.data.errors import DataError
+from fp4train.data.files import existing_path, files_of, stamp
+from fp4train.data.tokenize import token_chunks
+from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
+from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+
+READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """Rows of `name` (a hub data set) or of `path` (local files), whose `column` holds the text."""
+
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    path: str | None = None
+    column: str = "text"
+    max_tokens: int | None = 200_000_000
+    max_documents: int | None = None
+    tokenizer: TokenizerConfig = field(default_factory=Bytes)
+    val: float = 0.01
+    cache_dir: str = "~/.cache/fp4train"
+
+    def __post_init__(self) -> None:
+        check_val(self.val)
+        check_tokenizer(self.tokenizer)
+        if (self.name is None) == (self.path is None):
+            raise ValueError(
+                f"data.name={self.name}, data.path={self.path}: exactly one is needed, "
+                "a hub name or a .parquet, .jsonl file or folder"
+            )
+        for key, bound in (("max_tokens", self.max_tokens), ("max_documents", self.max_documents)):
+            if bound is not None and bound < 1:
+                raise ValueError(f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound")
+
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        arguments, key, what = self._source()
+
+        def documents() -> Iterator[Piece]:
+            return islice(read_rows(arguments, self.column, what), self.max_documents)
+
+        tokenizer = self.tokenizer.build(documents, run_dir)
+        ids = cached_tokens(
+            self.cache_dir,
+            {
+                "source": key,
+                "column": self.column,
+                "max_documents": self.max_documents,
+                "tokenizer": tokenizer.identity,
+            },
+            lambda: token_chunks(documents(), tokenizer),
+            dtype=ids_dtype(tokenizer.vocab_size),
+            max_tokens=self.max_tokens,
+        )
+        if len(ids) == self.max_tokens:
+            what += f", cut off at data.max_tokens={self.max_tokens:,}"
+        return hold_out(
+            ids,
+            val=self.val,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=seq_len,
+            tokenizer=tokenizer,
+            description=what,
+        )
+
+    def _source(self) -> tuple[dict[str, Any], list[Any], str]:
+        """Arguments for `load_dataset`, the cache's key for them, and what an error calls them."""
+        if self.path is None:
+            named = {"path": self.name, "name": self.config, "split": self.split, "revision": self.revision}
+            what = " ".join(str(part) for part in (self.name, self.config, self.split) if part)
+            return named, ["hub", *named.values()], what
+        paths = files_of(existing_path(self.path, "data.path"), list(READERS), "data.path")
+        readers = {READERS.get(path.suffix.lower()) for path in paths}
+        if None in readers or len(readers) > 1:
+            raise DataError(
+                f"data.path={self.path} holds {', '.join(sorted({path.suffix or path.name for path in paths}))}: "
+                "data=hf reads .parquet, or .jsonl and .json (text is for data=text, token files are for data=tokens)"
+            )
+        local = {"path": readers.pop(), "data_files": [str(path) for path in paths], "split": "train"}
+        return local, ["files", *stamp(paths)], self.path
+
+
+def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
+    """The text of each row, one document a row; rows without text are passed over."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"data=hf needs the package datasets ({error}): pip install datasets") from error
+    try:
+        rows = iter(datasets.load_dataset(**arguments, streaming=True))
+        for number, row in enumerate(rows):
+            if column not in row:
+                raise DataError(f"data.column={column} is not in {what}. Its columns: {', '.join(row)}.")
+            text = row[column]
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"data.column={column} of {what} holds {type(text).__name__} in row {number}, not text")
+            if text:
+                yield Piece(text)
+    except DataError:
+        raise
+    except ConnectionError as error:
+        raise DataError(
+            f"{what} cannot be reached: {_first_line(error)}. Without a network use data=stdlib, data=text, or local "
+            "files with data=hf data.path=FILE.parquet."
+        ) from error
+    except Exception as error:  # whatever else the library, or one of its readers, makes of a data set or a file
+        raise DataError(f"{what} cannot be read: {_first_line(error)} ({type(error).__name__})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")

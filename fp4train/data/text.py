@@ -1,0 +1,57 @@
+"""`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document a file, in the order of their names.
+
+Tokenised once into the cache, known there by the files' names, sizes and times of change.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp4train.data.cache import cached_tokens
+from fp4train.data.documents import Piece, read_files
+from fp4train.data.files import existing_path, files_of, stamp
+from fp4train.data.tokenize import token_chunks
+from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
+from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text file, or every file below a folder whose suffix is one of `suffixes`."""
+
+    path: str
+    suffixes: Sequence[str] = (".txt", ".md")
+    tokenizer: TokenizerConfig = field(default_factory=Bytes)
+    val: float = 0.05
+    cache_dir: str = "~/.cache/fp4train"
+
+    def __post_init__(self) -> None:
+        check_val(self.val)
+        check_tokenizer(self.tokenizer)
+        if isinstance(self.suffixes, str) or not self.suffixes:
+            raise ValueError(
+                f"data.suffixes={self.suffixes!r}: a list is needed, for instance data.suffixes=[.txt,.py]"
+            )
+
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
+        paths = files_of(existing_path(self.path, "data.path"), suffixes, "data.path")
+
+        def documents() -> Iterator[Piece]:
+            return read_files(paths)
+
+        tokenizer = self.tokenizer.build(documents, run_dir)
+        ids = cached_tokens(
+            self.cache_dir,
+            {"source": "text", "files": stamp(paths), "tokenizer": tokenizer.identity},
+            lambda: token_chunks(documents(), tokenizer),
+            dtype=ids_dtype(tokenizer.vocab_size),
+        )
+        return hold_out(
+            ids,
+            val=self.val,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=seq_len,
+            tokenizer=tokenizer,
+            description=f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+        )

@@ -1,0 +1,86 @@
+"""A tokenizer of the `tokenizers` library, and its copy in the run directory.
+
+`RUN/tokenizer.json` is the tokenizer itself, in the library's own format; `RUN/tokenizer_origin.json` says what it was
+made from. A run that resumes takes its own copy: no network, no second training, and the same ids whatever has become
+of the original.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4train.data.errors import DataError
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]")
+
+
+class JsonTokenizer:
+    """Wraps a `tokenizers.Tokenizer`; text that spells a special token is encoded as the text it is."""
+
+    def __init__(self, text: str, *, end_of_document: str | None, what: str) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{what} is no tokenizer file of the `tokenizers` library: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        candidates = ENDS if end_of_document is None else (end_of_document,)
+        end = next((token for token in candidates if token in vocabulary), None)
+        if end is None:
+            special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+            raise DataError(
+                f"{what} has no token {' or '.join(candidates)} to end a document with. Name one with "
+                f"data.tokenizer.end_of_document; its special tokens: {', '.join(special[:8]) or 'none'}"
+            )
+        self.end_of_document = vocabulary[end]
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer[Any]]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def kept(run_dir: Path, origin: str) -> str | None:
+    """The run's own tokenizer, if it has one that was made from `origin`."""
+    path, note = run_dir / "tokenizer.json", run_dir / "tokenizer_origin.json"
+    if not (path.is_file() and note.is_file()):
+        return None
+    try:
+        made_from = json.loads(note.read_text())["origin"]
+        text = path.read_text()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the run's tokenizer in {run_dir} cannot be read: {error}. Use another run.name.") from error
+    if made_from != origin:
+        raise DataError(f"{run_dir} holds the tokenizer {made_from}, not {origin}. Use another run.name.")
+    return text
+
+
+def keep(run_dir: Path, origin: str, text: str) -> None:
+    """Keep the tokenizer with the run, each file whole or not at all."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name, content in (("tokenizer_origin.json", json.dumps({"origin": origin})), ("tokenizer.json", text)):
+            new = run_dir / f".{name}.{os.getpid()}.new"
+            new.write_text(content)
+            os.replace(new, run_dir / name)
+    except OSError as error:
+        raise DataError(f"the tokenizer cannot be kept in {run_dir}: {error.strerror or error}") from error

@@ -1,0 +1,57 @@
+"""A ready-made tokenizer: a tokenizer.json, a folder that holds one, or the name of a model on the Hugging Face hub."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp4train.data.errors import DataError
+from fp4train.data.files import existing_path, expanded
+from fp4train.data.tokenizers.base import Documents
+from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one."""
+
+    name: str
+    revision: str | None = None
+    end_of_document: str | None = None
+
+    def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
+        origin = self.name if self.revision is None else f"{self.name} {self.revision}"
+        text = kept(run_dir, origin)
+        if text is not None:
+            return JsonTokenizer(text, end_of_document=self.end_of_document, what=str(run_dir / "tokenizer.json"))
+        path = self._find()
+        try:
+            text = path.read_text(encoding="utf-8")
+            json.loads(text)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.tokenizer.name={self.name}: {path} is no JSON file: {error}") from error
+        tokenizer = JsonTokenizer(text, end_of_document=self.end_of_document, what=str(path))
+        keep(run_dir, origin, text)
+        return tokenizer
+
+    def _find(self) -> Path:
+        path = expanded(self.name, "data.tokenizer.name")
+        if path.exists() or path.suffix == ".json" or self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
+            found = existing_path(self.name, "data.tokenizer.name")
+            return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name") if found.is_dir() else found
+        try:
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+        except ImportError as error:
+            raise DataError(f"a hub name needs the package huggingface_hub ({error})") from error
+        try:
+            return Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
+        except HFValidationError as error:
+            raise DataError(f"data.tokenizer.name={self.name} is neither a file nor a hub name") from error
+        except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+            raise DataError(
+                f"data.tokenizer.name={self.name}: there is no such file here, and the Hugging Face hub cannot be "
+                "reached. Give the path of a tokenizer.json, or use data/tokenizer=bytes or data/tokenizer=bpe."
+            ) from error
+        except Exception as error:  # no such repository, gated, without a tokenizer.json, HTTP errors
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise DataError(f"data.tokenizer.name={self.name} cannot be had from the hub: {reason}") from error

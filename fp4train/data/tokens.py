@@ -1,0 +1,116 @@
+"""What every source of data ends as: two arrays of token ids that share no token, and how to read them.
+
+`hold_out` takes the last part of the stream for validation. Where a document ends inside the first half of that part,
+the cut moves to that end, so that validation starts with a document that training has not seen the beginning of.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4train.data.errors import DataError
+from fp4train.data.tokenizers import Tokenizer
+
+Ids = npt.NDArray[np.integer[Any]]
+CHECKED_AT_ONCE = 1 << 24
+
+
+def ids_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned type that holds every id below `vocab_size`."""
+    return np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def fingerprint(ids: Ids) -> str:
+    """A short sum over the length and up to 1024 places: tells other data apart without reading all of it."""
+    places = np.unique(np.linspace(0, max(len(ids) - 64, 0), 1024).astype(np.int64))
+    total = zlib.crc32(str(len(ids)).encode())
+    for place in places:
+        total = zlib.crc32(ids[place : place + 64].astype("<i8").tobytes(), total)
+    return f"{total:08x}"
+
+
+@dataclass(frozen=True)
+class TokenArray:
+    """Token ids, in memory or memory-mapped; `name` is what an error calls them."""
+
+    ids: Ids
+    vocab_size: int
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def check(self, ids: Ids, what: str) -> None:
+        """Refuse ids that the model has no embedding for."""
+        if not len(ids):
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"{what} hold token id {low if low < 0 else high}, but the vocabulary has {self.vocab_size} ids "
+                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer that wrote the tokens, or "
+                "data.dtype to the type they were written in."
+            )
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Training and validation tokens of a run. `tokenizer` is None for token files that came without one."""
+
+    vocab_size: int
+    train: TokenArray
+    val: TokenArray
+    tokenizer: Tokenizer | None = field(repr=False)
+    description: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs when the data differs: a run that resumes can tell that its data is no longer the same."""
+        return f"{fingerprint(self.train.ids)}-{fingerprint(self.val.ids)}"
+
+
+def check_val(val: float) -> None:
+    """`val` is a share below 1, or a whole number of tokens."""
+    if not (0 < val < 1 or (val >= 1 and float(val).is_integer())):
+        raise ValueError(f"data.val={val}: allowed are a share between 0 and 1, or a whole number of tokens")
+
+
+def hold_out(
+    ids: Ids, *, val: float, vocab_size: int, seq_len: int, tokenizer: Tokenizer | None, description: str
+) -> TokenData:
+    """Cut `ids` into a training part and, at its end, a validation part of `val` (a share, or tokens)."""
+    held = int(len(ids) * val) if val < 1 else int(val)
+    cut = max(len(ids) - held, 0)
+    if tokenizer is not None:
+        movable = max(min((len(ids) - cut) // 2, len(ids) - cut - (seq_len + 1)), 0)
+        ends = np.flatnonzero(ids[cut : cut + movable] == tokenizer.end_of_document)
+        cut += int(ends[0]) + 1 if len(ends) else 0
+    return token_data(
+        ids[:cut],
+        ids[cut:],
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        tokenizer=tokenizer,
+        description=description,
+        whole=f"of the {len(ids):,} tokens in all, data.val={val:g} holds out the last {len(ids) - cut:,}",
+    )
+
+
+def token_data(
+    train: Ids, val: Ids, *, vocab_size: int, seq_len: int, tokenizer: Tokenizer | None, description: str, whole: str
+) -> TokenData:
+    """Both parts, checked for the length of a sequence and, up to `CHECKED_AT_ONCE` tokens, for their ids."""
+    for name, part in (("training", train), ("validation", val)):
+        if len(part) < seq_len + 1:
+            raise DataError(
+                f"the {name} text is {len(part):,} tokens long, but a sequence needs train.seq_len+1 = {seq_len + 1:,} "
+                f"({description}; {whole}). Use more text, a smaller train.seq_len or another data.val."
+            )
+    parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
+    for tokens in parts:
+        tokens.check(tokens.ids[:CHECKED_AT_ONCE], f"{tokens.name} tokens ({description})")
+    summary = f"{description}: {len(train):,} training and {len(val):,} validation tokens, vocabulary {vocab_size:,}"
+    return TokenData(vocab_size, parts[0], parts[1], tokenizer, summary)

@@ -1,0 +1,50 @@
+"""Number formats: codes <-> values, and packing. Nothing here knows about blocks or tensors' meaning."""
+
+from fp4train.formats.element import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    ELEMENT_FORMATS,
+    FP16,
+    FP32,
+    WIDE_FORMATS,
+    ElementFormat,
+    decode,
+    encode,
+    get_format,
+    value_table,
+)
+from fp4train.formats.packing import pack_fp4, pack_fp6, unpack_fp4, unpack_fp6
+from fp4train.formats.scale import e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
+from fp4train.formats.table import FormatRow, formats_table
+
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "ELEMENT_FORMATS",
+    "FP16",
+    "FP32",
+    "WIDE_FORMATS",
+    "ElementFormat",
+    "FormatRow",
+    "decode",
+    "e4m3_decode",
+    "e4m3_encode",
+    "e8m0_decode",
+    "e8m0_encode",
+    "encode",
+    "formats_table",
+    "get_format",
+    "pack_fp4",
+    "pack_fp6",
+    "unpack_fp4",
+    "unpack_fp6",
+    "value_table",
+]

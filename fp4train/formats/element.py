@@ -1,0 +1,173 @@
+"""Element formats: what a code of 4, 6 or 8 bits means.
+
+A code is sign | exponent (e bits) | mantissa (m bits). With bias b and stored exponent E the magnitude is (1 + M/2^m) *
+2^(E-b) for E > 0 and (M/2^m) * 2^(1-b) for E = 0: within one binade, and over all subnormals, the grid is uniform with
+quantum 2^(max(exponent, 1-b) - m). Rounding uses that: divide by the quantum (a power of two, exact), round to an
+integer, and both the code and the value follow from the integer without a table (`grid.py`).
+
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1); OCP 8-bit floating
+    point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is IEEE-like, FP6 and FP4
+    have neither.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp4train.formats.grid import grid_code, grid_position
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementFormat:
+    """A binary floating-point format. `max` is the largest finite value; `bias` is that of the stored exponent."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    has_inf: bool
+    has_nan: bool
+
+    @property
+    def bits(self) -> int:
+        """Width of one code, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number, and of the subnormals' binade."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest power of two that the format holds (the MX specification's emax)."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+
+    @property
+    def binades(self) -> float:
+        """Dynamic range log2(max / smallest subnormal)."""
+        return math.log2(self.max) - math.log2(self.smallest_subnormal)
+
+    @property
+    def nan_code(self) -> int:
+        """Where `encode` puts a NaN: all bits but the sign. A format without NaN has its largest value there."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def sign_bit(self) -> int:
+        return 1 << (self.bits - 1)
+
+
+E2M1: Final = ElementFormat(
+    name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0, has_inf=False, has_nan=False
+)
+E2M3: Final = ElementFormat(
+    name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5, has_inf=False, has_nan=False
+)
+E3M2: Final = ElementFormat(
+    name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0, has_inf=False, has_nan=False
+)
+E4M3: Final = ElementFormat(
+    name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, has_inf=False, has_nan=True
+)
+E5M2: Final = ElementFormat(
+    name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, has_inf=True, has_nan=True
+)
+FP16: Final = ElementFormat(
+    name="fp16", exponent_bits=5, mantissa_bits=10, bias=15, max=65504.0, has_inf=True, has_nan=True
+)
+BF16: Final = ElementFormat(
+    name="bf16", exponent_bits=8, mantissa_bits=7, bias=127, max=math.ldexp(255, 120), has_inf=True, has_nan=True
+)
+FP32: Final = ElementFormat(
+    name="fp32",
+    exponent_bits=8,
+    mantissa_bits=23,
+    bias=127,
+    max=math.ldexp(2**24 - 1, 104),
+    has_inf=True,
+    has_nan=True,
+)
+
+ELEMENT_FORMATS: Final = (E2M1, E2M3, E3M2, E4M3, E5M2)
+"""Formats that tensors are quantised to, narrowest first."""
+
+WIDE_FORMATS: Final = (FP16, BF16, FP32)
+"""Formats for reference: torch holds them, nothing here encodes them."""
+
+
+def get_format(name: str) -> ElementFormat:
+    """The element format called `name` (e2m1, e2m3, e3m2, e4m3, e5m2). ValueError with a near miss otherwise."""
+    for fmt in ELEMENT_FORMATS:
+        if fmt.name == name:
+            return fmt
+    names = [fmt.name for fmt in ELEMENT_FORMATS]
+    close = difflib.get_close_matches(str(name).lower(), names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"element format {name!r} is unknown{hint}; allowed: {', '.join(names)}")
+
+
+def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
+    """Codes of x, rounded to nearest, ties to even. Any shape and floating dtype -> uint8 of the same shape, one code a
+    byte.
+
+    NaN becomes `fmt.nan_code` (without its sign); where the format has no NaN that is the largest value, as in PTX
+    `cvt`. Above the largest value: `saturate=True` clamps infinities too; `saturate=False` gives infinity (E5M2) or NaN
+    (E4M3), and is refused for FP6 and FP4, whose standard knows only saturation.
+    """
+    if not saturate and not fmt.has_nan:
+        raise ValueError(f"saturate=False: {fmt.name} has neither infinity nor NaN to overflow to; use saturate=True")
+    x = x.to(torch.float32)
+    # Past the largest value the next grid point is max + quantum; a tie goes to the even code, which E4M3 has at max
+    # and E5M2 at max + quantum.
+    quantum = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits)
+    overflow = x.abs() >= fmt.max + quantum / 2 if fmt.has_inf else x.abs() > fmt.max + quantum / 2
+    position, exponent = grid_position(torch.fmin(x.abs(), x.new_tensor(fmt.max)), fmt)
+    codes = grid_code(position.round_(), exponent, fmt)
+    if not saturate:
+        infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits if fmt.has_inf else fmt.nan_code
+        codes = torch.where(overflow, infinity, codes)
+    codes = codes | (torch.signbit(x).to(torch.int32) << (fmt.bits - 1))
+    return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
+
+
+def value_table(fmt: ElementFormat) -> list[float]:
+    """Value of every code, in order of the codes."""
+    values = []
+    for code in range(1 << fmt.bits):
+        sign = -1.0 if code & fmt.sign_bit else 1.0
+        exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+        mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+        top = exponent == (1 << fmt.exponent_bits) - 1
+        if fmt.has_inf and top:
+            values.append(math.nan if mantissa else sign * math.inf)
+        elif fmt.has_nan and code & fmt.nan_code == fmt.nan_code:
+            values.append(math.nan)
+        else:
+            significand = mantissa + (1 << fmt.mantissa_bits if exponent else 0)
+            values.append(sign * math.ldexp(significand, max(exponent, 1) - fmt.bias - fmt.mantissa_bits))
+    return values
+
+
+def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of uint8 codes (one a byte; for FP6 and FP4 the upper bits must be zero), same shape, exact in BF16 and
+    float32.
+    """
+    if fmt is E4M3 or fmt is E5M2:
+        float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
+        return codes.contiguous().view(float8).to(dtype)
+    table = torch.tensor(value_table(fmt), dtype=dtype, device=codes.device)
+    return table[codes.to(torch.int32)]

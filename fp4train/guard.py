@@ -1,0 +1,57 @@
+"""Non-finite numbers are never hidden: the run stops and says which layer they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.errors import UserError
+
+
+class NonFiniteError(UserError):
+    """Loss or gradient of a step is NaN or infinite."""
+
+    def __init__(self, step: int, what: str, value: float, where: str, recipe: str) -> None:
+        super().__init__(f"step {step}: {what} is {value} in {recipe}; first non-finite: {where}")
+
+
+def finite_weights(model: nn.Module) -> bool:
+    """Whether a checkpoint of `model` would be worth having."""
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
+    """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
+
+    Named is the innermost one: a block's output is bad because a layer's is.
+    """
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append(f"output of {name or type(module).__name__}")
+
+    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
+            if bad:
+                return f"weight {bad[0]}"
+            for _ in losses:
+                if found:
+                    return found[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return "the loss itself"
+
+
+def first_non_finite_gradient(model: nn.Module) -> str:
+    """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
+    named = list(model.named_parameters())
+    bad = [name for name, p in reversed(named) if p.grad is not None and not bool(p.grad.isfinite().all())]
+    return f"gradient of {bad[0]}" if bad else "the norm itself (finite gradients, overflowing sum)"

@@ -1,0 +1,84 @@
+/* The largest magnitude, of the tensor or of each row, as float bits: integers compare like the magnitudes they are, and
+ * a NaN is larger than infinity, so it survives without being asked for. */
+#ifndef FP4_AMAX_H
+#define FP4_AMAX_H
+#include "hadamard.h"
+
+INLINE void raise_to(uint32_t *amax, uint32_t value) {
+    uint32_t old = __atomic_load_n(amax, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(amax, &old, value, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
+INLINE uint32_t largest_lane(I x) {
+    int32_t lanes[16], largest = 0;
+    i_store(lanes, x);
+    for (int i = 0; i < 16; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    return (uint32_t)largest;
+}
+
+INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
+    uint8_t stage[4 * 256];
+    I all = i_set(0);
+    for (int64_t row = row0; row < row1; row++) {
+        for (int64_t col = col0; col < col1; col += 256) {
+            const void *x = row_of(&job->x, row, col, 256, wide, stage);
+            I a = i_set(0), b = i_set(0); /* two chains */
+            if (wide) {
+                for (int i = 0; i < 256; i += 32) {
+                    a = i_max(a, magnitude_bits(load_floats(x, i, 1)));
+                    b = i_max(b, magnitude_bits(load_floats(x, i + 16, 1)));
+                }
+                all = i_max(all, i_max(a, b));
+            } else {
+                all = i_max(all, i_row_max_bf16(x));
+            }
+        }
+        if (job->amax_stride) {
+            raise_to(job->amax + row * job->amax_stride, largest_lane(all));
+            all = i_set(0);
+        }
+    }
+    if (!job->amax_stride) raise_to(job->amax, largest_lane(all));
+}
+
+static void FN(amax_rows)(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    if (job->x.input == INPUT_BF16) amax_rows_with(job, row0, row1, col0, col1, 0);
+    else amax_rows_with(job, row0, row1, col0, col1, 1);
+}
+
+INLINE I hadamard_amax(I largest) { return round_to_bf16(f_mul(f_bits(largest), f_set(0.25f))); }
+
+INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
+                              int wide) {
+    I all = i_set(0);
+    uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
+    const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch);
+    for (int64_t row = row0; row < row1; row += 16) {
+        const int inside = columns_inside(&job->x, row);
+        prefetch_ahead(&job->x, row0, row1, col0, col1, wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
+        for (int64_t col = col0; col < col1; col += 16) {
+            F tile[16];
+            load_columns(&x, row, col, wide, inside, job->hadamard, tile);
+            if (job->hadamard) {
+                all = i_max(all, hadamard_16_max(tile, job->signs));
+            } else {
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; i++) all = i_max(all, magnitude_bits(tile[i]));
+            }
+        }
+        if (job->amax_stride) {
+            int32_t lanes[16];
+            i_store(lanes, job->hadamard ? hadamard_amax(all) : all);
+            for (int n = 0; n < 16 && row + n < job->x.rows; n++)
+                raise_to(job->amax + (row + n) * job->amax_stride, (uint32_t)lanes[n]);
+            all = i_set(0);
+        }
+    }
+    if (!job->amax_stride) raise_to(job->amax, largest_lane(job->hadamard ? hadamard_amax(all) : all));
+}
+
+static void FN(amax_columns)(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
+    if (job->x.input == INPUT_BF16) amax_columns_with(job, row0, row1, col0, col1, ahead, 0);
+    else amax_columns_with(job, row0, row1, col0, col1, ahead, 1);
+}
+#endif

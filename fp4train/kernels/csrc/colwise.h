@@ -1,0 +1,194 @@
+/* Column-wise quantisation: x.T of a row-major tensor, whose rows are neighbours in memory and whose blocks are not.
+ *
+ * A lane is a row of x.T, a vector one of its columns (a token): the maximum over a block, the Hadamard transform and the
+ * rounding all work lane by lane, and sixteen rows share one vector of scales. Only the result is transposed, after it
+ * has shrunk: eight E2M1 codes, four bytes or two BF16 values of a lane fill its 32 bits first. Results of CHUNK tokens are
+ * collected before they are written, so that rows get whole cache lines.
+ */
+#ifndef FP4_COLWISE_H
+#define FP4_COLWISE_H
+#include "hadamard.h"
+#include "philox.h"
+#include "scale.h"
+
+enum { CHUNK = TILE_COLUMNS, MAX_COLUMN_BLOCK = 32 };
+
+typedef struct {
+    uint8_t values[16][4 * CHUNK] __attribute__((aligned(64)));
+    uint8_t codes[16][CHUNK] __attribute__((aligned(64)));
+    int32_t scales[CHUNK / 16][16];
+} Columns;
+
+/* What the compiler may take as constant. */
+typedef struct {
+    int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
+    int wide, stochastic, values, codes;
+} ColumnVariant;
+
+/* Sixteen columns onto the grid. Two of their BF16 values fill a word of a lane, as do eight or four codes. */
+INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *random, int64_t at, Columns *out,
+                       ColumnVariant v) {
+    const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
+    const int packed = v.nvfp4 || job->element == E2M1, e4m3_scale = v.nvfp4 || job->scale == SCALE_E4M3;
+    const int f32 = !v.nvfp4 && job->values_f32, exact = e4m3_scale || f32 || job->scale == SCALE_GIVEN;
+    I values[16], codes[4] = {i_set(0), i_set(0), i_set(0), i_set(0)};
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        F t0 = f_mul(x[i], scale->encode), t1 = f_mul(x[i + 1], scale->encode);
+        Rounded even, odd;
+        if (e4m3_scale) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
+        if (v.stochastic) {
+            const I low = random_low(random[i / 2]), high = random_high(random[i / 2]);
+            even = v.nvfp4 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
+            odd = v.nvfp4 ? round_stochastic_e2m1(t1, high) : round_stochastic(t1, high, e);
+        } else {
+            even = round_nearest(t0, e);
+            odd = round_nearest(t1, e);
+        }
+        if (v.values) {
+            const F y0 = f_mul(even.value, scale->decode), y1 = f_mul(odd.value, scale->decode);
+            const I bits0 = exact ? i_bits(y0) : round_to_bf16(y0), bits1 = exact ? i_bits(y1) : round_to_bf16(y1);
+            if (f32) values[i] = bits0, values[i + 1] = bits1;
+            else values[i / 2] = i_or(i_shr(bits0, 16), bits1);
+        }
+        if (v.codes && packed) {
+            const I byte = i_or(even.code, i_shl(odd.code, 4));
+            codes[i / 8] = i_or(codes[i / 8], i_shl(byte, 4 * (i & 6)));
+        } else if (v.codes) {
+            const I pair = i_or(even.code, i_shl(odd.code, 8));
+            codes[i / 4] = i_or(codes[i / 4], i_shl(pair, 8 * (i & 2)));
+        }
+    }
+    if (v.values && f32) {
+        i_store_columns(values, 8, out->values[0] + 4 * at, sizeof out->values[0]);
+        i_store_columns(values + 8, 8, out->values[0] + 4 * at + 32, sizeof out->values[0]);
+    } else if (v.values) {
+        i_store_columns(values, 8, out->values[0] + 2 * at, sizeof out->values[0]);
+    }
+    if (v.codes && packed) i_store_columns(codes, 2, out->codes[0] + at / 2, sizeof out->codes[0]);
+    else if (v.codes) i_store_columns(codes, 4, out->codes[0] + at, sizeof out->codes[0]);
+}
+
+/* A block of sixteen or thirty-two columns of sixteen rows, loaded and transformed, and its scales. */
+typedef struct {
+    F x[MAX_COLUMN_BLOCK];
+    Scale scale;
+} Block;
+
+INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, Block *block, ColumnVariant v) {
+    const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
+    I largest = i_set(0);
+    for (int j = 0; j < tiles; j++) {
+        F tile[16];
+        load_columns(&job->x, row, col + 16 * j, v.wide, inside, job->hadamard, tile);
+        /* padding to blocks comes after the transform: it has no signs */
+        if (job->hadamard && col + 16 * j < job->x.cols) hadamard_16(tile, job->signs);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            largest = i_max(largest, magnitude_bits(tile[i]));
+            block->x[16 * j + i] = tile[i];
+        }
+    }
+    block->scale = block_scale(job, largest, global);
+}
+
+/* `at`: the block's place in the chunk. */
+INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const Block *block, Columns *out,
+                        ColumnVariant v) {
+    const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
+    I random[8];
+    i_store(out->scales[at / job->block_cols], block->scale.stored);
+    for (int j = 0; j < tiles; j++) {
+        if (v.stochastic) random_columns_16(job, row, col + 16 * j, random);
+        round_tile(job, block->x + 16 * j, &block->scale, random, at + 16 * j, out, v);
+    }
+}
+
+INLINE void copy_out(char *to, const uint8_t *from, int64_t bytes, int stream) {
+    if (!stream || ((uintptr_t)to & 63) || (bytes & 63)) {
+        memcpy(to, from, (size_t)bytes);
+        return;
+    }
+    for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
+}
+
+/* The chunk's rows to the tensors: `cols` of their values, `coded` columns counting the padding to blocks. */
+INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols, int64_t coded, const Columns *out) {
+    const int64_t value_size = job->values_f32 ? 4 : 2, block = job->block_cols;
+    const int packed = job->element == E2M1;
+    const int bytes = scale_is_byte(job->scale);
+    uint8_t scales[16][8];
+    if (job->scales && bytes) {
+        I words[2];
+        for (int k = 0; k < 2; k++) {
+            const int32_t(*b)[16] = out->scales + 4 * k;
+            words[k] = i_or(i_or(i_load(b[0]), i_shl(i_load(b[1]), 8)), i_or(i_shl(i_load(b[2]), 16), i_shl(i_load(b[3]), 24)));
+        }
+        i_store_columns(words, 2, scales[0], sizeof scales[0]);
+    }
+    const int64_t codes = job->code_cols - col < CHUNK ? job->code_cols - col : CHUNK;
+    const int64_t rows = job->x.rows - row < 16 ? job->x.rows - row : 16;
+    for (int64_t n = 0; n < rows; n++) {
+        if (job->values)
+            copy_out((char *)job->values + ((row + n) * job->values_stride + col) * value_size, out->values[n],
+                     cols * value_size, job->stream);
+        if (job->codes)
+            copy_out((char *)job->codes + (row + n) * job->codes_stride + (packed ? col / 2 : col), out->codes[n],
+                     packed ? codes / 2 : codes, job->stream);
+        if (!job->scales) continue;
+        const int64_t blocks = coded / block, at = (row + n) * job->scales_stride + col / block;
+        if (bytes) memcpy((uint8_t *)job->scales + at, scales[n], (size_t)blocks);
+        else for (int64_t b = 0; b < blocks; b++) ((int32_t *)job->scales)[at + b] = out->scales[b][n];
+    }
+}
+
+INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
+                         ColumnVariant v) {
+    const int64_t block = job->block_cols;
+    const int64_t width = job->hadamard ? (job->x.cols + 15) / 16 * 16 : job->x.cols; /* a transform fills its padding */
+    const int64_t padded = (width + block - 1) / block * block;
+    const int64_t end = col1 < job->x.cols ? col1 : padded, real = col1 < job->x.cols ? col1 : width;
+    Columns out;
+    Block blocks[2];
+    uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
+    Job local = *job;
+    const Matrix *x = &job->x;
+    local.x = compact(x, row0, row1, col0, col1, v.wide, scratch);
+    job = &local;
+    for (int64_t row = row0; row < row1; row += 16) {
+        const int inside = columns_inside(&job->x, row);
+        prefetch_ahead(x, row0, row1, col0, col1, v.wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
+        float given[16] = {0};
+        for (int n = 0; n < 16 && job->amax; n++)
+            given[n] = job->amax[(row + n < job->x.rows ? row + n : row) * job->amax_stride];
+        const Global global = row_scale(job, f_load(given));
+        for (int64_t col = col0; col < end; col += CHUNK) {
+            const int64_t coded = end - col < CHUNK ? end - col : CHUNK;
+            prepare_block(job, row, col, global, inside, &blocks[0], v);
+            for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
+                if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &blocks[i ^ 1], v);
+                round_block(job, row, col + at, at, &blocks[i], &out, v);
+            }
+            flush_columns(job, row, col, real - col < CHUNK ? real - col : CHUNK, coded, &out);
+        }
+    }
+    if (job->stream) stream_fence();
+}
+
+static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
+    const int wide = job->x.input != INPUT_BF16, s = job->stochastic;
+    const int nvfp4 = job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16;
+    const int values = job->values != NULL, codes = job->codes != NULL;
+    if (!wide && nvfp4) {
+#define CASE(s, v, c)                                                                                                  \
+    if (job->stochastic == s && values == v && codes == c)                                                             \
+        return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){1, 0, s, v, c});
+        CASE(0, 1, 0) CASE(0, 0, 1) CASE(0, 1, 1) CASE(1, 1, 0) CASE(1, 0, 1) CASE(1, 1, 1)
+#undef CASE
+    }
+    if (wide && s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 1, values, codes});
+    if (wide) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 0, values, codes});
+    if (s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 1, values, codes});
+    columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 0, values, codes});
+}
+#endif

@@ -1,0 +1,106 @@
+/* Rounding to an element format, on its integer grid.
+ *
+ * A magnitude in the binade 2^e lies on a grid of quantum 2^(max(e, emin) - m). To nearest: adding the power of two M whose
+ * last bit is worth one quantum makes the adder round, ties to even; the integer M + k - M is the grid position, and taking M
+ * off again gives the value. Stochastic: the position u = |t| / quantum is exact, and goes up where its fraction exceeds
+ * (bits + 1/2) / 65536. The code is k + ((max(e, emin) - emin) << m): at k = 2^(m+1) it carries into the exponent by itself.
+ */
+#ifndef FP4_ELEMENT_H
+#define FP4_ELEMENT_H
+#include "job.h"
+
+typedef struct {
+    int mantissa;        /* m */
+    int32_t emin;        /* float bits of the smallest normal number */
+    float max;           /* largest finite value */
+    int max_exponent;    /* of the largest power of two */
+    int sign_shift;      /* from bit 31 to the sign of a code */
+} Element;
+
+/* The format's numbers. Called with a constant it folds away, which is what makes E2M1 fast. */
+INLINE Element element_of(int element) {
+    switch (element) {
+    case E2M1: return (Element){1, 0x3f800000, 6.0f, 2, 28};
+    case E2M3: return (Element){3, 0x3f800000, 7.5f, 2, 26};
+    case E3M2: return (Element){2, 0x3e800000, 28.0f, 4, 26};
+    case E4M3: return (Element){3, 0x3c800000, 448.0f, 8, 24};
+    default: return (Element){2, 0x38800000, 57344.0f, 15, 24};
+    }
+}
+
+typedef struct {
+    I code;  /* with its sign, in the low bits */
+    F value; /* with its sign */
+} Rounded;
+
+INLINE I grid_exponent(F magnitude, Element e) {
+    return i_max(i_and(i_bits(magnitude), i_set(0x7f800000)), i_set(e.emin));
+}
+INLINE I signed_code(I position, I exponent, F t, Element e) {
+    const I code = i_add(position, i_shr_by(i_sub(exponent, i_set(e.emin)), 23 - e.mantissa));
+    return i_blend_bits(i_set(1 << (31 - e.sign_shift)), i_shr_by(i_bits(t), e.sign_shift), code);
+}
+INLINE F with_sign(F magnitude, F t) {
+    return f_bits(i_blend_bits(i_set(INT32_MIN), i_bits(t), i_bits(magnitude)));
+}
+
+INLINE Rounded round_nearest(F t, Element e) {
+    const F magnitude = f_min_magnitude(t, f_set(e.max));
+    const I exponent = grid_exponent(magnitude, e);
+    const I anchor = i_add(exponent, i_set((23 - e.mantissa) << 23));
+    const F sum = f_add(magnitude, f_bits(anchor));
+    return (Rounded){signed_code(i_sub(i_bits(sum), anchor), exponent, t, e),
+                     with_sign(f_sub(sum, f_bits(anchor)), t)};
+}
+
+/* Random bits at 6..21 of a lane, with anything around them, from its low or its high half. */
+INLINE I random_low(I words) { return i_shl(words, 6); }
+INLINE I random_high(I words) { return i_shr(words, 10); }
+
+INLINE Rounded round_stochastic(F t, I random, Element e) {
+    const F magnitude = f_min_magnitude(t, f_set(e.max));
+    const I exponent = grid_exponent(magnitude, e);
+    const F inverse = f_bits(i_sub(i_set((254 + e.mantissa) << 23), exponent));
+    const F quantum = f_bits(i_sub(exponent, i_set(e.mantissa << 23)));
+    const F position = f_mul(magnitude, inverse);
+    const F below = f_floor(position);
+    /* (bits + 1/2) / 65536: as the mantissa of a float in [1, 2) */
+    const F threshold = f_sub(f_bits(i_blend_bits(i_set(0xffff << 7), i_shl(random, 1), i_set(0x3f800040))), f_set(1.0f));
+    const F chosen = f_add_where(f_gt(f_sub(position, below), threshold), below, f_set(1.0f));
+    return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
+}
+
+/* The same for E2M1, with integers: from 1 on, the 22 bits below the format's one mantissa bit are the fraction, and a carry out of
+ * fraction + (2^22 - 1 - threshold) rounds up. Below 1 the grid is that of [1, 2) moved down, so 1 is added first: rounded
+ * up, because that changes no comparison with a threshold of 17 bits, as rounding to nearest could. */
+INLINE Rounded round_stochastic_e2m1(F t, I random) {
+    const F one = f_set(1.0f), magnitude = f_min_magnitude(t, f_set(6.0f));
+    const K small = f_gt(one, magnitude);
+    const I bits = i_bits(f_add_up_where(small, magnitude, one));
+    const I complement = i_blend_not(i_set(0xffff << 6), random, i_set(0x1f));
+    const I chosen = i_and(i_add(bits, complement), i_set((int32_t)0xffc00000));
+    const I code = i_sub(i_sub_where(small, i_shr(chosen, 22), i_set(2)), i_set(252));
+    return (Rounded){i_blend_bits(i_set(8), i_shr(i_bits(t), 28), code),
+                     with_sign(f_sub_where(small, f_bits(chosen), one), t)};
+}
+
+/* Value of a code: its sign, and its exponent and mantissa moved into a float's; subnormals are integers times a quantum
+ * (arithmetic on float subnormals is avoided: a process may flush them). */
+INLINE F element_value(I code, int element) {
+    const Element e = element_of(element);
+    const int bits = 31 - e.sign_shift;
+    const I magnitude = i_and(code, i_set((1 << bits) - 1));
+    const I sign = i_shl_by(i_and(code, i_set(1 << bits)), e.sign_shift);
+    const I normal = i_add(i_shl_by(magnitude, 23 - e.mantissa), i_set(e.emin - (1 << 23)));
+    const F quantum = f_bits(i_set(e.emin - (e.mantissa << 23)));
+    const I subnormal = i_bits(f_mul(f_of_i(magnitude), quantum));
+    I value = i_pick(i_gt(i_set(1 << e.mantissa), magnitude), subnormal, normal);
+    if (element == E4M3) value = i_pick(i_eq(magnitude, i_set(0x7f)), i_set(0x7fc00000), value);
+    if (element == E5M2) value = i_pick(i_gt(magnitude, i_set(0x7b)),
+                                        i_add(i_set(0x7f800000), i_shl(i_sub(magnitude, i_set(0x7c)), 21)), value);
+    return f_bits(i_or(value, sign));
+}
+
+static const float e2m1_values[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                                      -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+#endif

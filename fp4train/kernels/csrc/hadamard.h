@@ -1,0 +1,50 @@
+/* Hadamard transform of sixteen neighbours: y = (x * signs) H_16 / 4, in float32 from BF16, rounded to BF16.
+ *
+ * The neighbours are sixteen vectors and a lane is one group, so the butterfly of strides 1, 2, 4, 8 needs no shuffles.
+ */
+#ifndef FP4_HADAMARD_H
+#define FP4_HADAMARD_H
+#include "input.h"
+
+#define STAGE(stride) \
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & stride)) { \
+        const F a = x[i], b = x[i + stride]; \
+        x[i] = f_add(a, b); \
+        x[i + stride] = f_sub(a, b); \
+    }
+INLINE void apply_signs(F *x, uint32_t signs) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) x[i] = f_bits(i_xor(i_bits(x[i]), i_set((int32_t)(signs >> i << 31))));
+}
+INLINE void hadamard_16(F *x, uint32_t signs) { /* the loops are unrolled, so that x stays in registers */
+    apply_signs(x, signs);
+    STAGE(1)
+    STAGE(2)
+    STAGE(4)
+    STAGE(8)
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) x[i] = f_bits(round_to_bf16_fast(f_mul(x[i], f_set(0.25f))));
+}
+/* max|y| of the sixteen, as float bits, 4 times too large and not rounded: both are monotonic and can be done to the maximum.
+ * max(|a + b|, |a - b|) = |a| + |b| spares half of the last stage. */
+INLINE I hadamard_16_max(F *x, uint32_t signs) {
+    I largest = i_set(0);
+    apply_signs(x, signs);
+    STAGE(1)
+    STAGE(2)
+    STAGE(4)
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        largest = i_max(largest, i_bits(f_add(f_bits(magnitude_bits(x[i])), f_bits(magnitude_bits(x[i + 8])))));
+    return largest;
+}
+#undef STAGE
+
+/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows. */
+INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) tile[i] = column_of(x, row, col + i, wide, inside);
+    if (wide && hadamard)
+        for (int i = 0; i < 16; i++) tile[i] = f_bits(round_to_bf16(tile[i]));
+}
+#endif

@@ -1,0 +1,104 @@
+/* Reading x: float32 vectors from BF16, FP16 or float32, and copies of what a kernel cannot read in place.
+ *
+ * A staged copy is zero-padded, which is the padding of blocks that the tensor does not fill; FP16 is staged as float32.
+ */
+#ifndef FP4_INPUT_H
+#define FP4_INPUT_H
+#include "job.h"
+
+INLINE float half_to_float(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    float value;
+    if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
+    memcpy(&value, &bits, 4);
+    if (exponent == 0) value = (sign ? -1.0f : 1.0f) * (float)mantissa * 0x1p-24f;
+    return value;
+}
+
+INLINE float element_at(const Matrix *x, int64_t row, int64_t col) {
+    const int64_t at = row * x->stride_row + col * x->stride_col;
+    uint32_t bits;
+    float value;
+    if (x->input == INPUT_F32) return ((const float *)x->data)[at];
+    if (x->input == INPUT_F16) return half_to_float(((const uint16_t *)x->data)[at]);
+    bits = (uint32_t)((const uint16_t *)x->data)[at] << 16;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Sixteen neighbours in memory, as float32. */
+INLINE F load_floats(const void *p, int64_t at, int wide) {
+    if (wide) return f_load((const float *)p + at);
+    return f_bits(i_shl(i_load_u16((const uint16_t *)p + at), 16));
+}
+
+/* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
+ * They are float32 where `wide`, else BF16. */
+INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+    const int64_t size = wide ? 4 : 2;
+    if (x->stride_col == 1 && x->input != INPUT_F16) {
+        const char *at = (const char *)x->data + (row * x->stride_row + col) * size;
+        if (col + width <= x->cols) return at;
+        memset(stage, 0, (size_t)(width * size));
+        if (col < x->cols) memcpy(stage, at, (size_t)((x->cols - col) * size));
+        return stage;
+    }
+    for (int64_t i = 0; i < width; i++) {
+        const float value = col + i < x->cols ? element_at(x, row, col + i) : 0.0f;
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        if (wide) ((float *)stage)[i] = value;
+        else ((uint16_t *)stage)[i] = (uint16_t)(bits >> 16);
+    }
+    return stage;
+}
+
+/* Column `col` of sixteen rows, lane n being row + n. `inside`: they all exist and are neighbours in memory. */
+INLINE F column_of(const Matrix *x, int64_t row, int64_t col, int wide, int inside) {
+    float lanes[16];
+    if (col >= x->cols) return f_set(0.0f);
+    if (inside) return load_floats(x->data, row + col * x->stride_col, wide);
+    for (int n = 0; n < 16; n++) lanes[n] = row + n < x->rows ? element_at(x, row + n, col) : 0.0f;
+    return f_load(lanes);
+}
+INLINE int columns_inside(const Matrix *x, int64_t row) {
+    return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
+}
+
+/* The rectangle copied to `scratch`, where its columns lie close together: rows of a large tensor are often a multiple of 4096 bytes
+ * apart, and then compete for the same few lines of a cache. A kernel indexes the result like x. */
+enum { TILE_ROWS = 256, TILE_COLUMNS = 128, SCRATCH_STRIDE = TILE_ROWS + 32 };
+INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, void *scratch) {
+    const int64_t size = wide ? 4 : 2;
+    Matrix copy = *x;
+    if (x->stride_row != 1 || x->input == INPUT_F16 || row1 - row0 > TILE_ROWS || col1 - col0 > TILE_COLUMNS) return copy;
+    for (int64_t col = col0; col < col1; col++)
+        memcpy((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
+               (const char *)x->data + (row0 + col * x->stride_col) * size, (size_t)((row1 - row0) * size));
+    copy.data = (const char *)scratch - (row0 + col0 * SCRATCH_STRIDE) * size;
+    copy.stride_col = SCRATCH_STRIDE;
+    return copy;
+}
+
+/* Fetches a share of the next rectangle into L2: the columns that group `group` of `groups` stands for. */
+INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, int64_t ahead,
+                           int64_t group, int64_t groups) {
+    const int64_t size = wide ? 4 : 2, share = (col1 - col0 + groups - 1) / groups;
+    if (!ahead) return;
+    for (int64_t col = col0 + group * share; col < col0 + (group + 1) * share && col < col1; col++) {
+        const uintptr_t at = (uintptr_t)x->data + (uintptr_t)((row0 + col * x->stride_col) * size + ahead);
+        for (int64_t i = 0; i < (row1 - row0) * size; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i), 0, 2);
+    }
+}
+
+INLINE I magnitude_bits(F x) { return i_and(i_bits(x), i_set(INT32_MAX)); }
+
+/* To BF16, ties to even, in the upper half of each lane. The fast one is wrong for a NaN with bits in the lower half. */
+INLINE I round_to_bf16_fast(F x) {
+    const I bits = i_bits(x);
+    const I odd = i_and(i_shr(bits, 16), i_set(1));
+    return i_and(i_add(i_add(bits, i_set(0x7fff)), odd), i_set((int32_t)0xffff0000));
+}
+INLINE I round_to_bf16(F x) { return i_pick(f_nan(x), i_set(0x7fc00000), round_to_bf16_fast(x)); }
+#endif

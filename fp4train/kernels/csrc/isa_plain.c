@@ -1,0 +1,3 @@
+#include "vec_plain.h"
+
+#include "all_kernels.h"

@@ -1,0 +1,79 @@
+/* What a kernel is asked to do: the arguments of one quantisation, and the table of the kernels of one instruction set.
+ *
+ * x is the tensor whose last axis is blocked: [rows, cols] with any strides (counted in elements). All outputs are
+ * row-major in the same orientation, so a column-wise operand is x.T with stride_row == 1 and comes out transposed.
+ */
+#ifndef FP4_JOB_H
+#define FP4_JOB_H
+#include <stdint.h>
+
+enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
+enum { E2M1, E2M3, E3M2, E4M3, E5M2 };
+enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_GIVEN };
+enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
+enum { FORMULA_TE_2_14, FORMULA_TE_2_13 };
+
+typedef struct {
+    const void *data;
+    int input;
+    int64_t rows, cols, stride_row, stride_col;
+} Matrix;
+
+typedef struct {
+    Matrix x;
+    int element, scale, scale_rounding, formula;
+    int64_t block_rows, block_cols;
+    const float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
+    int64_t amax_stride;
+    float largest;     /* the magnitude that scales aim at: the element's, for NVFP4 times the guard */
+    float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
+    float scale_limit; /* SCALE_F32, SCALE_POW2: what an infinite scale becomes */
+    int stochastic;
+    uint64_t seed;
+    uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
+    int hadamard;                                          /* 0 or 16 */
+    uint32_t signs;                                        /* bit i: column i of sixteen is negated */
+    void *values;       /* BF16 or float32 [rows, cols], without the global scale; or NULL */
+    int values_f32;
+    int64_t values_stride; /* elements */
+    uint8_t *codes;     /* [rows, code_cols] bytes, or half as many for E2M1; or NULL */
+    int64_t codes_stride, code_cols;
+    void *scales;       /* bytes or float32, [blocks down, blocks across]; or NULL */
+    int64_t scales_stride;
+    int stream;         /* write whole lines past the caches */
+    int *not_finite;    /* set to 1 where a block holds a NaN or an infinity: then the reference must do it */
+} Job;
+
+typedef struct {
+    Matrix x;
+    int hadamard;
+    uint32_t signs;
+    uint32_t *amax; /* float bits, one for the tensor (stride 0) or one a row (1); raised atomically */
+    int64_t amax_stride;
+} AmaxJob;
+
+typedef struct {
+    int element, scale;
+    int64_t rows, cols, block_rows, block_cols;
+    const uint8_t *codes;
+    int64_t codes_stride, code_cols;
+    const void *scales;
+    int64_t scales_stride;
+    void *values;
+    int values_f32;
+    int64_t values_stride;
+    int stream;
+} DecodeJob;
+
+/* Every kernel does the rectangle [row0, row1) x [col0, col1) of its job; col0 is a multiple of 256 and of the block.
+ * ahead: distance in bytes to the rectangle that comes next, which is fetched meanwhile; 0 for none. */
+typedef struct {
+    void (*quantize_rows)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
+    void (*quantize_columns)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead);
+    void (*amax_rows)(const AmaxJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
+    void (*amax_columns)(const AmaxJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead);
+    void (*decode)(const DecodeJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
+} Kernels;
+
+extern const Kernels kernels_plain, kernels_avx2, kernels_avx512;
+#endif

@@ -1,0 +1,95 @@
+/* Philox4x32-10 (Salmon et al., SC 2011) for the random bits of stochastic rounding: sixteen bits an element.
+ *
+ * Element (r, c) uses the counter (c / 8, r, step * 8 + operand, layer), offsets added; its bits are half c % 2 of word
+ * (c % 8) / 2. A counter's word sits in the low half of a 64-bit lane: the widening multiply leaves hi and lo in one lane,
+ * and upper halves need not be cleaned before the last round, since the multiply ignores them.
+ */
+#ifndef FP4_PHILOX_H
+#define FP4_PHILOX_H
+#include "job.h"
+
+enum { ROUNDS = 10 };
+static const uint64_t multiplier0 = 0xD2511F53u, multiplier1 = 0xCD9E8D57u;
+
+typedef struct { Q w[4]; } Counters; /* eight counters */
+
+/* Eight counters whose first two words are the same in all. */
+typedef struct {
+    uint32_t w0, w1;
+    Q w2, w3;
+} Half;
+
+INLINE uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
+INLINE uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
+
+/* All rounds from `round` on, of four times eight counters: one vector alone would wait for its multiplies. The first of these
+ * rounds needs half the work. */
+INLINE void philox_4(const Half *half, Counters *c, uint64_t seed, int round) {
+    const Q m0 = q_set(multiplier0), m1 = q_set(multiplier1), none = q_set(0);
+    for (int i = 0; i < 4; i++) {
+        const uint64_t p0 = multiplier0 * half[i].w0;
+        const Q p1 = q_mul_low(half[i].w2, m1);
+        c[i].w[0] = q_xor3(q_shr32(p1), q_set(half[i].w1 ^ round_key0(seed, round)), none);
+        c[i].w[1] = p1;
+        c[i].w[2] = q_xor3(half[i].w3, q_set((p0 >> 32) ^ round_key1(seed, round)), none);
+        c[i].w[3] = q_set(p0);
+    }
+    for (round++; round < ROUNDS; round++) {
+        const Q k0 = q_set(round_key0(seed, round)), k1 = q_set(round_key1(seed, round));
+        for (int i = 0; i < 4; i++) {
+            const Q p0 = q_mul_low(c[i].w[0], m0), p1 = q_mul_low(c[i].w[2], m1);
+            c[i].w[0] = q_xor3(q_shr32(p1), c[i].w[1], k0);
+            c[i].w[2] = q_xor3(q_shr32(p0), c[i].w[3], k1);
+            c[i].w[1] = p1;
+            c[i].w[3] = p0;
+        }
+    }
+}
+
+/* Bits of the 256 elements that start at column `col` (a multiple of 8) of row `row`. */
+INLINE void random_row_256(const Job *job, int64_t row, int64_t col, uint16_t *bits) {
+    /* lane i = 2 L + k holds counter 4 k + L, where q_store_pairs writes it */
+    static const uint64_t lane[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const uint64_t first = (uint64_t)(col / 8) + job->col_offset8;
+    const Q low = q_set(0xffffffffu);
+    /* round 0, where only the first word differs between counters */
+    const uint64_t p1 = multiplier1 * job->step_operand;
+    const uint32_t w0 = (uint32_t)(p1 >> 32) ^ (uint32_t)((uint64_t)row + job->row_offset) ^ round_key0(job->seed, 0);
+    const Q key = q_set(job->layer ^ round_key1(job->seed, 0));
+    Half half[4];
+    Counters c[4];
+    for (int i = 0; i < 4; i++) {
+        const Q p0 = q_mul_low(q_add(q_load(lane), q_set(first + 8 * (uint64_t)i)), q_set(multiplier0));
+        half[i] = (Half){w0, (uint32_t)p1, q_xor3(q_shr32(p0), key, q_set(0)), p0};
+    }
+    philox_4(half, c, job->seed, 1);
+    for (int i = 0; i < 4; i++)
+        q_store_pairs((uint8_t *)(bits + 64 * i), q_or(q_and(c[i].w[0], low), q_shl32(c[i].w[1])),
+                      q_or(q_and(c[i].w[2], low), q_shl32(c[i].w[3])));
+}
+
+/* Bits of the sixteen columns from `col` for sixteen rows, lane n being row + n: column 2 i has the low half of the lanes
+ * of words[i], column 2 i + 1 the high half. */
+INLINE void random_columns_16(const Job *job, int64_t row, int64_t col, I *words) {
+    static const uint64_t even[8] = {0, 2, 4, 6, 8, 10, 12, 14};
+    const uint64_t seed = job->seed, p1 = multiplier1 * job->step_operand;
+    Half half[4];
+    Counters c[4];
+    for (int i = 0; i < 4; i++) {
+        /* round 0, where only the second word differs between counters */
+        const uint32_t group = (uint32_t)((uint64_t)(col / 8) + job->col_offset8) + (uint32_t)(i >> 1);
+        const uint64_t p0 = multiplier0 * group;
+        const uint32_t w2 = (uint32_t)(p0 >> 32) ^ job->layer ^ round_key1(seed, 0);
+        const Q rows = q_add(q_load(even), q_set((uint64_t)row + job->row_offset + (uint64_t)(i & 1)));
+        const Q w0 = q_xor3(rows, q_set((p1 >> 32) ^ round_key0(seed, 0)), q_set(0));
+        /* round 1, where only the first one does */
+        const uint64_t q1 = multiplier1 * w2;
+        const Q q0 = q_mul_low(w0, q_set(multiplier0));
+        half[i] = (Half){(uint32_t)(q1 >> 32) ^ (uint32_t)p1 ^ round_key0(seed, 1), (uint32_t)q1,
+                         q_xor3(q_shr32(q0), q_set((uint32_t)p0 ^ round_key1(seed, 1)), q_set(0)), q0};
+    }
+    philox_4(half, c, seed, 2);
+    for (int k = 0; k < 2; k++)
+        for (int w = 0; w < 4; w++) words[4 * k + w] = i_interleave(c[2 * k].w[w], c[2 * k + 1].w[w]);
+}
+#endif

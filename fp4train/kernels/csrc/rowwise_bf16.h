@@ -1,0 +1,127 @@
+/* Row-wise quantisation of BF16 to BF16 values or codes: the loop that training spends its time in.
+ *
+ * Nothing is widened by a shuffle. Of thirty-two neighbours, taken as sixteen 32-bit words, the even ones become float32 by a
+ * shift and the odd ones by a mask, and they are put together the same way: values by a shift and an or, E2M1 codes as nibbles of
+ * one byte. With blocks of sixteen, lanes 0-7 belong to the first block of two and lanes 8-15 to the second.
+ * Maxima are those of unsigned 16-bit integers, thirty-two at once.
+ */
+#ifndef FP4_ROWWISE_BF16_H
+#define FP4_ROWWISE_BF16_H
+#include "strip.h"
+
+/* What the compiler may take as constant. */
+typedef struct {
+    int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
+    int stochastic, values, codes;
+} Variant;
+
+/* Maxima of the sixteen blocks, as float bits. */
+INLINE I pair_maxima(const Job *job, int64_t row, int64_t rows, int64_t col, int64_t block, Strip *s) {
+    const int64_t width = 16 * block;
+    const I magnitude = i_set(0x7fff7fff), high = i_set(0x7fff0000);
+    const uint16_t *x = row_of(&job->x, row, col, width, 0, s->input);
+    I largest[16];
+    if (rows > 1) { /* down the band first, into the buffer of random bits */
+        int32_t *down = (int32_t *)s->bits;
+        for (int64_t i = 0; i < width / 2; i += 16) i_store(down + i, i_and(i_load((const int32_t *)x + i), magnitude));
+        for (int64_t r = row + 1; r < row + rows; r++) {
+            const int32_t *y = row_of(&job->x, r, col, width, 0, s->input);
+            for (int64_t i = 0; i < width / 2; i += 16)
+                i_store(down + i, i_max_u16(i_load(down + i), i_and(i_load(y + i), magnitude)));
+        }
+        x = s->bits;
+    }
+    if (block == 16) return i_block_max_bf16(x);
+    for (int b = 0; b < 16; b++) {
+        const int32_t *words = (const int32_t *)(x + b * block);
+        I a = i_and(i_load(words), magnitude);
+        for (int64_t i = 16; i < block / 2; i += 16) a = i_max_u16(a, i_and(i_load(words + i), magnitude));
+        largest[b] = i_max(i_shl(a, 16), i_and(a, high));
+    }
+    return i_reduce_max(largest);
+}
+
+INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant v) {
+    static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
+    const int packed = v.nvfp4 || job->element == E2M1, e4m3_scale = v.nvfp4 || job->scale == SCALE_E4M3;
+    const int exact = e4m3_scale || job->scale == SCALE_GIVEN;
+    const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
+    const I high = i_set((int32_t)0xffff0000);
+    const uint16_t *x = row_of(&job->x, row, col, width, 0, s->input);
+    const Target out = target_of(job, row, col, width, s);
+    I pair = i_load(halves);
+
+    if (v.stochastic)
+        for (int64_t i = 0; i < width; i += 256) random_row_256(job, row, col + i, s->bits + i);
+    for (int64_t i = 0; i < width; i += 32) {
+        const I words = i_load((const int32_t *)(x + i));
+        F encode, decode;
+        Rounded even, odd;
+        if (block == 16) {
+            encode = f_table(s->encode, pair);
+            decode = f_table(s->decode, pair);
+            pair = i_add(pair, i_set(2));
+        } else {
+            encode = f_set(s->encode[i / block]);
+            decode = f_set(s->decode[i / block]);
+        }
+        F t0 = f_mul(f_bits(i_shl(words, 16)), encode), t1 = f_mul(f_bits(i_and(words, high)), encode);
+        if (e4m3_scale) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
+        if (v.stochastic) {
+            const I bits = i_load((const int32_t *)(s->bits + i));
+            even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_stochastic(t0, random_low(bits), e);
+            odd = v.nvfp4 ? round_stochastic_e2m1(t1, random_high(bits)) : round_stochastic(t1, random_high(bits), e);
+        } else {
+            even = round_nearest(t0, e);
+            odd = round_nearest(t1, e);
+        }
+        if (v.values) {
+            const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);
+            const I low = i_shr(exact ? i_bits(y0) : round_to_bf16(y0), 16);
+            const I both = i_or(low, exact ? i_bits(y1) : round_to_bf16(y1));
+            if (out.stream) i_stream(out.values + 2 * i, both);
+            else i_store((int32_t *)(out.values + 2 * i), both);
+        }
+        if (v.codes && packed) i_store_u8((uint8_t *)out.codes + i / 2, i_or(even.code, i_shl(odd.code, 4)));
+        else if (v.codes) i_store_u16((uint16_t *)(out.codes + i), i_or(even.code, i_shl(odd.code, 8)));
+    }
+    finish_target(&out);
+}
+
+INLINE Scale scale_at(const Job *job, Place p, int64_t block, Global *global, Strip *s) {
+    if (job->amax_stride) *global = row_scale(job, f_set(job->amax[p.row]));
+    return block_scale(job, pair_maxima(job, p.row, p.rows, p.col, block, s), *global);
+}
+
+/* The scales of the next strip are computed before the current one is rounded: they are a chain of dependent instructions, twice
+ * as long as what the CPU can look ahead, and this way it has something to do meanwhile. */
+INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, Variant v) {
+    const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
+    Strip s;
+    Place place = first_place(job, row0, row1, col0);
+    Global global = row_scale(job, f_set(job->amax ? job->amax[row0 * job->amax_stride] : 0.0f));
+    Scale next = scale_at(job, place, block, &global, &s);
+    while (place.row < row1) {
+        const Scale scale = next;
+        const Place after = next_place(place, job, row1, col0, col1, width);
+        if (after.row < row1) next = scale_at(job, after, block, &global, &s);
+        store_scales(job, place.row, place.col, &scale, &s);
+        for (int64_t r = place.row; r < place.row + place.rows; r++) pair_row(job, r, place.col, &s, v);
+        place = after;
+    }
+    if (job->stream) stream_fence();
+}
+
+static void quantize_rows_bf16(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    const int nvfp4 = job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16;
+    const int values = job->values != NULL, codes = job->codes != NULL;
+#define CASE(n, s, v, c)                                                                                               \
+    if (nvfp4 == n && job->stochastic == s && values == v && codes == c)                                               \
+        return pairs_with(job, row0, row1, col0, col1, (Variant){n, s, v, c});
+    CASE(1, 0, 1, 0) CASE(1, 0, 0, 1) CASE(1, 0, 1, 1) CASE(1, 1, 1, 0) CASE(1, 1, 0, 1) CASE(1, 1, 1, 1)
+#undef CASE
+    if (job->stochastic) pairs_with(job, row0, row1, col0, col1, (Variant){0, 1, values, codes});
+    else pairs_with(job, row0, row1, col0, col1, (Variant){0, 0, values, codes});
+}
+#endif

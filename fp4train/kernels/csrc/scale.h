@@ -1,0 +1,100 @@
+/* Block scales: from the maxima of sixteen blocks, one a lane, to what is stored and to the factors that use it.
+ *
+ * NVFP4  S_enc = bound / amax, at most FLT_MAX, 1 for amax = 0; S_dec = 1 / S_enc
+ *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
+ *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s
+ * MX     byte = biased exponent of amax_b / largest rounded up, or of amax_b less the element's, rounded as named
+ *        encode = 2^(127 - byte), decode = 2^(byte - 127)
+ * FP8    encode = largest / amax_b, decode = 1 / encode (stored)
+ * All divisions are exact: sixteen blocks share one instruction, so an approximation would gain nothing.
+ */
+#ifndef FP4_SCALE_H
+#define FP4_SCALE_H
+#include "element.h"
+#include "job.h"
+
+static const float float_max = 0x1.fffffep127f;
+
+typedef struct {
+    F encode, decode; /* of the tensor or of each lane's row */
+    F block;          /* S_enc * (1 / largest): from a block's amax to its scale */
+} Global;
+
+typedef struct {
+    I stored; /* a byte, or float bits */
+    F encode, decode;
+} Scale;
+
+INLINE void report(const Job *job, K bad) {
+    if (k_bits(bad)) __atomic_store_n(job->not_finite, 1, __ATOMIC_RELAXED);
+}
+INLINE K not_finite(I magnitude) { return i_gt(magnitude, i_set(0x7f7fffff)); }
+
+INLINE Global global_scale(const Job *job, F amax) {
+    const K zero = i_eq(i_bits(amax), i_set(0));
+    const F encode = f_pick(zero, f_set(1.0f), f_min(f_div(f_set(job->bound), amax), f_set(float_max)));
+    report(job, not_finite(i_and(i_bits(amax), i_set(INT32_MAX))));
+    return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
+}
+
+INLINE Scale scale_e4m3(const Job *job, F amax, Global global) {
+    const Element e4m3 = element_of(E4M3);
+    const F wanted = job->formula == FORMULA_TE_2_13 ? f_mul(f_div(amax, f_set(job->largest)), global.encode)
+                                                     : f_mul(amax, global.block);
+    const Rounded s = round_nearest(wanted, e4m3);
+    const F encode = f_div(f_set(1.0f), f_mul(s.value, global.decode));
+    return (Scale){s.code, f_min(encode, f_set(float_max)), s.value};
+}
+
+/* 2^(byte - 127); byte 0 is a float subnormal, written as such. */
+INLINE F e8m0_value(I byte) {
+    const I value = i_pick(i_eq(byte, i_set(0)), i_set(0x00400000), i_shl(byte, 23));
+    return f_bits(i_pick(i_eq(byte, i_set(255)), i_set(0x7fc00000), value));
+}
+
+INLINE Scale scale_e8m0(const Job *job, F amax) {
+    const Element e = element_of(job->element);
+    const int rceil = job->scale_rounding == ROUND_RCEIL;
+    I bits = i_bits(rceil ? f_div(amax, f_set(job->largest)) : amax);
+    if (job->scale_rounding == ROUND_EVEN) bits = i_add(bits, i_set(1 << (22 - e.mantissa)));
+    const I exponent = i_shr(bits, 23), mantissa = i_and(bits, i_set(0x7fffff)), zero = i_set(0);
+    I byte = exponent;
+    if (rceil) { /* a subnormal up to 2^-127 is byte 0 */
+        const I above = i_pick(i_eq(exponent, zero), i_set(0x400000), zero);
+        byte = i_pick(i_gt(mantissa, above), i_add(exponent, i_set(1)), exponent);
+    } else {
+        if (job->scale_rounding == ROUND_CEIL) byte = i_pick(i_gt(mantissa, zero), i_add(exponent, i_set(1)), exponent);
+        byte = i_max(i_sub(byte, i_set(e.max_exponent)), zero);
+    }
+    byte = i_min(byte, i_set(254));
+    const F encode = f_pick(i_eq(byte, zero), f_set(rceil ? 1.0f : 0x1p126f), e8m0_value(i_sub(i_set(254), byte)));
+    return (Scale){byte, encode, e8m0_value(byte)};
+}
+
+INLINE Scale scale_float(const Job *job, F amax) {
+    F encode = f_div(f_set(job->largest), amax);
+    encode = f_pick(not_finite(i_bits(encode)), f_set(job->scale_limit), encode);
+    if (job->scale == SCALE_POW2) encode = f_bits(i_and(i_bits(encode), i_set(0x7f800000)));
+    encode = f_pick(i_eq(i_bits(amax), i_set(0)), f_set(1.0f), encode);
+    const F decode = f_div(f_set(1.0f), encode);
+    return (Scale){i_bits(decode), encode, decode};
+}
+
+/* `amax`: of each lane's block. `global`: of the tensor or the lane's row, with SCALE_E4M3. */
+INLINE Scale block_scale(const Job *job, I amax, Global global) {
+    report(job, not_finite(amax));
+    switch (job->scale) {
+    case SCALE_E4M3: return scale_e4m3(job, f_bits(amax), global);
+    case SCALE_E8M0: return scale_e8m0(job, f_bits(amax));
+    case SCALE_GIVEN: return (Scale){i_set(0), global.encode, f_set(1.0f)};
+    default: return scale_float(job, f_bits(amax));
+    }
+}
+
+/* What a row needs before its blocks are known; lanes are the same row (row-wise) or sixteen rows (column-wise). */
+INLINE Global row_scale(const Job *job, F given) {
+    if (job->scale == SCALE_E4M3) return global_scale(job, given);
+    return (Global){given, f_set(1.0f), f_set(1.0f)};
+}
+INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCALE_E8M0; }
+#endif

@@ -1,0 +1,80 @@
+/* The strip: sixteen blocks of a row (or of a band of block_rows rows), whose scales are one vector.
+ *
+ * What both row-wise kernels share: where a strip's input and output lie, and storing its scales. A strip that the tensor does not
+ * fill is computed whole in the buffers, and the part that exists is copied out.
+ */
+#ifndef FP4_STRIP_H
+#define FP4_STRIP_H
+#include "input.h"
+#include "philox.h"
+#include "scale.h"
+
+enum { MAX_BLOCK = 128, MAX_STRIP = 16 * MAX_BLOCK };
+
+typedef struct {
+    uint8_t values[4 * MAX_STRIP] __attribute__((aligned(64)));
+    uint8_t codes[MAX_STRIP] __attribute__((aligned(64)));
+    uint8_t input[4 * MAX_STRIP] __attribute__((aligned(64)));
+    uint16_t bits[MAX_STRIP] __attribute__((aligned(64)));
+    int32_t scales[16];
+    float encode[16], decode[16];
+} Strip;
+
+/* The bands and strips of a rectangle, one after the other. */
+typedef struct {
+    int64_t row, col, rows;
+} Place;
+
+INLINE Place first_place(const Job *job, int64_t row0, int64_t row1, int64_t col0) {
+    return (Place){row0, col0, row1 - row0 < job->block_rows ? row1 - row0 : job->block_rows};
+}
+INLINE Place next_place(Place p, const Job *job, int64_t row1, int64_t col0, int64_t col1, int64_t width) {
+    if (p.col + width < col1) return (Place){p.row, p.col + width, p.rows};
+    return first_place(job, p.row + p.rows, row1, col0);
+}
+
+/* Where a row's values and codes go. */
+typedef struct {
+    char *values_at, *codes_at; /* in the tensor; NULL: not wanted */
+    char *values, *codes;       /* where to write them first */
+    size_t value_bytes, code_bytes;
+    int stream; /* the values are whole aligned lines, and too many for the caches */
+} Target;
+
+INLINE Target target_of(const Job *job, int64_t row, int64_t col, int64_t width, Strip *s) {
+    const int64_t valid = job->x.cols - col < width ? job->x.cols - col : width;
+    const int64_t coded = job->code_cols - col < width ? job->code_cols - col : width;
+    const int64_t size = job->values_f32 ? 4 : 2, packed = job->element == E2M1;
+    Target t = {0};
+    if (job->values) t.values_at = (char *)job->values + (row * job->values_stride + col) * size;
+    if (job->codes) t.codes_at = (char *)job->codes + row * job->codes_stride + (packed ? col / 2 : col);
+    t.values = job->values && valid < width ? (char *)s->values : t.values_at;
+    t.codes = job->codes && coded < width ? (char *)s->codes : t.codes_at;
+    t.value_bytes = (size_t)(valid * size);
+    t.code_bytes = (size_t)(packed ? coded / 2 : coded);
+    t.stream = job->stream && valid == width && ((uintptr_t)t.values_at & 63) == 0;
+    return t;
+}
+
+INLINE void finish_target(const Target *t) {
+    if (t->values != t->values_at) memcpy(t->values_at, t->values, t->value_bytes);
+    if (t->codes != t->codes_at) memcpy(t->codes_at, t->codes, t->code_bytes);
+}
+
+INLINE void store_scales(const Job *job, int64_t row, int64_t col, const Scale *scale, Strip *s) {
+    const int64_t block = job->block_cols, first = col / block;
+    const int64_t left = (job->x.cols + block - 1) / block - first;
+    const int64_t at = row / job->block_rows * job->scales_stride + first;
+    const size_t count = (size_t)(left < 16 ? left : 16);
+    f_store(s->encode, scale->encode);
+    f_store(s->decode, scale->decode);
+    if (!job->scales || job->scale == SCALE_GIVEN) return;
+    if (scale_is_byte(job->scale)) {
+        i_store_u8((uint8_t *)s->scales, scale->stored);
+        memcpy((uint8_t *)job->scales + at, s->scales, count);
+    } else {
+        i_store(s->scales, scale->stored);
+        memcpy((float *)job->scales + at, s->scales, 4 * count);
+    }
+}
+#endif

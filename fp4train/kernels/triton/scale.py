@@ -1,0 +1,115 @@
+"""Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax makes its scales NaN.
+
+SCALE is one of e4m3 (TE >= 2.14's formula), e4m3_te2.13, e8m0_rceil, e8m0_floor, e8m0_even, e8m0_ceil, fp32, pow2.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from fp4train.kernels.triton.element import snap
+
+FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def finite_or_nan(amax):
+    """Magnitudes: infinity becomes NaN."""
+    return tl.where(amax < float("inf"), amax, float("nan"))
+
+
+@triton.jit
+def global_scales(amax, BOUND: tl.constexpr):
+    """(S_enc, S_dec): S_enc = BOUND/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
+    amax = finite_or_nan(amax)
+    s_enc = tl.div_rn(tl.full(amax.shape, BOUND, tl.float32), amax)
+    s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
+    s_enc = tl.where(amax == 0.0, 1.0, s_enc)
+    return s_enc, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
+
+
+@triton.jit
+def float_scales(amax, POW2: tl.constexpr, MAX: tl.constexpr, INVERSE_MARGIN: tl.constexpr, IF_INFINITE: tl.constexpr):
+    """FP8's (scale, scale_inv): scale = (MAX/amax) / 2^margin, 1 where amax = 0, IF_INFINITE where the quotient is
+    infinite."""
+    scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax) * INVERSE_MARGIN
+    scale = tl.where(scale == float("inf"), IF_INFINITE, scale)
+    if POW2:
+        scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    scale = tl.where(amax < float("inf"), scale, float("nan"))
+    return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def e4m3_scales(amax_b, s_enc, s_dec, RANGE: tl.constexpr, INVERSE_RANGE: tl.constexpr, TE213: tl.constexpr):
+    """NVFP4's block scales: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor s)."""
+    amax_b = finite_or_nan(amax_b)
+    if TE213:
+        wanted = tl.div_rn(amax_b, tl.full(amax_b.shape, RANGE, tl.float32)) * s_enc
+    else:
+        wanted = amax_b * (s_enc * INVERSE_RANGE)
+    is_nan = wanted != wanted
+    bits, s = snap(tl.minimum(wanted, 448.0), 0.0, 3, -6, 7, False)
+    byte = tl.where(is_nan, 0x7F, (bits + (bits >> 20)) & 0x7F)
+    s = tl.where(is_nan, float("nan"), s)
+    encode = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * s_dec)
+    return byte.to(tl.uint8), tl.where(encode > FLT_MAX, FLT_MAX, encode), s
+
+
+@triton.jit
+def e8m0_decode(byte):
+    """2^(byte-127) of bytes held in an int32; NaN for 255."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def e8m0_scales(amax_b, MODE: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr):
+    """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0 encodes with 1
+    (rceil) or 2^126."""
+    if MODE == "e8m0_rceil":
+        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, MAX, tl.float32)).to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        mantissa = bits & 0x7FFFFF
+        up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+        byte = tl.minimum(exponent + up.to(tl.int32), 254)
+    else:
+        bits = amax_b.to(tl.int32, bitcast=True)
+        if MODE == "e8m0_even":
+            bits += 1 << (22 - MANTISSA)
+        byte = (bits >> 23) & 0xFF
+        if MODE == "e8m0_ceil":
+            byte += ((bits & 0x7FFFFF) > 0).to(tl.int32)
+        byte = tl.minimum(tl.maximum(byte - MAX_EXPONENT, 0), 254)
+    byte = tl.where(amax_b < float("inf"), byte, 255)
+    ZERO: tl.constexpr = 1.0 if MODE == "e8m0_rceil" else 2.0**126
+    encode = tl.where(byte == 0, ZERO, e8m0_decode(tl.maximum(254 - byte, 0)))
+    encode = tl.where(byte == 255, float("nan"), encode)
+    return byte.to(tl.uint8), encode, e8m0_decode(byte)
+
+
+@triton.jit
+def block_scales(
+    amax_b,
+    s_enc,
+    s_dec,
+    SCALE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    RANGE: tl.constexpr,
+    INVERSE_RANGE: tl.constexpr,
+    IF_INFINITE: tl.constexpr,
+):
+    """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for E4M3 only."""
+    if SCALE == "e4m3":
+        return e4m3_scales(amax_b, s_enc, s_dec, RANGE, INVERSE_RANGE, False)
+    elif SCALE == "e4m3_te2.13":
+        return e4m3_scales(amax_b, s_enc, s_dec, RANGE, INVERSE_RANGE, True)
+    elif SCALE == "fp32" or SCALE == "pow2":
+        scale, inverse = float_scales(amax_b, SCALE == "pow2", MAX, 1.0, IF_INFINITE)
+        return inverse, scale, inverse
+    else:
+        return e8m0_scales(amax_b, SCALE, MANTISSA, MAX, MAX_EXPONENT)

@@ -1,0 +1,173 @@
+"""Overrides from the command line: checked before Hydra sees them, so that a slip gets its near miss suggested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from fp4train.binding import near_miss
+from fp4train.config import CONFIGS, keys, plain
+from fp4train.errors import UserError
+
+_FOLDER_FLAGS = ("--config-dir", "-cd")
+_OTHER_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--info", "-i")
+_VALUED_FLAGS = (*_FOLDER_FLAGS, *_OTHER_FLAGS)
+
+
+def compose(arguments: list[str]) -> DictConfig:
+    """The configuration that `arguments` make.
+
+    Raises:
+        UserError: they do not fit the configuration.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra_compose("train", overrides=arguments, return_hydra_config=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_lines(error)) from error
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The same arguments, flags before overrides: Hydra's parser takes overrides in one piece only."""
+    flags: list[str] = []
+    words: list[str] = []
+    for argument in arguments:
+        value = bool(flags) and flags[-1] in _VALUED_FLAGS and "=" not in argument
+        (flags if argument.startswith("-") or value else words).append(argument)
+    return [*flags, *words]
+
+
+def parse(arguments: list[str]) -> list[Override]:
+    """The overrides among the arguments of a command line.
+
+    Raises:
+        UserError: one is not of the form key=value.
+    """
+    words, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("-"):
+            words.append(argument)
+        skip = argument in _VALUED_FLAGS  # its value follows
+    try:
+        return OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        raise UserError(f"{_first_lines(error)}; write key=value, and quote values with special characters") from error
+
+
+def changed_keys(arguments: list[str]) -> list[str]:
+    """The configuration keys that overrides set; choosing a group sets its whole section, nested groups their part."""
+    return [o.key_or_group.replace("/", ".") for o in parse(arguments) if not o.key_or_group.startswith("hydra")]
+
+
+def swept_keys(arguments: list[str]) -> list[str]:
+    """The keys that a sweep (-m) gives several values."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    return [o.key_or_group.replace("/", ".") for o in parse(arguments) if o.is_sweep_override()]
+
+
+def groups(folders: Iterable[Path] = (CONFIGS,)) -> dict[str, list[str]]:
+    """Config group → its options, nested groups with a slash ("data/tokenizer")."""
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*/*.yaml")) + sorted(folder.glob("*/*/*.yaml")):
+            found.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
+    return found
+
+
+def for_resume(arguments: list[str]) -> list[str]:
+    """The arguments of a command with resume=RUN, its keys marked as ones that may be new.
+
+    Which keys there are depends on the groups that RUN was composed of, and Hydra composes the default ones. The keys
+    are checked when they are applied to the saved configuration.
+    """
+    known = groups([CONFIGS, *_own_folders(arguments)])
+    marked = []
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra"))
+        marked.append(f"++{argument}" if value and key not in known and "@" not in key else argument)
+    return marked
+
+
+def check(arguments: list[str]) -> None:
+    """Raise UserError for an unknown group option or key, with the near miss."""
+    more = list(_own_folders(arguments))
+    for folder in more:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder}: there is no such folder")
+    known = groups([CONFIGS, *more])
+    chosen: list[list[str]] = (
+        [[f"hydra.searchpath=[{','.join(f'file://{f.absolute()}' for f in more)}]"]] if more else []
+    )
+    values: list[str] = []
+    swept: list[str] = []
+    others: list[str] = []
+    for override in parse(arguments):
+        key = override.key_or_group
+        if key.startswith("hydra"):
+            continue
+        if key not in known and not override.is_sweep_override():
+            others.append(str(override.input_line))
+        if key in known and not override.is_delete():
+            options = _options(override)
+            for option in options:
+                if option not in (*known[key], *(["null", "None"] if key == "experiment" else [])):
+                    listed = ", ".join(known[key])
+                    raise UserError(
+                        f"{key}={option}: there is no such {key}{near_miss(option, known[key])} (known: {listed})"
+                    )
+            chosen.append([f"{key}={option}" for option in options if option not in ("null", "None")] or [""])
+        elif not (override.is_add() or override.is_force_add()):
+            values.append(key)
+            if override.is_sweep_override():
+                swept.append(key)
+    for combination in product(*chosen):
+        choices = [choice for choice in combination if choice]
+        try:
+            have = list(keys(plain(compose([*choices, *others]), resolve=False)))
+        except UserError:
+            _check_keys(values, list(keys(plain(compose(choices), resolve=False))))
+            raise
+        _check_keys(swept, have)
+
+
+def _check_keys(wanted: list[str], have: list[str]) -> None:
+    for key in wanted:
+        if key not in have:
+            raise UserError(f"unknown key {key!r}{near_miss(key, have)}")
+
+
+def _options(override: Override) -> list[str]:
+    """The options that a group override names: several in a sweep."""
+    if override.is_sweep_override():
+        return [str(option) for option in override.sweep_string_iterator()]
+    return [str(override.value())]
+
+
+def _own_folders(arguments: list[str]) -> Iterator[Path]:
+    """The folders of --config-dir."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in _FOLDER_FLAGS and (equals or index + 1 < len(arguments)):
+            yield Path(value if equals else arguments[index + 1])
+
+
+def _first_lines(error: Exception) -> str:
+    """What an error of Hydra's or OmegaConf's says, without its hints for programmers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [
+        line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=", "See https"))
+    ]
+    return " ".join(useful[:2]) or type(error).__name__

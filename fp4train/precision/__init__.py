@@ -1,0 +1,48 @@
+"""Precision as an object: recipes, the policy, phases, the plan, and the context that layers run in."""
+
+from fp4train.precision.autocast import autocast, checkpoint, checkpoint_contexts
+from fp4train.precision.phases import Phase, Swap, Timeline
+from fp4train.precision.policy import LayerPolicy
+from fp4train.precision.recipe import GEMMS, LossScaling, Operands, Recipe
+from fp4train.precision.recipes import (
+    BF16,
+    FP16,
+    FP32,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NVFP4,
+    Custom,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    FP8Row,
+    Mixed,
+)
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "GEMMS",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "NVFP4",
+    "Custom",
+    "FP8Block",
+    "FP8Current",
+    "FP8Delayed",
+    "FP8Row",
+    "LayerPolicy",
+    "LossScaling",
+    "Mixed",
+    "Operands",
+    "Phase",
+    "Recipe",
+    "Swap",
+    "Timeline",
+    "autocast",
+    "checkpoint",
+    "checkpoint_contexts",
+]

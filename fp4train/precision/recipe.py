@@ -1,0 +1,204 @@
+"""A recipe: how each operand of the three GEMMs of a linear layer is quantised.
+
+A linear layer y = x·wᵀ computes three products in training, each with two operands that are blocked along the
+contraction axis:
+
+    fprop   y  = x·wᵀ     x [M, K],   w [N, K]      blocked along K (in features)
+    dgrad   dx = dy·w     dy [M, N],  wᵀ [K, N]     blocked along N (out features)
+    wgrad   dw = dyᵀ·x    dyᵀ [N, M], xᵀ [K, M]     blocked along M (tokens)
+
+A recipe is the table of these six operands: a `QuantSpec`, or None for high precision. Everything else in the project
+reads that table; no code asks "is this NVFP4?". A research recipe is therefore another table (`Custom`), and "forward
+in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp4train.quantize import QuantSpec
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+"""Names of the first and second operand of each GEMM."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHORT = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
+"""Dtypes as tables and legends name them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The two operands of one GEMM: `first` is x or dy, `second` is w (fprop, dgrad) or x (wgrad); None: as it is."""
+
+    first: QuantSpec | None = None
+    second: QuantSpec | None = None
+
+    @property
+    def quantised(self) -> bool:
+        return self.first is not None or self.second is not None
+
+
+HIGH_PRECISION = Operands()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes; subclasses say their six operands in `operands`.
+
+    Args:
+        high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised whatever the recipe says.
+        dtype: of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
+    """
+
+    high_precision: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if isinstance(self.high_precision, str):
+            object.__setattr__(self, "high_precision", (self.high_precision,))
+        unknown = [g for g in self.high_precision if g not in GEMMS]
+        if unknown:
+            raise ValueError(f"high_precision={unknown[0]!r} is not a GEMM; allowed: {', '.join(GEMMS)}")
+        # A canonical order makes recipes that mean the same compare equal, also when YAML gave a list.
+        object.__setattr__(self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision))
+        operands = self.operands()
+        for gemm, pair in operands.items():
+            transforms = [spec and spec.hadamard for spec in (pair.first, pair.second)]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
+                    f"{OPERANDS[gemm][1]}; the transform cancels only when both operands have the same"
+                )
+        table = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
+        object.__setattr__(self, "_table", table)
+
+    def operands(self) -> dict[str, Operands]:
+        """The six operands before `high_precision` is applied."""
+        return dict.fromkeys(GEMMS, HIGH_PRECISION)
+
+    def table(self) -> Mapping[str, Operands]:
+        """The six operands that run: GEMM name → operands."""
+        return self._table  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any GEMM of this recipe is quantised."""
+        return any(o.quantised for o in self.table().values())
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss is scaled before backward; None for dtypes whose range needs no help."""
+        return LossScaling() if self.dtype == "float16" else None
+
+    @property
+    def name(self) -> str:
+        """Short and unique enough for a curve's legend: the class, the options that differ from their defaults."""
+        changed = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            if f.name != "high_precision" and value != default:
+                changed.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
+        return type(self).__name__ + (f"({', '.join(changed)})" if changed else "") + self._exceptions()
+
+    def _exceptions(self) -> str:
+        """The end of a name: which GEMMs are taken out."""
+        return f" with {'+'.join(self.high_precision)} in {SHORT[self.dtype]}" if self.high_precision else ""
+
+    def with_high_precision(self, *gemms: str) -> Recipe:
+        """The same recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the paper's cooldown."""
+        return dataclasses.replace(self, high_precision=(*self.high_precision, *gemms))
+
+    def __str__(self) -> str:
+        """The table of the six operands, one line an operand."""
+        rows: list[tuple[str, ...]] = [("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")]
+        for gemm, operands in self.table().items():
+            for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
+                rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
+        return "\n".join([self.name, *align(rows)])
+
+
+def align(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Rows as lines of aligned columns, the first one underlined."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("─" * w for w in widths), *lines[1:]]
+
+
+def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False) -> tuple[str, ...]:
+    """(element, block, scale, rounding, Hadamard) of an operand, for tables."""
+    if spec is None:
+        return (SHORT[dtype], "-", "-", "-", "no")
+    rows, columns = spec.block
+    block = "tensor" if rows is None else "row" if columns is None else f"{rows}×{columns}"
+    if along_tokens and columns is not None:
+        block += " along tokens"
+    scale = spec.scale.upper() if spec.scale != "pow2" else "FP32 2ᵏ"
+    if spec.scale_rounding:
+        scale += f" {spec.scale_rounding}"
+    if spec.global_scale:
+        scale += f" + FP32 {spec.global_scale}"
+    if spec.delayed:
+        scale += " delayed"
+    if spec.four_over_six:
+        scale += f" 4/6 {spec.four_over_six}"
+    hadamard = "no"
+    if spec.hadamard is not None:
+        # A Rotation, which may stand in a Hadamard transform's place, names its kind.
+        words = {
+            "fixed": "signed",
+            "random": "random signs",
+            "none": "unsigned",
+            "dct": "DCT",
+            "orthogonal": "random rotation",
+        }
+        hadamard = f"{spec.hadamard.size}, {words[spec.hadamard.signs]}"
+    return (spec.element.upper(), block, scale, spec.rounding, hadamard)
+
+
+SMALLEST_LOSS_SCALE = 2.0**-24
+"""Gradients that are not finite at this scale never will be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2), for formats whose gradients underflow.
+
+    The loss is multiplied by the scale before backward and gradients are divided by it. A step whose gradients are
+    not finite is skipped and the scale multiplied by `backoff`; after `interval` good steps it is multiplied by
+    `growth`.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def update(self, scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
+        """(scale, good steps in a row) after a step whose gradients were finite or not."""
+        if not finite:
+            return max(scale * self.backoff, SMALLEST_LOSS_SCALE), 0
+        good_steps += 1
+        return (scale * self.growth, 0) if good_steps == self.interval else (scale, good_steps)
+
+    def __post_init__(self) -> None:
+        if not self.initial > 0:
+            raise ValueError(f"initial={self.initial} must be > 0")
+        if not self.growth > 1:
+            raise ValueError(f"growth={self.growth} must be > 1")
+        if not 0 < self.backoff < 1:
+            raise ValueError(f"backoff={self.backoff} must lie between 0 and 1")
+        if self.interval < 1:
+            raise ValueError(f"interval={self.interval} must be at least 1")

@@ -1,0 +1,77 @@
+"""What a person sees while a run trains: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+
+from tqdm import tqdm
+
+_log = logging.getLogger(__name__)
+_LINES = 20
+"""Lines in the log of a whole run that has no terminal."""
+
+
+class Progress:
+    """Counts steps and times them.
+
+    Args:
+        step: steps done; steps: of the whole run; tokens: a step.
+        peak: tokens a second at the device's peak, where that is known.
+    """
+
+    def __init__(self, step: int, steps: int, tokens: int, peak: float | None = None) -> None:
+        self.peak = peak
+        self.step, self.steps, self.tokens = step, steps, tokens
+        self.terminal = sys.stderr.isatty()
+        self.every = max(1, steps // _LINES)
+        self.smooth: float | None = None
+
+    def __enter__(self) -> Progress:
+        self.bar = tqdm(
+            total=self.steps,
+            initial=self.step,
+            disable=not self.terminal,
+            unit="step",
+            dynamic_ncols=True,
+            smoothing=0.1,
+        )
+        self.last = time.perf_counter()
+        return self
+
+    def advance(self, loss: float, recipe: str) -> dict[str, float | str]:
+        """One more step is done; returns its speed."""
+        now = time.perf_counter()
+        speed = self.tokens / (now - self.last)
+        self.last = now
+        self.step += 1
+        self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
+        with suppress(OSError):  # a terminal that was closed is no reason to end a run
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {self.smooth / 1e3:.1f}k tokens/s, {recipe}", refresh=False)
+            self.bar.update()
+        if not self.terminal and (self.step % self.every == 0 or self.step in (1, self.steps)):
+            left = (self.steps - self.step) * self.tokens / self.smooth
+            _log.info(
+                "step %d/%d  loss %.3f  %.1fk tokens/s  %s left  %s",
+                self.step,
+                self.steps,
+                loss,
+                self.smooth / 1e3,
+                tqdm.format_interval(left),
+                recipe,
+            )
+        values: dict[str, float | str] = {"perf/tokens_per_s": speed}
+        return values if self.peak is None else values | {"perf/mfu": speed / self.peak}
+
+    def resume_timing(self) -> None:
+        """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""
+        self.last = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self.bar.close()

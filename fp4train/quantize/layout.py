@@ -1,0 +1,103 @@
+"""Codes and scales as hardware wants them.
+
+cuBLAS and torch's `scaled_mm` read block scales of NVFP4 and MX in tiles of 128 rows x 4 columns (512 bytes), rows
+padded to 128 and columns to 4 with zeros. Inside a tile row r, column c lies at (r % 32)*16 + (r // 32)*4 + c: one warp
+lane's 16 bytes hold the scales of rows r, r+32, r+64, r+96 (cuBLAS documentation, "1D block scaling factors layout").
+Column-wise operands need nothing here: they are the transposed tensor, quantised and stored.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.formats import pack_fp4
+from fp4train.quantize.quantized import Quantized
+from fp4train.quantize.rounding import round_to_codes
+from fp4train.quantize.scaling import block_scales_e4m3, encode_scales_e4m3
+from fp4train.quantize.spec import QuantSpec
+
+TILE_ROWS, TILE_COLS = 128, 4
+
+
+def swizzle_scales(scales_RC: Tensor) -> Tensor:
+    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype of one element a scale."""
+    rows, cols = scales_RC.shape
+    padded = F.pad(scales_RC, (0, -cols % TILE_COLS, 0, -rows % TILE_ROWS))
+    tiles = padded.reshape(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(flat: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of `swizzle_scales` for scales [rows, cols]."""
+    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    if flat.numel() != row_tiles * col_tiles * TILE_ROWS * TILE_COLS:
+        wanted = row_tiles * col_tiles * TILE_ROWS * TILE_COLS
+        raise ValueError(f"flat has {flat.numel()} scales: [{rows}, {cols}] swizzled has {wanted}")
+    tiles = flat.reshape(row_tiles, col_tiles, 32, 4, TILE_COLS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(row_tiles * TILE_ROWS, col_tiles * TILE_COLS)[:rows, :cols].contiguous()
+
+
+def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
+    """(q, scale) of the NVFP4 quantise-kernel contract.
+
+    a_MK: FP16 (or BF16, float32) [M, K], K a multiple of 16. sf_g: float32, one value, 448*6/amax. Returns q, uint8 [M,
+        K/2] with two E2M1 codes a byte, and scale, uint8 E4M3 bytes E4M3((amax_b/6)*sf_g) in the 128x4 layout.
+    """
+    if a_MK.ndim != 2 or a_MK.shape[1] % 16:
+        raise ValueError(f"a has shape {tuple(a_MK.shape)}: nvfp4_quantize takes [M, K] with K a multiple of 16")
+    if sf_g.numel() != 1:
+        raise ValueError(f"sf_g has {sf_g.numel()} values: nvfp4_quantize takes one, 448*6/amax")
+    spec = QuantSpec(formula="te2.13")
+    rows, cols = a_MK.shape
+    blocks = a_MK.detach().to(torch.float32).reshape(rows, cols // 16, 16)
+    encode = sf_g.to(torch.float32).reshape(())
+    scales = block_scales_e4m3(blocks.abs().amax(dim=-1), encode, spec)
+    t = (blocks * encode_scales_e4m3(scales, encode.reciprocal()).unsqueeze(-1)).add_(0.0)
+    codes = round_to_codes(t, spec.format).reshape(rows, cols)
+    return pack_fp4(codes), swizzle_scales(scales)
+
+
+@dataclass(frozen=True)
+class TorchOperand:
+    """One side of `torch.nn.functional.scaled_mm`.
+
+    data: float4_e2m1fn_x2 [R, Cp/2], or float8_e4m3fn / float8_e5m2 [R, Cp]. scales: float8_e4m3fn (NVFP4) or
+        float8_e8m0fnu (MX), flat in the 128x4 layout, one a row and block (2-D blocks repeated for their rows); float32
+        as in `Quantized` otherwise.
+    global_scale: the float32 factor left to the product (0-d or [R, 1]), or None.
+    """
+
+    data: Tensor
+    scales: Tensor
+    global_scale: Tensor | None
+
+
+_DATA_DTYPES = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+
+
+def to_torch(q: Quantized) -> TorchOperand:
+    """`q` in torch's dtypes and the hardware's layout. FP6 has no torch dtype: ValueError (see `formats.pack_fp6`)."""
+    if q.spec.element not in _DATA_DTYPES:
+        allowed = ", ".join(_DATA_DTYPES)
+        raise ValueError(
+            f"element={q.spec.element!r} has no torch dtype; allowed: {allowed}. formats.pack_fp6 packs FP6"
+        )
+    data = q.codes.contiguous().view(_DATA_DTYPES[q.spec.element])
+    if q.spec.scale not in _SCALE_DTYPES:
+        return TorchOperand(data, q.scales, None)
+    scales = q.scales.repeat_interleave(q.spec.block[0] or 1, dim=0)[: q.shape[0]]
+    swizzled = swizzle_scales(scales).view(_SCALE_DTYPES[q.spec.scale])
+    return TorchOperand(data, swizzled, q.global_decode())
+
+
+def from_torch(operand: TorchOperand, spec: QuantSpec, shape: tuple[int, int], amax: Tensor | None = None) -> Quantized:
+    """The inverse of `to_torch`. `amax` is `Quantized.amax`, which the hardware does not store."""
+    codes = operand.data.view(torch.uint8)
+    if spec.scale not in _SCALE_DTYPES:
+        return Quantized(spec, shape, codes, operand.scales, amax)
+    padded = codes.shape[1] * (2 if spec.element == "e2m1" else 1)
+    scales = unswizzle_scales(operand.scales.view(torch.uint8), shape[0], padded // (spec.block[1] or padded))
+    return Quantized(spec, shape, codes, scales[:: spec.block[0] or 1].contiguous(), amax)

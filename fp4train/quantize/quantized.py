@@ -1,0 +1,131 @@
+"""What quantisation yields: `Quantized`, the codes and scales as hardware stores them, and `Operand`, what emulation
+multiplies.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp4train.formats import decode, e4m3_decode, e8m0_decode, unpack_fp4
+from fp4train.quantize.random import RandomKey
+from fp4train.quantize.scaling import global_scales
+from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.transform import undo_transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How one of the two forms of a tensor is made: row-wise of x, or column-wise, which is that of x.T.
+
+    spec; key: its random bits; amax: the global one where it is known from elsewhere, as for `quantize`.
+    """
+
+    spec: QuantSpec
+    key: RandomKey | None = None
+    amax: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of an emulated GEMM: the tensor is `values * scale`.
+
+    values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
+        where element times block scale is exact in BF16 (E4M3, E8M0 and power-of-two scales; tensor- and row-scaled),
+        otherwise float32.
+    scale: the float32 factor that the product still lacks, 0-d or [R, 1]; None for 1.
+    transpose_ok: `values.T` with the same scale is the operand of the transposed tensor.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    transpose_ok: bool = False
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes and scales of a [R, C] tensor.
+
+    codes: uint8 [R, Cp], one a byte; e2m1 packed two a byte [R, Cp/2]. Cp is C padded with zeros to whole blocks (and
+        Hadamard groups).
+    scales: uint8 bytes (e4m3, e8m0) or float32 (fp32, pow2: the factor that decodes), [ceil(R/br), Cp/bc]; [R, 1] a
+        row, [1, 1] a tensor.
+    amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None where only
+        blocks count.
+    """
+
+    spec: QuantSpec
+    shape: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor | None
+
+    @property
+    def element_codes(self) -> Tensor:
+        """uint8 [R, Cp], one code a byte for every format."""
+        return unpack_fp4(self.codes) if self.spec.element == "e2m1" else self.codes
+
+    def block_scales(self) -> Tensor:
+        """The block scales as float32 factors, in the shape of `scales`, without the global one."""
+        if self.spec.scale == "e4m3":
+            return e4m3_decode(self.scales)
+        return e8m0_decode(self.scales) if self.spec.scale == "e8m0" else self.scales
+
+    def global_decode(self) -> Tensor | None:
+        """S_dec, float32 0-d or [R, 1]; None without a global scale."""
+        if self.spec.scale != "e4m3" or self.amax is None:
+            return None
+        return global_scales(self.amax, self.spec)[1]
+
+    def operand(self) -> Operand:
+        """What the emulating GEMM multiplies; equal to `quantize_dequantize` to the bit."""
+        spec = self.spec
+        values = decode(self.element_codes, spec.format)
+        if None in spec.block and spec.scale in ("fp32", "pow2"):
+            scale = self.scales.reshape(()) if spec.block[0] is None else self.scales
+            return finish_operand(values, scale, spec, self.shape)
+        return finish_operand(
+            apply_block_scales(values, self.block_scales(), spec), self.global_decode(), spec, self.shape
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * scale, [R, C]; in the transformed domain (and C rounded up to its size) where a Hadamard transform
+        is set.
+        """
+        spec, shape = self.spec, self.shape
+        values = apply_block_scales(decode(self.element_codes, spec.format), self.block_scales(), spec)
+        if (scale := self.global_decode()) is not None:
+            values = values * scale
+        return values[:, : operand_width(spec, shape[1])].to(dtype)
+
+    def restore(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dequantize` brought back to the domain of the input, [R, C]: the Hadamard transform is undone in float32."""
+        values = self.dequantize()
+        if self.spec.hadamard is not None:
+            values = undo_transform(values, self.spec.hadamard)[:, : self.shape[1]]
+        return values.to(dtype)
+
+
+def operand_width(spec: QuantSpec, cols: int) -> int:
+    """Columns of the operand of a tensor with `cols` columns."""
+    size = 1 if spec.hadamard is None else spec.hadamard.size
+    return -(-cols // size) * size
+
+
+def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
+    """values [R, Cp] times the scale of each one's block, float32."""
+    rows, cols = values.shape
+    if spec.block[0] not in (1, None):
+        scales = scales.repeat_interleave(spec.block[0] or 1, dim=0)[:rows]
+    groups = scales.shape[1]
+    if rows == 0 or groups == 0:
+        return values
+    return (values.reshape(rows, groups, cols // groups) * scales.unsqueeze(-1)).reshape(rows, cols)
+
+
+def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Operand:
+    """Cut the padding off and store in BF16 where that is exact."""
+    values = values[: shape[0], : operand_width(spec, shape[1])]
+    exact = spec.scale != "fp32" or None in spec.block
+    values = values.to(torch.bfloat16) if exact else values
+    return Operand(values.contiguous(), scale, spec.transposable)

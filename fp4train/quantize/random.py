@@ -1,0 +1,93 @@
+"""Random bits for stochastic rounding: a pure function of what is rounded, not of when or where.
+
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011) maps a 64-bit key and a
+128-bit counter to 128 random bits. Key = run seed; counter = (column // 8, row, step*8 + operand, layer), so eight
+neighbours in a row share one call and take 16 bits each. The same element gets the same bits on every device, under
+activation recomputation, after a resume, and however the tensor is sharded (the offsets place a shard in the whole).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+MASK = 0xFFFFFFFF
+LANES = 8  # elements served by one Philox call
+
+_LIMITS = {
+    "seed": 1 << 64,
+    "step": 1 << 29,
+    "layer": 1 << 32,
+    "operand": 8,
+    "row_offset": 1 << 32,
+    "col_offset": 1 << 35,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomKey:
+    """Which random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
+
+    `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
+    """
+
+    seed: int
+    step: int
+    layer: int
+    operand: int
+    row_offset: int = 0
+    col_offset: int = 0
+
+    def __post_init__(self) -> None:
+        for field, limit in _LIMITS.items():
+            value = getattr(self, field)
+            if not isinstance(value, int) or not 0 <= value < limit:
+                raise ValueError(f"{field}={value!r}: RandomKey allows integers 0 <= {field} < {limit}")
+        if self.col_offset % LANES:
+            raise ValueError(
+                f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
+            )
+
+    def shifted(self, rows: int, cols: int) -> "RandomKey":
+        """The key of a part of the tensor that starts `rows` and `cols` further on."""
+        return replace(self, row_offset=self.row_offset + rows, col_offset=self.col_offset + cols)
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32. Counter words are int64 tensors holding 0..2^32-1 that broadcast; so are the
+    results.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 wraps modulo 2^64, so the low and the (masked) high word of the product are those of the unsigned one.
+        p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK) ^ c1 ^ k0,
+            p1 & MASK,
+            ((p0 >> 32) & MASK) ^ c3 ^ k1,
+            p0 & MASK,
+        )
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0, c1, c2, c3
+
+
+def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
+    """16 random bits for each element: int32 [rows, cols] with values 0..65535.
+
+    Element j = (c + col_offset) % 8 of a call takes half j % 2 (0 = low) of word j // 2.
+    """
+    groups = -(-cols // LANES)
+    column = torch.arange(groups, dtype=torch.int64, device=device)[None, :] + key.col_offset // LANES
+    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + key.row_offset
+    column, row = column & MASK, row & MASK
+    step = torch.full_like(column, (key.step * 8 + key.operand) & MASK)
+    layer = torch.full_like(column, key.layer)
+    words = philox4x32((column, row, step, layer), (key.seed & MASK, key.seed >> 32))
+    halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, dim=-1).reshape(rows, groups * LANES)[:, :cols]

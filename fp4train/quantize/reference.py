@@ -1,0 +1,141 @@
+"""The readable quantiser in plain torch: the oracle that every kernel must equal to the bit.
+
+quantize(x): x -> [Hadamard] -> block amax -> scales -> t = x * encode scale -> codes.
+quantize_dequantize(x): the same up to t, then values on the grid times the block scale, never materialising codes.
+
+Layout: [R, C], any strides, seen as [R/br, br, C/bc, bc] after zero padding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.formats import e4m3_decode, e8m0_decode, pack_fp4
+from fp4train.quantize import scaling
+from fp4train.quantize.four_over_six import choose_scales
+from fp4train.quantize.quantized import Operand, Quantized, finish_operand
+from fp4train.quantize.random import RandomKey, random_bits
+from fp4train.quantize.rounding import round_to_codes, round_to_values
+from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.transform import pad_columns, transform
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A tensor on its way to the grid: t [Rb, br, Cb, bc] float32, and its scales, stored and as float32 factors [Rb,
+    Cb].
+    """
+
+    t: Tensor
+    stored: Tensor
+    decode: Tensor
+    amax: Tensor | None
+    outer: Tensor | None  # the factor left to the product: S_dec, or a tensor's or row's scale_inv
+
+
+def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
+    """[R, C] -> [Rb, br, Cb, bc], zero-padded to whole blocks; an extent of None becomes one block, at least one row or
+    column.
+    """
+    rows, cols = x_RC.shape
+    br, bc = (extent or max(size, 1) for extent, size in zip(spec.block, (rows, cols), strict=True))
+    if spec.block[1] is None and spec.element == "e2m1":
+        bc += bc % 2  # two codes a byte
+    x_RC = pad_columns(x_RC, bc) if spec.block[1] or cols % bc else x_RC
+    if missing := (-rows % br if rows or spec.block[0] else br):
+        x_RC = F.pad(x_RC, (0, 0, 0, missing))
+    if spec.block[1] is None and cols == 0:
+        x_RC = F.pad(x_RC, (0, bc))
+    rows, cols = x_RC.shape
+    return x_RC.reshape(rows // br, br, cols // bc, bc)
+
+
+def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
+    """Everything before rounding."""
+    dtype = x_RC.dtype
+    if spec.hadamard is not None:
+        x_RC = transform(x_RC, spec.hadamard)
+    x_blocks = to_blocks(x_RC, spec)
+    amax_b = x_blocks.abs().amax(dim=(1, 3)).to(torch.float32)  # [Rb, Cb]
+    x_blocks = x_blocks.to(torch.float32)
+    if spec.scale == "e4m3":
+        return _scale_nvfp4(x_blocks, amax_b, spec, amax)
+    if spec.scale == "e8m0":
+        mode = spec.scale_rounding or "rceil"
+        stored = scaling.block_scales_e8m0(amax_b, spec.format, mode)
+        t = x_blocks * _spread(scaling.encode_scales_e8m0(stored, mode))
+        return Scaled(t, stored, e8m0_decode(stored), None, None)
+    whole = None in spec.block
+    used = amax_b if amax is None else amax.to(torch.float32).reshape(-1, 1).expand_as(amax_b)
+    margin = spec.delayed.margin if spec.delayed else 0
+    scale, scale_inv = scaling.scales_float(used, spec.format, dtype, pow2=spec.scale == "pow2", margin=margin)
+    t = x_blocks * _spread(scale)
+    if amax is not None:  # an amax from elsewhere need not cover x: saturate what is larger, but never an infinity
+        t = torch.where(x_blocks.isfinite(), t, torch.nan)
+    if not whole:
+        return Scaled(t, scale_inv, scale_inv, None, None)
+    if spec.block[0] is None:
+        return Scaled(t, scale_inv, scale_inv, used.reshape(()), scale_inv.reshape(()))
+    return Scaled(t, scale_inv, scale_inv, used, scale_inv)
+
+
+def _scale_nvfp4(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
+    if amax is not None:
+        amax = (
+            amax.to(torch.float32).reshape(-1, 1) if spec.global_scale == "row" else amax.to(torch.float32).reshape(())
+        )
+    elif spec.global_scale == "row":
+        amax = amax_b.amax(dim=1, keepdim=True) if amax_b.shape[1] else amax_b.new_zeros(amax_b.shape[0], 1)
+    else:
+        amax = amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
+    encode, decode = scaling.global_scales(amax, spec)
+    if spec.four_over_six is not None:
+        stored = choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
+    else:
+        stored = scaling.block_scales_e4m3(amax_b, encode, spec)
+    # + 0.0: a negative zero is coded as zero, as in TE
+    t = (x_blocks * _spread(scaling.encode_scales_e4m3(stored, decode))).add_(0.0)
+    return Scaled(t, stored, e4m3_decode(stored), amax, decode)
+
+
+def _spread(per_block: Tensor) -> Tensor:
+    """[Rb, Cb] -> [Rb, 1, Cb, 1], to meet [Rb, br, Cb, bc]."""
+    return per_block[:, None, :, None]
+
+
+def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
+    if spec.rounding == "nearest":
+        return None
+    if key is None:
+        raise ValueError(
+            "key=None: rounding='stochastic' takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
+        )
+    rows, cols = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
+    return random_bits(key, rows, cols, t.device).reshape(t.shape)
+
+
+def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+    """Codes and scales of x [R, C] (BF16, FP16 or float32; any strides). See `fp4train.quantize.quantize`."""
+    scaled = scale_tensor(x_RC, spec, amax)
+    rows, cols = x_RC.shape
+    t = scaled.t
+    codes = round_to_codes(t, spec.format, _bits(t, spec, key))
+    codes = codes.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])[:rows]
+    codes = pack_fp4(codes) if spec.element == "e2m1" else codes
+    return Quantized(spec, (rows, cols), codes, scaled.stored, scaled.amax)
+
+
+def quantize_dequantize(
+    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
+) -> Operand:
+    """`quantize(...).operand()` to the bit, without the codes."""
+    scaled = scale_tensor(x_RC, spec, amax)
+    t = scaled.t
+    values = round_to_values(t, spec.format, _bits(t, spec, key))
+    if None not in spec.block or spec.scale == "e8m0":
+        values.mul_(_spread(scaled.decode))
+    values = values.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
+    rows, cols = x_RC.shape
+    return finish_operand(values, scaled.outer, spec, (rows, cols))

@@ -1,0 +1,109 @@
+"""Scales from amax: NVFP4's two levels, MX's E8M0, FP8's float32. All arithmetic is float32, in the order written here.
+
+A non-finite amax makes every scale that depends on it NaN, whatever the format: NaN and infinity are never hidden.
+"""
+
+import torch
+from torch import Tensor
+
+from fp4train.formats import ElementFormat, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
+from fp4train.quantize.spec import Delayed, QuantSpec
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def nan_if_not_finite(amax: Tensor) -> Tensor:
+    return torch.where(amax.isfinite(), amax, torch.nan)
+
+
+def element_range(spec: QuantSpec) -> float:
+    """The magnitude that scales aim at: the largest element value, times the guard."""
+    return spec.format.max * spec.guard
+
+
+def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
+    bound = amax.new_tensor(spec.global_bound * element_range(spec))
+    encode = (bound / amax).clamp_(max=FLOAT32_MAX)
+    encode = torch.where(amax == 0, 1.0, encode)
+    encode = torch.where(amax.isfinite(), encode, torch.nan)
+    return encode, encode.reciprocal()
+
+
+def block_scales_e4m3(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
+    """E4M3 bytes of the block scales: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
+    largest = amax_b.new_tensor(element_range(spec))
+    amax_b = nan_if_not_finite(amax_b)
+    if spec.formula == "te2.13":
+        return e4m3_encode((amax_b / largest) * encode)
+    return e4m3_encode(amax_b * (encode * largest.reciprocal()))
+
+
+def encode_scales_e4m3(scale_bytes: Tensor, decode: Tensor) -> Tensor:
+    """The factor that brings x onto the element grid: min(1 / (scale * S_dec), FLT_MAX)."""
+    return (e4m3_decode(scale_bytes) * decode).reciprocal_().clamp_(max=FLOAT32_MAX)
+
+
+def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
+    """E8M0 bytes of the block scales.
+
+    rceil: 2^ceil(log2(amax / max)), never clips (cuBLAS, TE). floor: 2^(floor(log2 amax) - emax) (OCP MX v1.0, section
+        6.3);
+    ceil: the exponent rounded up; even: amax first rounded to the element's mantissa.
+    """
+    if mode == "rceil":
+        return e8m0_encode(amax_b / fmt.max)
+    bits = amax_b.contiguous().view(torch.int32)
+    if mode == "even":
+        bits = bits + (1 << (22 - fmt.mantissa_bits))
+    exponent = (bits >> 23) & 0xFF
+    if mode == "ceil":
+        exponent = exponent + ((bits & 0x7FFFFF) > 0)
+    codes = (exponent - fmt.max_exponent).clamp_(min=0, max=254)
+    return torch.where(amax_b.isfinite(), codes, 255).to(torch.uint8)
+
+
+def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
+    """2^(127 - byte). Byte 0 (a block below 2^-127 * max, or of zeros) takes 1 with rceil (TE) and 2^126 otherwise
+    (torchao).
+    """
+    factor = e8m0_decode((254 - scale_bytes.to(torch.int32)).clamp_(min=0))
+    factor = torch.where(scale_bytes == 0, 1.0 if mode == "rceil" else 2.0**126, factor)
+    return torch.where(scale_bytes == 255, torch.nan, factor)
+
+
+def scales_float(
+    amax: Tensor, fmt: ElementFormat, dtype: torch.dtype, *, pow2: bool, margin: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin, 1 where amax = 0; with pow2 rounded down to a power
+    of two.
+
+    An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
+    """
+    scale = (amax.new_tensor(fmt.max) / amax) / 2.0**margin
+    scale = torch.where(scale.isinf(), torch.finfo(dtype).max, scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = torch.where(amax == 0, 1.0, scale)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    return scale, scale.reciprocal()
+
+
+def delayed_amax(history: Tensor, previous: Tensor, delayed: Delayed) -> Tensor:
+    """The amax that delayed scaling uses now, from amax values of earlier steps (float32 [history], the newest first).
+
+    Where that is 0 or not finite the `previous` one (float32, 0-d) stays in force, as TE keeps its previous scale.
+    """
+    amax = history.amax() if delayed.algorithm == "max" else history[0]
+    return torch.where((amax > 0) & amax.isfinite(), amax, previous)
+
+
+def initial_delayed_amax(spec: QuantSpec) -> float:
+    """The amax of a scale of 1: what delayed scaling uses before its first step."""
+    margin = spec.delayed.margin if spec.delayed else 0
+    return spec.format.max * 2.0**-margin
+
+
+def push_amax(history: Tensor, amax: Tensor) -> Tensor:
+    """The history after one more step: the newest first, the oldest forgotten. Returns a new tensor."""
+    return torch.cat((amax.reshape(1).to(history), history[:-1]))

@@ -1,0 +1,169 @@
+"""QuantSpec: how ONE operand is quantised. The specs decide; nothing downstream takes a flag.
+
+Scheme                     element  block       scale  global_scale
+NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
+MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None
+FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
+FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
+
+Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor quantised row-wise.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from fp4train.formats import ElementFormat, get_format
+from fp4train.quantize.rotation import Rotation
+from fp4train.quantize.transform import Hadamard
+
+SCALES: Final = ("e4m3", "e8m0", "fp32", "pow2")
+SCALE_ROUNDINGS: Final = ("floor", "rceil", "even", "ceil")
+GLOBAL_SCALES: Final = (None, "tensor", "row")
+GLOBAL_BOUNDS: Final = (448.0, 256.0)
+FORMULAS: Final = ("te2.14", "te2.13")
+ROUNDINGS: Final = ("nearest", "stochastic")
+ERROR_METRICS: Final = (None, "mae", "mse")
+DELAYED_ALGORITHMS: Final = ("max", "most_recent")
+
+
+def _check(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """FP8 with the amax of earlier steps (TE's DelayedScaling): scale = (max / amax) / 2^margin.
+
+    `history`: how many steps are remembered; `algorithm`: the maximum over them, or the most recent one.
+    """
+
+    history: int = 1024
+    algorithm: str = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.history, int) or self.history < 1:
+            raise ValueError(f"history={self.history!r}: delayed scaling allows integers >= 1")
+        _check("algorithm", self.algorithm, DELAYED_ALGORITHMS)
+        if not isinstance(self.margin, int) or not -64 <= self.margin <= 64:
+            raise ValueError(f"margin={self.margin!r}: delayed scaling allows integers from -64 to 64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """How one operand is quantised.
+
+    element: e2m1, e2m3, e3m2, e4m3, e5m2.
+    block: (rows, cols) that share a scale; None is the whole extent: (1, None) a row, (None, None) the tensor.
+    scale: e4m3 (needs a global scale), e8m0, fp32, pow2 (a float32 power of two).
+    scale_rounding: how the E8M0 exponent is rounded; None otherwise. rceil (the default) never clips.
+    global_scale: the second, float32 level above E4M3 block scales: one a tensor or one a row.
+    global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
+    formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
+    rounding: of the elements; stochastic needs a RandomKey when quantising.
+    hadamard: transform along the blocked axis before the amax; a Rotation takes its place for comparison.
+    four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv 2512.02010). Its
+        block scale is (amax_b / 6) * S_enc under either formula, as in TE.
+    guard: the element range that scales aim at, as a share of the largest value. E4M3 rounds a normal block scale down
+        by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic rounding unbiased (Quartet II, arXiv
+        2601.22813); scales below 2^-6 can still clip. 1 is TE.
+    delayed: take the amax of a tensor-scaled FP8 operand from history.
+    """
+
+    element: str = "e2m1"
+    block: tuple[int | None, int | None] = (1, 16)
+    scale: str = "e4m3"
+    scale_rounding: str | None = None
+    global_scale: str | None = "tensor"
+    global_bound: float = 448.0
+    formula: str = "te2.14"
+    rounding: str = "nearest"
+    hadamard: Hadamard | Rotation | None = None
+    four_over_six: str | None = None
+    guard: float = 1.0
+    delayed: Delayed | None = None
+
+    def __post_init__(self) -> None:
+        get_format(self.element)
+        object.__setattr__(self, "block", tuple(self.block))
+        self._check_block()
+        _check("scale", self.scale, SCALES)
+        _check("formula", self.formula, FORMULAS)
+        _check("rounding", self.rounding, ROUNDINGS)
+        _check("four_over_six", self.four_over_six, ERROR_METRICS)
+        _check("global_scale", self.global_scale, GLOBAL_SCALES)
+        _check("global_bound", self.global_bound, GLOBAL_BOUNDS)
+        if self.scale == "e8m0":
+            if self.scale_rounding is None:
+                object.__setattr__(self, "scale_rounding", "rceil")
+            _check("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+        elif self.scale_rounding is not None:
+            raise ValueError(f"scale_rounding={self.scale_rounding!r}: only scale='e8m0' has one; use None")
+        self._check_scale()
+        self._check_options()
+
+    def _check_block(self) -> None:
+        if len(self.block) != 2:
+            raise ValueError(f"block={self.block!r}: allowed is a pair (rows, cols)")
+        for extent in self.block:
+            if extent is not None and (not isinstance(extent, int) or isinstance(extent, bool) or extent < 1):
+                raise ValueError(
+                    f"block={self.block!r}: rows and cols must be integers >= 1, or None for the whole extent"
+                )
+        rows, cols = self.block
+        if rows is None and cols is not None:
+            raise ValueError(
+                f"block={self.block!r}: blocks run along the last axis; (None, None) is the whole tensor, "
+                "and a scale a column is the transposed tensor with block=(1, None)"
+            )
+        if cols is None and rows not in (1, None):
+            raise ValueError(f"block={self.block!r}: whole rows are (1, None), the whole tensor is (None, None)")
+        if cols is not None and self.element == "e2m1" and cols % 2:
+            raise ValueError(f"block={self.block!r}: e2m1 packs two codes a byte; cols must be even")
+
+    def _check_scale(self) -> None:
+        if self.scale == "e4m3":
+            if self.global_scale is None:
+                raise ValueError("global_scale=None: scale='e4m3' covers 18 binades only and needs 'tensor' or 'row'")
+            if None in self.block:
+                raise ValueError(f"block={self.block!r}: scale='e4m3' is a block scale; use integers, or scale='fp32'")
+        elif self.global_scale is not None:
+            raise ValueError(
+                f"global_scale={self.global_scale!r}: scale={self.scale!r} spans the whole range; use None"
+            )
+        elif self.global_bound != 448.0:
+            raise ValueError(f"global_bound={self.global_bound!r}: only scale='e4m3' has one; leave 448")
+        if self.global_scale == "row" and self.block[0] != 1:
+            raise ValueError(
+                f"global_scale='row': block={self.block!r} spans rows of different scale; use block=(1, ...)"
+            )
+
+    def _check_options(self) -> None:
+        if self.four_over_six is not None:
+            if self.scale != "e4m3" or self.element != "e2m1":
+                raise ValueError(f"four_over_six={self.four_over_six!r}: needs element='e2m1' and scale='e4m3'")
+            if self.rounding != "nearest":
+                raise ValueError(
+                    f"four_over_six={self.four_over_six!r}: choosing by error biases rounding={self.rounding!r}; "
+                    "use 'nearest'"
+                )
+            if self.guard != 1.0:
+                raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
+        if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= 1.0:
+            raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to 1.0")
+        if self.guard != 1.0 and self.scale != "e4m3":
+            raise ValueError(
+                f"guard={self.guard!r}: only scale='e4m3' rounds scales down far enough to need it; use 1.0"
+            )
+        if self.delayed is not None and (self.block != (None, None) or self.scale not in ("fp32", "pow2")):
+            raise ValueError(f"delayed={self.delayed!r}: needs block=(None, None) and scale 'fp32' or 'pow2'")
+
+    @property
+    def format(self) -> ElementFormat:
+        return get_format(self.element)
+
+    @property
+    def transposable(self) -> bool:
+        """Whether the transposed result is the result for the transposed tensor (nearest rounding): square blocks."""
+        return self.block[0] == self.block[1] and self.hadamard is None

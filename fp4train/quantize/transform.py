@@ -1,0 +1,118 @@
+"""Transforms of groups of n neighbours, above all Hadamard's: spreads an outlier over its group before the blocks are
+scaled.
+
+y = (x * d) H_n / sqrt(n), H_n the Sylvester matrix, d a vector of signs. It is orthogonal, so with the same d on both
+operands of a product the transforms cancel: (x D H/sqrt n)(w D H/sqrt n)^T = x w^T. NVFP4 pretraining (arXiv
+2509.25149, section 4.2) applies it to both operands of wgrad only, with n = 16 and one fixed random d.
+
+Numerics: x is rounded to BF16 first; the butterfly runs in float32 in the order of strides 1, 2, 4, ... ((a, b) ->
+    (a+b, a-b)); the product with float32(1/sqrt n) is rounded to BF16.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.quantize.random import MASK, philox4x32
+from fp4train.quantize.rotation import Rotation, rotation_matrix
+
+SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
+SIGN_CHOICES: Final = ("fixed", "none", "random")
+FIXED_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Transformer Engine's sign vector for n = 16; other sizes repeat it or cut it off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hadamard:
+    """Transform of groups of `size` neighbours. `signs`: fixed (TE's vector), none, or random (drawn from `seed`)."""
+
+    size: int = 16
+    signs: str = "fixed"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ValueError(f"size={self.size!r}: a Hadamard transform allows {', '.join(map(str, SIZES))}")
+        if self.signs not in SIGN_CHOICES:
+            raise ValueError(f"signs={self.signs!r}: a Hadamard transform allows {', '.join(SIGN_CHOICES)}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed={self.seed!r}: a Hadamard transform allows integers 0 <= seed < 2**64")
+        if self.seed and self.signs != "random":
+            raise ValueError(
+                f"seed={self.seed}: only signs='random' draws from a seed; with signs={self.signs!r} use 0"
+            )
+
+
+def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
+    """The `size` signs d, each +1 or -1; a Rotation has none and raises ValueError.
+
+    Random ones are the low bits of the first Philox words with counter (i, 0, 0, 0) and key = seed.
+    """
+    if isinstance(spec, Rotation):
+        raise ValueError(f"{spec} is no Hadamard transform and has no signs; use transform(x, spec)")
+    if spec.signs == "none":
+        return [1] * spec.size
+    if spec.signs == "fixed":
+        return [FIXED_SIGNS[i % len(FIXED_SIGNS)] for i in range(spec.size)]
+    index = torch.arange(spec.size, dtype=torch.int64)
+    zero = torch.zeros_like(index)
+    words = philox4x32((index, zero, zero, zero), (spec.seed & MASK, spec.seed >> 32))
+    return [1 - 2 * (word & 1) for word in words[0].tolist()]
+
+
+def pad_columns(x_RC: Tensor, multiple: int) -> Tensor:
+    """x with zero columns added up to a multiple; x itself where none is missing."""
+    missing = -x_RC.shape[-1] % multiple
+    return F.pad(x_RC, (0, missing)) if missing else x_RC
+
+
+def butterfly(y: Tensor) -> Tensor:
+    """Unscaled Sylvester-Hadamard product of the last axis (a power of two), as a butterfly of strides 1, 2, 4, ..."""
+    size = y.shape[-1]
+    shape = y.shape
+    stride = 1
+    while stride < size:
+        pairs = y.reshape(*shape[:-1], size // (2 * stride), 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((a + b, a - b), dim=-2)
+        stride *= 2
+    return y.reshape(shape)
+
+
+def apply_hadamard(x_RC: Tensor, spec: Hadamard) -> Tensor:
+    """Transform along the last axis of [R, C], zero-padded to a multiple of `size` -> BF16 [R, C']."""
+    x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
+    rows, cols = x_RC.shape
+    signs = torch.tensor(hadamard_signs(spec), dtype=torch.float32, device=x_RC.device)
+    groups = x_RC.reshape(rows, cols // spec.size, spec.size).to(torch.float32) * signs
+    return butterfly(groups).mul_(1.0 / math.sqrt(spec.size)).to(torch.bfloat16).reshape(rows, cols)
+
+
+def undo_hadamard(y_RC: Tensor, spec: Hadamard) -> Tensor:
+    """Inverse in float32: x = (y H / sqrt n) * d. The last axis must be a multiple of `size`."""
+    rows, cols = y_RC.shape
+    signs = torch.tensor(hadamard_signs(spec), dtype=torch.float32, device=y_RC.device)
+    groups = y_RC.to(torch.float32).reshape(rows, cols // spec.size, spec.size)
+    return (butterfly(groups) * (1.0 / math.sqrt(spec.size)) * signs).reshape(rows, cols)
+
+
+def transform(x_RC: Tensor, spec: Hadamard | Rotation) -> Tensor:
+    """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`."""
+    if isinstance(spec, Hadamard):
+        return apply_hadamard(x_RC, spec)
+    x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
+    return _rotate(x_RC, rotation_matrix(spec)).to(torch.bfloat16)
+
+
+def undo_transform(y_RC: Tensor, spec: Hadamard | Rotation) -> Tensor:
+    """The inverse of `transform`, in float32; the padding stays."""
+    return undo_hadamard(y_RC, spec) if isinstance(spec, Hadamard) else _rotate(y_RC, rotation_matrix(spec).T)
+
+
+def _rotate(x_RC: Tensor, matrix: Tensor) -> Tensor:
+    groups = x_RC.to(torch.float32).reshape(-1, matrix.shape[0])
+    return (groups @ matrix.to(x_RC.device)).reshape(x_RC.shape)

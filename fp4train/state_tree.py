@@ -1,0 +1,101 @@
+"""Nested state as named tensors plus plain JSON, and back.
+
+A tensor becomes ``{"$tensor": "path/to/it"}``, a tuple ``{"$tuple": [...]}``, a dict with keys that are not plain
+strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters), a NaN or infinity
+``{"$float": "nan"}``. Only data can be written this way, so reading it back executes nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+
+def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+    """Split nested dicts, lists and tuples into the `tensors` and the `state` that `save` takes.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a JSON value; its path is named.
+    """
+    tensors: dict[str, Tensor] = {}
+    state = {key: _encode(value, _escape(key), tensors) for key, value in tree.items()}
+    return tensors, state
+
+
+def unflatten(tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> dict[str, Any]:
+    """The tree that `flatten` was given."""
+    return {key: _decode(value, tensors) for key, value in state.items()}
+
+
+def to_strict(value: Any) -> Any:
+    """Non-finite floats as ``{"$float": ...}``: JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(float(value))}
+    if isinstance(value, dict):
+        return {key: to_strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_strict(item) for item in value]
+    return value
+
+
+def from_strict(value: Any) -> Any:
+    """The floats that `to_strict` replaced, put back."""
+    if isinstance(value, list):
+        return [from_strict(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"$float"}:
+        return float(value["$float"])
+    return {key: from_strict(item) for key, item in value.items()}
+
+
+def _escape(key: object) -> str:
+    return str(key).replace("~", "~0").replace("/", "~1")  # as in a JSON pointer (RFC 6901): paths stay unambiguous
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
+    if isinstance(value, Tensor):
+        if path in tensors:
+            raise TypeError(f"{path}: two entries have this path (keys that differ only in type)")
+        tensors[path] = value
+        return {"$tensor": path}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list):
+        return [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _encode(item, f"{path}/{_escape(key)}", tensors) for key, item in value.items()}
+        items: list[JSON] = []
+        for key, item in value.items():
+            if not isinstance(key, bool | int | float | str):
+                raise TypeError(f"{path}: key {key!r} of type {type(key).__name__}; allowed are strings and numbers")
+            items.append([key, _encode(item, f"{path}/{_escape(key)}", tensors)])
+        return {"$items": items}
+    raise TypeError(
+        f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, None, bool, int, float, str, "
+        "lists, tuples and dicts of these"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"$tensor"}:
+        return tensors[value["$tensor"]]
+    if set(value) == {"$tuple"}:
+        return tuple(_decode(item, tensors) for item in value["$tuple"])
+    if set(value) == {"$items"}:
+        return {key: _decode(item, tensors) for key, item in value["$items"]}
+    return {key: _decode(item, tensors) for key, item in value.items()}

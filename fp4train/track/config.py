@@ -1,0 +1,86 @@
+"""The Hydra group `track`: each entry builds the tracker of a run.
+
+Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume, curves and compare read.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4train.track.metrics import MetricsLog
+from fp4train.track.tracker import NullTracker, Tracker, Trackers
+from fp4train.track.wandb import WandbTracker
+
+_log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlTracking:
+    """RUN/metrics.jsonl only."""
+
+    def build(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> Tracker:
+        """`resume_step`: steps done at the checkpoint the run goes on from; later lines are dropped."""
+        return MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbTracking:
+    """RUN/metrics.jsonl, and Weights & Biases beside it.
+
+    Args:
+        project, entity, group, tags: as in `wandb.init`.
+        mode: auto (online where logged in and reachable) or offline.
+        timeout: seconds to wait for the server at the start, and again at the end.
+    """
+
+    project: str = "fp4train"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: str = "auto"
+    timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", tuple(self.tags))  # a list in YAML
+        if self.mode not in ("auto", "offline"):
+            raise ValueError(f"track.mode={self.mode!r}: allowed are auto, offline")
+        if not self.timeout > 0:
+            raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
+
+    def build(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> Tracker:
+        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
+        try:
+            wandb = WandbTracker(
+                run_dir,
+                run_name,
+                config,
+                project=self.project,
+                entity=self.entity,
+                group=self.group,
+                tags=self.tags,
+                offline=self.mode == "offline",
+                timeout=self.timeout,
+                resumed=resume_step is not None,
+            )
+        except Exception as error:  # not installed, a broken setting, its service does not start: the run goes on
+            _log.warning("wandb is switched off: %s", error)
+            return metrics
+        return Trackers(metrics, wandb)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoTracking:
+    """Nothing at all, for benchmarks: such a run has no curves and cannot be compared."""
+
+    def build(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> Tracker:
+        return NullTracker()

@@ -1,0 +1,182 @@
+"""RUN/metrics.jsonl: one JSON object a line, each line handed to the operating system as it is logged.
+
+This file is the truth about a run: a kill loses at most the line being written. Two kinds of lines::
+
+    {"step": 120, "train/loss": 2.31, "train/lr": 0.003, "precision/recipe": "nvfp4"}
+    {"step": 120, "event": "swap", "recipe": "bf16"}
+
+NaN and infinities do not exist in JSON and would break strict readers (jq, browsers, pandas). They are written as null
+and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss": "nan"}}``; `read_metrics` puts them back.
+
+Numbers are written in their shortest exact form, so that two runs with equal losses have equal lines.
+"""
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp4train.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+RESERVED = ("step", "event", "nonfinite")
+
+
+class MetricsLog:
+    """Append-only log of one run; a `Tracker`.
+
+    Args:
+        path: the file; its folder is created. A last line torn by a kill is removed.
+        resume_step: the steps done at the checkpoint that the run goes on from. Lines of later steps, which will be
+            written again, are dropped (atomically: the file is replaced as a whole).
+
+    Raises:
+        UserError: the file is not a metrics log, or cannot be written.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _repair(self.path, resume_step)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error}") from error
+        self._size = os.fstat(self._descriptor).st_size
+        self._waiting: deque[bytes] = deque()
+        self._open = True
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a scalar tensor).
+
+        Never raises for the disk: where it is full, that is reported once and the lines wait for the next call.
+        """
+        if reserved := [key for key in RESERVED if key in values]:
+            raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
+        self._append({"step": step, **values})
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        """Append a line about something that happened: swap, resume, phase, guard, ..."""
+        values = values or {}
+        if reserved := [key for key in RESERVED if key in values]:
+            raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
+        self._append({"step": step, "event": event, **values})
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Tables (the plan) are files of their own in the run directory, not metrics."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        if not self._open:
+            return
+        self._flush()
+        self._open = False
+        if self._waiting:
+            _log.error("%s: %d lines are lost, they could not be written", self.path, len(self._waiting))
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            _log.error("%s: %s", self.path, error)
+        finally:
+            os.close(self._descriptor)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if not self._open:
+            raise ValueError(f"{self.path} is finished; nothing can be logged any more")
+        self._waiting.append(_dump(line))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what waits. Where the disk is full, keep it for the next time: the run matters more than its log."""
+        failing = len(self._waiting) > 1
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not failing:
+                _log.error("%s cannot be written (%s); lines are kept until it can", self.path, error)
+        else:
+            if failing:
+                _log.warning("%s can be written again; nothing is lost", self.path)
+
+    def _write(self, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):  # a nearly full disk takes a part first, then refuses
+                written += os.write(self._descriptor, data[written:])
+        except BaseException:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics log, also of a run that is running or was killed.
+
+    Raises:
+        UserError: the file is missing, or a line that is not the last is damaged.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return [line for _, line in _lines(data, path)]
+
+
+def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
+    *lines, _torn = data.split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        try:
+            yield raw, _parse(raw)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # a power cut may leave zeros for data
+                return
+            raise UserError(f"{path}, line {number}: not a line of metrics ({error})") from error
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    line = json.loads(raw)
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        raise ValueError("no step in it")
+    for key, text in line.pop("nonfinite", {}).items():
+        line[key] = float(text)
+    return line
+
+
+def _dump(line: Mapping[str, Any]) -> bytes:
+    plain: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
+    for key, value in line.items():
+        if not isinstance(value, bool | int | float | str | list | dict | None) and hasattr(value, "item"):
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[key], value = str(float(value)), None
+        plain[key] = value
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, allow_nan=False).encode() + b"\n"
+
+
+def _repair(path: Path, resume_step: int | None) -> None:
+    """Leave whole lines only, and none after `resume_step`."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    kept = b"".join(
+        raw + b"\n" for raw, line in _lines(data, path) if resume_step is None or line["step"] <= resume_step
+    )
+    if kept == data:
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

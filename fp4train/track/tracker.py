@@ -1,0 +1,76 @@
+"""What the training loop talks to, and the combination that keeps a failing service away from it."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Receives the numbers of one run."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers and short strings after `step` optimiser steps; keys as ``train/loss``."""
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        """Something that happened: ``swap``, ``resume``, ``phase``, ``guard``, ..."""
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """A table known at the start, as the plan."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """End the run, within seconds; a second call does nothing."""
+
+
+class NullTracker:
+    """Keeps nothing."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None: ...
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def finish(self, exit_code: int = 0) -> None: ...
+
+
+class Trackers:
+    """One tracker that matters and others beside it.
+
+    What the first raises reaches the caller. One of the others that raises is reported once and left out from then on.
+    """
+
+    def __init__(self, first: Tracker, *others: Tracker) -> None:
+        self._first = first
+        self._others = list(others)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._first.log(step, values)
+        self._each(lambda tracker: tracker.log(step, values))
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        self._first.log_event(step, event, values)
+        self._each(lambda tracker: tracker.log_event(step, event, values))
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._first.log_table(name, columns, rows)
+        self._each(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def finish(self, exit_code: int = 0) -> None:
+        try:
+            self._first.finish(exit_code)
+        finally:
+            self._each(lambda tracker: tracker.finish(exit_code))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._others):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a service's client may raise
+                self._others.remove(tracker)
+                _log.warning("%s failed and is switched off: %s", type(tracker).__name__, error)
+                try:
+                    tracker.finish(1)
+                except Exception as second:
+                    _log.debug("%s could not be finished either: %s", type(tracker).__name__, second)

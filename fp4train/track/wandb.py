@@ -1,0 +1,199 @@
+"""Weights & Biases: the keys of metrics.jsonl, the config, and the plan as a table.
+
+Online where the user is logged in and the server answers, otherwise offline into RUN/wandb, to be sent later with
+``wandb sync``. Every wait is bounded: an unreachable server costs seconds at the start and at the end, never the run.
+
+wandb's own step counter cannot go back, as ours does after a resume; so ``step`` is logged as a value and declared the
+x axis of every chart. The id of the run is kept in RUN/wandb/run_id, by which a resumed run continues the same charts.
+"""
+
+import http.client
+import logging
+import netrc
+import os
+import secrets
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+_log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 2.0
+NOT_LOGGED_IN = "not logged in, see `wandb login`"
+
+
+class WandbTracker:
+    """One wandb run; see `Tracker`.
+
+    Args:
+        run_dir: wandb writes below RUN/wandb.
+        run_name: the run's name in the charts.
+        config: the resolved configuration.
+        project, entity, group, tags: as in `wandb.init`.
+        offline: do not even try to go online.
+        timeout: seconds to wait for the server at the start, and again for the upload at the end.
+        resumed: continue the run whose id is in the run directory.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        project: str,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: tuple[str, ...] = (),
+        offline: bool = False,
+        timeout: float = 5.0,
+        resumed: bool = False,
+    ) -> None:
+        import wandb
+
+        self._folder = Path(run_dir) / "wandb"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._timeout = timeout
+        self._finished = False
+        run_id = _run_id(self._folder / "run_id", resumed)
+
+        def start(mode: Literal["online", "offline"]) -> Any:
+            return wandb.init(
+                mode=mode,
+                dir=str(run_dir),
+                id=run_id,
+                resume="allow",
+                name=run_name,
+                project=project,
+                entity=entity,
+                group=group,
+                tags=list(tags),
+                config=dict(config),
+                allow_val_change=True,
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",  # capturing the output would fight with the progress bar
+                    reinit="create_new",
+                    init_timeout=timeout,
+                    finish_timeout=timeout,
+                    finish_timeout_raises=True,
+                ),
+            )
+
+        settings = wandb.setup().settings
+        if settings.mode == "disabled":
+            raise RuntimeError("wandb is disabled in its own settings")
+        why_offline = _why_offline(settings, offline)
+        self._run: Any = None
+        if why_offline is None:
+            try:
+                self._run = start("online")
+                _log.info("wandb: %s", self._run.url)
+            except Exception as error:  # any of wandb's, its server's and the network's
+                why_offline = str(error).partition("\n")[0] or type(error).__name__
+                wandb.teardown()  # its service holds on to the id of the run that failed to start
+                for failed in self._folder.glob(f"run-*-{run_id}"):
+                    shutil.rmtree(failed, ignore_errors=True)
+        if self._run is None:
+            self._run = start("offline")
+            expected = offline or why_offline == NOT_LOGGED_IN
+            _log.log(
+                logging.INFO if expected else logging.WARNING,
+                "wandb is offline (%s); send the run later with: wandb sync %s",
+                why_offline,
+                self._local(),
+            )
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def online(self) -> bool:
+        return not self._run.offline
+
+    @property
+    def run_id(self) -> str:
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        self._run.log({"step": step, "event": event, **(values or {})})
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)})
+
+    def finish(self, exit_code: int = 0) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            self._run.finish(exit_code=exit_code)
+        except TimeoutError:
+            _log.warning(
+                "wandb: not everything was uploaded within %g s; send the rest with: wandb sync %s",
+                self._timeout,
+                self._local(),
+            )
+
+    def _local(self) -> Path:
+        return Path(self._run.dir).parent
+
+
+def _why_offline(settings: Any, offline: bool) -> str | None:
+    """None where an online run can be tried, otherwise the reason against it."""
+    if offline or settings.mode in ("offline", "dryrun"):
+        return "asked for"
+    if not _logged_in(settings):
+        return NOT_LOGGED_IN
+    return _why_unreachable(settings.base_url)
+
+
+def _logged_in(settings: Any) -> bool:
+    """A key in wandb's settings (its environment variables included) or in the netrc that `wandb login` writes."""
+    if settings.api_key or settings.identity_token_file:
+        return True
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for file in files:
+        try:
+            entries = netrc.netrc(Path(file).expanduser())
+        except (OSError, netrc.NetrcParseError):
+            continue
+        hosts = (urlsplit(settings.base_url).netloc, "api.wandb.ai")
+        return any((entry := entries.authenticators(host)) and entry[2] for host in hosts)
+    return False
+
+
+def _why_unreachable(url: str) -> str | None:
+    """Any HTTP answer counts. In a thread of its own, because looking up a name cannot be given a time limit."""
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url.rstrip("/") + "/healthz", method="HEAD")
+            with urllib.request.urlopen(request, timeout=PROBE_SECONDS):
+                answers.append(None)
+        except urllib.error.HTTPError as answer:
+            answer.close()
+            answers.append(None)
+        except (OSError, http.client.HTTPException) as error:
+            answers.append(f"{url} is unreachable: {getattr(error, 'reason', error)}")
+
+    thread = threading.Thread(target=ask, name="wandb-probe", daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return answers[0] if answers else f"{url} did not answer within {PROBE_SECONDS:g} s"
+
+
+def _run_id(file: Path, resumed: bool) -> str:
+    if resumed and file.exists() and (known := file.read_text(encoding="utf-8").strip()):
+        return known
+    fresh = secrets.token_hex(4)
+    file.write_text(fresh + "\n", encoding="utf-8")
+    return fresh

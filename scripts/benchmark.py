@@ -1,0 +1,348 @@
+"""What emulated low precision costs on this machine, beside what a user would take instead.
+
+    python scripts/benchmark.py [quantize] [linear] [step] [startup] [scaling] --out benchmarks/NAME
+
+Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Writes NAME.json with all
+figures, NAME.md with the table, NAME.png with throughput over size beside the copy's. Run it on an idle machine: one
+busy core makes threaded code many times slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.build import build
+from fp4train.config import to_config
+from fp4train.memory import keep_freed_memory
+from fp4train.nn import Linear
+from fp4train.overrides import compose
+from fp4train.precision import BF16, MXFP8, NVFP4, Recipe
+from fp4train.precision.layers import Layer
+from fp4train.quantize import Form, QuantSpec, RandomKey, both_operands, quantize, quantize_dequantize
+from fp4train.train import train_step
+
+MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+PARTS = ("quantize", "linear", "step", "startup", "scaling")
+
+
+@dataclass
+class Report:
+    """Rows of the table: what, measured, target (None: information only)."""
+
+    rows: list[dict[str, object]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(
+        self, what: str, value: float, target: float | None = None, *, at_least: bool = False, unit: str = "×"
+    ) -> None:
+        met = None if target is None else (value >= target if at_least else value <= target)
+        self.rows.append(
+            {"what": what, "value": value, "unit": unit, "target": target, "at_least": at_least, "met": met}
+        )
+        goal = (
+            "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
+        )
+        print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
+
+    def markdown(self, machine: str) -> str:
+        lines = [f"# Benchmarks: {machine}", "", "| what | measured | target | |", "|---|---|---|---|"]
+        for row in self.rows:
+            goal = "" if row["target"] is None else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
+            state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
+            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {goal} | {state} |")
+        return "\n".join(lines) + "\n"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def in_turn(
+    functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float = 2.0
+) -> dict[str, float]:
+    """Median seconds of each function; they take turns, so that a drift of the machine's speed hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+        function()
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5:
+        for name, function in functions.items():
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def bench_quantize(report: Report, device: torch.device, size: int) -> None:
+    x = torch.randn(size, size, device=device).bfloat16()
+    y = torch.empty_like(x)
+    recipe = NVFP4().table()
+    rowwise, gradient, transposed = QuantSpec(), recipe["dgrad"].first, recipe["wgrad"].first
+    assert gradient is not None and transposed is not None
+    key = RandomKey(seed=1, step=2, layer=3, operand=2)
+    functions: dict[str, Callable[[], object]] = {
+        "copy": lambda: y.copy_(x),
+        "row": lambda: quantize_dequantize(x, rowwise),
+        "codes": lambda: quantize(x, rowwise),
+        "both": lambda: both_operands(x, Form(spec=gradient, key=key), Form(spec=transposed, key=key)),
+        "mxfp8": lambda: quantize_dequantize(x, MXFP8_SPEC),
+        "readable reference": lambda: quantize_dequantize(x, rowwise, kernel="reference"),
+        **torchao_functions(x),
+    }
+    times = in_turn(functions, device)
+    copy = times["copy"]
+    name = f"{size}² BF16"
+    report.add(f"copy of {name}, bandwidth (read + written)", 4 * size * size / copy / 1e9, unit="GB/s")
+    if "torchao compiled" in times:
+        report.add(
+            f"NVFP4 1×16 quantise-dequantise, {name}: faster than torchao's compiled",
+            times["torchao compiled"] / times["row"],
+            15,
+            at_least=True,
+        )
+        report.add("… faster than torchao's eager", times["torchao eager"] / times["row"])
+    report.add(f"NVFP4 1×16 quantise-dequantise, {name}, over the copy", times["row"] / copy, 2.2)
+    report.add(f"NVFP4 1×16 codes and scales, {name}, over the copy", times["codes"] / copy)
+    report.add(f"both directions, Hadamard and stochastic rounding, {name}, over the copy", times["both"] / copy, 6)
+    report.add(f"MXFP8 quantise-dequantise, {name}, over the copy", times["mxfp8"] / copy)
+    report.add(f"the readable reference, {name}, over the copy", times["readable reference"] / copy)
+
+
+def torchao_functions(x: Tensor) -> dict[str, Callable[[], object]]:
+    """torchao's NVFP4 quantise and dequantise, eager and compiled; nothing where torchao is not installed."""
+    try:
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+    except ImportError:
+        return {}
+
+    def both(t: Tensor) -> tuple[Tensor, Tensor]:
+        scales, codes = nvfp4_quantize(t, 16, per_tensor_amax_to_scale(t.abs().amax().float()))
+        return scales, codes
+
+    compiled = torch.compile(both)
+    return {"torchao eager": lambda: both(x), "torchao compiled": lambda: compiled(x)}
+
+
+def bench_scaling(report: Report, device: torch.device) -> None:
+    for name, spec in (("NVFP4 1×16", QuantSpec()), ("MXFP8 1×32", MXFP8_SPEC)):
+        times = {power: time_size(power, spec, device) for power in range(16, 27, 2)}
+        report.curves[name] = [(1 << power, t["quantise-dequantise"]) for power, t in times.items()]
+        report.curves["copy"] = [(1 << power, t["copy"]) for power, t in times.items()]
+        costs = [t["quantise-dequantise"] / (1 << power) for power, t in times.items()]
+        report.add(f"{name}: dearest over cheapest cost an element, 2¹⁶ to 2²⁶ elements", max(costs) / min(costs), 1.5)
+
+
+def time_size(power: int, spec: QuantSpec, device: torch.device) -> dict[str, float]:
+    """Seconds for 2^power elements, quantised and copied."""
+    x = torch.randn(1 << (power // 2), 1 << (power - power // 2), device=device).bfloat16()
+    y = torch.empty_like(x)
+    functions = {"quantise-dequantise": lambda: quantize_dequantize(x, spec), "copy": lambda: y.copy_(x)}
+    return in_turn(functions, device, seconds=0.5)
+
+
+def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -> None:
+    """Forward and backward of one square layer."""
+    x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, size, device=device, dtype=torch.bfloat16)
+    plain = nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16)
+    layer = Layer(name="linear", in_features=size, out_features=size, block=0, blocks=1)
+    ours = Linear.from_linear(nn.Linear(size, size, bias=False, device=device), layer, "emulate")
+    step = 0
+
+    def baseline() -> None:
+        x.grad = plain.weight.grad = None
+        plain(x).backward(dy)
+
+    def quantised(recipe: Recipe) -> None:
+        nonlocal step
+        step += 1  # each call quantises its weights anew, as the first microbatch of a step does
+        x.grad = ours.weight.grad = None
+        with f4.autocast(recipe, step=step):
+            y = ours(x)
+        y.backward(dy)
+
+    functions: dict[str, Callable[[], object]] = {
+        "bf16": baseline,
+        "nvfp4": lambda: quantised(NVFP4()),
+        "mxfp8": lambda: quantised(MXFP8()),
+    }
+    times = in_turn(functions, device)
+    shape = f"{tokens} tokens, {size}→{size}"
+    target = 1.10 if size >= 2048 else 1.25
+    report.add(f"NVFP4 linear forward + backward, {shape}, over BF16 nn.Linear", times["nvfp4"] / times["bf16"], target)
+    report.add(f"MXFP8 linear forward + backward, {shape}, over BF16 nn.Linear", times["mxfp8"] / times["bf16"])
+
+
+def saved_bytes() -> float:
+    """Bytes that one NVFP4 linear keeps for its backward besides its weight, an element of x."""
+    layer = f4.convert(nn.Linear(512, 512, bias=False))
+    x = torch.randn(1024, 512, dtype=torch.bfloat16, requires_grad=True)
+    sizes: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() != layer.weight.data_ptr():
+            sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), f4.autocast(NVFP4()):
+        layer(x)
+    return sum(sizes) / x.numel()
+
+
+def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
+    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
+        assert isinstance(cfg, DictConfig)
+        config = to_config(cfg)
+        run = build(config, cfg)
+        torch.manual_seed(0)
+        model = config.model.build(vocab_size=257, seq_len=config.train.seq_len).to(device)
+        optimizer = config.optim.build(model)
+        batches = [run.train_data.batch(i) for i in range(8)]
+        steps = 0
+
+        def ours(recipe: Recipe) -> None:
+            run.tracker.log(run.step, train_step(run, recipe))
+            run.step += 1
+
+        def bare() -> None:
+            nonlocal steps
+            inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
+            # The first context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
+            with f4.autocast(BF16()), torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = model(inputs, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss.item()
+            steps += 1
+
+        functions: dict[str, Callable[[], object]] = {
+            "bf16": lambda: ours(BF16()),
+            "nvfp4": lambda: ours(NVFP4()),
+            "mxfp8": lambda: ours(MXFP8()),
+            "bare": bare,
+        }
+        times = in_turn(functions, device, seconds=6.0)
+        run.tracker.finish()
+    report.add(f"{name}: a BF16 step", times["bf16"], unit="s")
+    report.add(f"{name}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], target)
+    report.add(f"{name}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
+    report.add(f"{name}: a BF16 step over the same model in a bare PyTorch loop", times["bf16"] / times["bare"], 1.02)
+
+
+def bench_startup(report: Report) -> None:
+    """From the command to the first training step of the default run, as a person waits for it."""
+    seconds = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            command = [sys.executable, "-m", "fp4train.cli", f"run.dir={folder}/run"]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+                assert process.stderr is not None
+                for line in process.stderr:
+                    if line.startswith("step 1/"):
+                        seconds.append(time.perf_counter() - began)
+                        process.kill()
+                        break
+    report.add(
+        "from the command to the first training step of the default run", statistics.median(seconds), 8, unit="s"
+    )
+
+
+def machine_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    flags = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in flags if line.startswith("model name")), platform.machine()
+    )
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def draw(report: Report, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in report.curves.items():
+        style = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
+        axes.plot([n for n, _ in points], [n / s / 1e9 for n, s in points], marker="o", label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("elements")
+    axes.set_ylabel("10⁹ elements a second")
+    axes.set_title("Quantise-dequantise of BF16, beside copying it (the roof)", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", type=Path, required=True, help="path without ending")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
+    args = parser.parse_args()
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    parts, device, report = args.parts or list(PARTS), torch.device(args.device), Report()
+    keep_freed_memory()
+    if "startup" in parts:
+        bench_startup(report)
+    if "quantize" in parts:
+        bench_quantize(report, device, 256 if args.quick else 4096)
+    if "scaling" in parts:
+        bench_scaling(report, device)
+    if "linear" in parts:
+        for size in [64] if args.quick else [512, 2048]:
+            bench_linear(report, device, 256 if args.quick else 2048, size)
+        report.add("bytes an NVFP4 linear saves for backward, an element of x", saved_bytes(), 0.6, unit="B")
+    if "step" in parts:
+        small = ["train.batch_size=2", "train.seq_len=32"] if args.quick else []
+        bench_step(report, device, ["backend=emulate", *small], "default run", 1.25)
+        if not args.quick:
+            large = ["backend=emulate", "model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
+            bench_step(report, device, large, "llama_125m, 2048 tokens", 1.10)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    name = machine_name(device)
+    details = {
+        "machine": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": report.rows,
+        "curves": report.curves,
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(details, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(report.markdown(name))
+    if report.curves:
+        draw(report, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Check and time the Triton kernels on this machine's GPU, in one command:
+
+    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json
+
+1. Exactness: every kernel against the readable reference, computed on the CPU: codes, scales, amax, values and decoded
+   values, over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it
+   (left out by --no-large or too little memory). Any difference ends the run with status 1.
+2. Bandwidth: bytes that a kernel must move, divided by its time, as a share of what a device-to-device copy of the same
+   tensor reaches. Times are medians of CUDA-graph replays, so that Python's launches do not count. The target is 75 %.
+
+`--sanitize` runs few small cases and no timing, for
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python scripts/gpu_kernels.py --sanitize
+
+On a machine without a GPU `TRITON_INTERPRET=1 python scripts/gpu_kernels.py` checks exactness alone, in Triton's
+interpreter.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, reference
+from fp4train.quantize import triton as kernels
+
+TARGET = 0.75
+KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
+
+
+def mx(element: str, scale_rounding: str = "rceil", rows: int = 1, **options: Any) -> QuantSpec:
+    return QuantSpec(
+        element=element,
+        block=(rows, 32),
+        scale="e8m0",
+        scale_rounding=scale_rounding,
+        global_scale=None,
+        **options,
+    )
+
+
+def fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32", **options: Any) -> QuantSpec:
+    return QuantSpec(element=element, block=block, scale=scale, global_scale=None, **options)
+
+
+SPECS: dict[str, QuantSpec] = {
+    "nvfp4": QuantSpec(),
+    "nvfp4 stochastic": QuantSpec(rounding="stochastic"),
+    "nvfp4 hadamard": QuantSpec(hadamard=Hadamard()),
+    "nvfp4 hadamard stochastic": QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
+    "nvfp4 16x16": QuantSpec(block=(16, 16)),
+    "nvfp4 16x16 stochastic": QuantSpec(block=(16, 16), rounding="stochastic"),
+    "nvfp4 te2.13": QuantSpec(formula="te2.13"),
+    "nvfp4 per row": QuantSpec(global_scale="row"),
+    "nvfp4 per row hadamard 8": QuantSpec(global_scale="row", hadamard=Hadamard(size=8, signs="random", seed=5)),
+    "nvfp4 guarded": QuantSpec(guard=16 / 17, global_bound=256.0, rounding="stochastic"),
+    "mxfp8 e4m3": mx("e4m3"),
+    "mxfp8 e4m3 stochastic": mx("e4m3", rounding="stochastic"),
+    "mxfp8 e5m2 even": mx("e5m2", "even"),
+    "mxfp8 e4m3 floor": mx("e4m3", "floor"),
+    "mxfp8 32x32": mx("e4m3", rows=32),
+    "mxfp6 e2m3 ceil": mx("e2m3", "ceil"),
+    "mxfp6 e3m2": mx("e3m2"),
+    "mxfp4 even": mx("e2m1", "even"),
+    "mxfp4 hadamard 32": mx("e2m1", hadamard=Hadamard(size=32)),
+    "fp8 tensor e4m3": fp8("e4m3", (None, None)),
+    "fp8 tensor e5m2 stochastic": fp8("e5m2", (None, None), rounding="stochastic"),
+    "fp8 delayed": fp8("e4m3", (None, None), delayed=Delayed(margin=1)),
+    "fp8 per row pow2": fp8("e4m3", (1, None), "pow2"),
+    "fp8 1x128": fp8("e4m3", (1, 128)),
+    "fp8 1x128 pow2": fp8("e5m2", (1, 128), "pow2"),
+    "fp8 128x128": fp8("e4m3", (128, 128)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor under one spec."""
+
+    name: str
+    x: Tensor
+    spec: QuantSpec
+    key: RandomKey | None
+    amax: Tensor | None
+
+
+def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
+    """float32 [rows, cols]: normal, wide (40 decades, zeros of both signs, subnormals), nan, inf, huge, tiny, grid."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    if kind == "normal":
+        return x
+    if kind == "grid":  # values that lie on E2M1's grid, and ties between them
+        return torch.randint(-24, 25, (rows, cols), generator=generator) * 0.25
+    x *= torch.exp(6 * torch.randn(rows, cols, generator=generator))
+    flat = x.view(-1)
+    flat[::7] *= 1e-30
+    flat[1::11] = 0.0
+    flat[2::13] = -0.0
+    flat[3::17] *= 1e-42
+    x[0] = 0.0
+    x[-1] *= 1e-40
+    if kind == "nan":
+        x[rows // 2, cols // 3] = torch.nan
+    elif kind == "inf":
+        x[rows // 2, cols // 3] = torch.inf
+        x[rows // 3, 0] = -torch.inf
+    return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
+
+
+def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]) -> Iterator[Case]:
+    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and dtypes in turn."""
+    count = 0
+    for name, spec in SPECS.items():
+        for rows, cols in shapes:
+            for strides in ("rows", "columns", "both"):
+                kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+                count += 1
+                seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
+                if strides == "rows":
+                    x = content(kind, rows, cols, seed).to(dtype)
+                elif strides == "columns":
+                    x = content(kind, cols, rows, seed).to(dtype).T
+                else:  # every other column of a wider tensor
+                    x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
+                key = KEY if spec.rounding == "stochastic" else None
+                amax = torch.tensor(3.0) if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0) else None
+                label = f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
+                yield Case(label, x, spec, key, amax)
+
+
+def on(x: Tensor, device: str) -> Tensor:
+    """x on the device with its strides."""
+    if device == "cpu":
+        return x
+    return x.T.to(device).T if x.stride(0) == 1 else x.to(device)
+
+
+def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
+    """How two results differ in dtype, shape or bits (all NaN are equal); None if they do not."""
+    if ours is None or theirs is None:
+        return None if ours is theirs else "one is missing"
+    ours = ours.cpu()
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
+    equal = ours.contiguous().view(integer) == theirs.contiguous().view(integer)
+    if ours.dtype.is_floating_point:
+        equal |= ours.isnan() & theirs.isnan()
+    if bool(equal.all()):
+        return None
+    where = (~equal).nonzero()[0].tolist()
+    mine, right = ours[tuple(where)], theirs[tuple(where)]
+    return f"{int((~equal).sum())} of {equal.numel()} differ, first at {where}: {mine}, not {right}"
+
+
+def check(case: Case, device: str) -> dict[str, str]:
+    """Differences between the kernels and the reference, by what differs; empty if there are none."""
+    x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
+    if reason := kernels.why_not(x, case.spec):
+        return {"why_not": reason}
+    quantized = kernels.quantize(x, case.spec, key=case.key, amax=amax)
+    operand = kernels.quantize_dequantize(x, case.spec, key=case.key, amax=amax)
+    wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
+    wanted_operand = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
+    pairs = {
+        "codes": (quantized.codes, wanted.codes),
+        "scales": (quantized.scales, wanted.scales),
+        "amax": (quantized.amax, wanted.amax),
+        "values": (operand.values, wanted_operand.values),
+        "scale": (operand.scale, wanted_operand.scale),
+    }
+    if case.spec.block[1] is not None:
+        decoded = kernels.operand(quantized)
+        pairs["decoded"] = (decoded.values, wanted_operand.values)
+    found = {what: difference(*pair) for what, pair in pairs.items()}
+    return {what: text for what, text in found.items() if text is not None}
+
+
+def check_large() -> str | None:
+    """More than 2^31 elements: rows of the whole against those rows alone. None if equal, else a difference."""
+    rows, cols = (1 << 17) + 8, 1 << 14
+    need = rows * cols * 8
+    if torch.cuda.mem_get_info()[0] < need:
+        return f"left out: needs {need >> 30} GiB of free GPU memory"
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+    for name in ("nvfp4", "nvfp4 stochastic", "nvfp4 16x16", "mxfp8 e4m3"):
+        spec = SPECS[name]
+        key = KEY if spec.rounding == "stochastic" else None
+        amax = torch.tensor(5.0) if spec.global_scale else None
+        device_amax = None if amax is None else amax.cuda()
+        whole = kernels.quantize(x, spec, key=key, amax=device_amax)
+        for start in (0, rows // 2, rows - 16):
+            start -= start % 16
+            part = x[start : start + 16].cpu()
+            part_key = key.shifted(start, 0) if key else None
+            wanted = reference.quantize(part, spec, key=part_key, amax=amax)
+            if text := difference(whole.codes[start : start + part.shape[0]], wanted.codes):
+                return f"{name}, rows from {start}: {text}"
+    wide = torch.randn(
+        1 << 14, rows, device="cuda", dtype=torch.bfloat16
+    )  # tokens x features, quantised along the tokens
+    wide_amax = torch.tensor(30.0)
+    spec = SPECS["nvfp4 hadamard stochastic"]
+    whole = kernels.quantize(wide.T, spec, key=KEY, amax=wide_amax.cuda())
+    start = rows - 16
+    wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=KEY.shifted(start, 0), amax=wide_amax)
+    return difference(whole.codes[start:], wanted.codes)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One kernel's time on x, and the bytes it must move."""
+
+    name: str
+    call: Callable[[], object]
+    bytes: int
+
+
+def timings(x: Tensor) -> list[Timing]:
+    """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each line is one kernel."""
+    amax = x.abs().amax().float()
+    n = x.numel()
+    key = replace(KEY, row_offset=0, col_offset=0)
+    nvfp4, plain, had = SPECS["nvfp4"], 2 * n, SPECS["nvfp4 hadamard"]
+    codes4, codes8 = n // 2 + n // 16, n + n // 32
+    stochastic, had_stochastic = SPECS["nvfp4 stochastic"], SPECS["nvfp4 hadamard stochastic"]
+    square, mxfp8, tensor8 = SPECS["nvfp4 16x16"], SPECS["mxfp8 e4m3"], SPECS["fp8 tensor e4m3"]
+    q, qd = kernels.quantize, kernels.quantize_dequantize
+    saved4, saved8 = q(x, nvfp4, amax=amax), q(x, mxfp8)
+    return [
+        Timing("amax", lambda: kernels.tensor_amax(x, nvfp4), plain),
+        Timing("amax hadamard, columns", lambda: kernels.tensor_amax(x.T, had), plain),
+        Timing("amax per row", lambda: kernels.tensor_amax(x, nvfp4, per_row=True), plain),
+        Timing("nvfp4 codes", lambda: q(x, nvfp4, amax=amax), plain + codes4),
+        Timing("nvfp4 values", lambda: qd(x, nvfp4, amax=amax), 2 * plain),
+        Timing("nvfp4 stochastic codes", lambda: q(x, stochastic, key=key, amax=amax), plain + codes4),
+        Timing("nvfp4 stochastic values", lambda: qd(x, stochastic, key=key, amax=amax), 2 * plain),
+        Timing("nvfp4 codes, columns", lambda: q(x.T, nvfp4, amax=amax), plain + codes4),
+        Timing("nvfp4 hadamard codes, columns", lambda: q(x.T, had, amax=amax), plain + codes4),
+        Timing("nvfp4 hadamard values, columns", lambda: qd(x.T, had, amax=amax), 2 * plain),
+        Timing(
+            "nvfp4 hadamard stochastic codes, columns",
+            lambda: q(x.T, had_stochastic, key=key, amax=amax),
+            plain + codes4,
+        ),
+        Timing(
+            "nvfp4 hadamard stochastic values, columns", lambda: qd(x.T, had_stochastic, key=key, amax=amax), 2 * plain
+        ),
+        Timing("nvfp4 16x16 codes", lambda: q(x, square, amax=amax), plain + n // 2 + n // 256),
+        Timing("nvfp4 16x16 values", lambda: qd(x, square, amax=amax), 2 * plain),
+        Timing("nvfp4 decode", lambda: kernels.operand(saved4), plain + codes4),
+        Timing("mxfp8 codes", lambda: q(x, mxfp8), plain + codes8),
+        Timing("mxfp8 values", lambda: qd(x, mxfp8), 2 * plain),
+        Timing("mxfp8 codes, columns", lambda: q(x.T, mxfp8), plain + codes8),
+        Timing("mxfp8 decode", lambda: kernels.operand(saved8), plain + codes8),
+        Timing("fp8 tensor codes", lambda: q(x, tensor8, amax=amax), plain + n),
+        Timing("fp8 tensor values", lambda: qd(x, tensor8, amax=amax), 2 * plain),
+    ]
+
+
+def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
+    """Median GPU time of a call, from replays of a CUDA graph of it."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def bandwidth(rows: int, cols: int) -> tuple[float, list[dict[str, Any]]]:
+    """(GB/s of the copy, one row a kernel), printed as they come."""
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() * x.element_size() / microseconds(lambda: y.copy_(x)) / 1e3
+    print(f"\ncopy of {rows}x{cols} BF16: {copy:.0f} GB/s; target {TARGET:.0%} of it\n")
+    print(f"{'kernel':44s} {'us':>9s} {'GB/s':>7s} {'of copy':>8s}")
+    table = []
+    for timing in timings(x):
+        time = microseconds(timing.call)
+        rate = timing.bytes / time / 1e3
+        row = {"kernel": timing.name, "us": time, "bytes": timing.bytes, "gb_per_s": rate, "share_of_copy": rate / copy}
+        table.append(row)
+        print(
+            f"{timing.name:44s} {time:9.1f} {rate:7.0f} {rate / copy:8.1%}{'' if rate >= TARGET * copy else '  below'}"
+        )
+    return copy, table
+
+
+def machine() -> dict[str, str]:
+    import triton
+
+    found = {"torch": torch.__version__, "triton": triton.__version__}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        capability = f"{properties.major}.{properties.minor}"
+        found |= {"gpu": properties.name, "capability": capability, "cuda": str(torch.version.cuda)}
+    else:
+        found["gpu"] = "none: Triton's interpreter on the CPU"
+    return found
+
+
+def exactness(device: str, *, sanitize: bool) -> list[dict[str, Any]]:
+    """One record a case: its name and its differences."""
+    kinds = ["wide", "normal", "nan", "grid", "inf", "huge", "tiny"]
+    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    if sanitize or device == "cpu":
+        shapes = [(20, 40)]
+    else:
+        shapes = [(1, 1), (20, 40), (33, 70), (256, 512), (129, 4100), (1000, 1536)]
+    records = []
+    for case in cases(shapes=shapes, kinds=kinds, dtypes=dtypes):
+        records.append({"case": case.name, "differences": check(case, device)})
+        if records[-1]["differences"]:
+            print("DIFFERENT", case.name, records[-1]["differences"])
+    return records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--sanitize", action="store_true", help="few small cases, no timing: for compute-sanitizer")
+    parser.add_argument("--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out")
+    parser.add_argument("--rows", type=int, default=16384, help="tokens of the timed tensor")
+    parser.add_argument("--cols", type=int, default=16384, help="features of the timed tensor")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := kernels.why_not(torch.ones(1, 1, device=device), QuantSpec()):
+        print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
+        return 2
+    found = machine()
+    print(", ".join(f"{name} {value}" for name, value in found.items()))
+    records = exactness(device, sanitize=arguments.sanitize)
+    wrong = [record for record in records if record["differences"]]
+    print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference to the bit")
+    result: dict[str, Any] = {
+        "machine": found,
+        "cases": len(records),
+        "different": wrong,
+        "names": [r["case"] for r in records],
+    }
+    if device == "cuda" and not arguments.sanitize:
+        if not arguments.no_large:
+            large = check_large()
+            result["more_than_2^31_elements"] = large or "equal"
+            print(f"more than 2^31 elements: {large or 'equal'}")
+            if large and not large.startswith("left out"):
+                wrong.append({"case": "more than 2^31 elements", "differences": {"codes": large}})
+            torch.cuda.empty_cache()
+        copy, table = bandwidth(arguments.rows, arguments.cols)
+        result |= {"shape": [arguments.rows, arguments.cols], "copy_gb_per_s": copy, "bandwidth": table}
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""Compare Transformer Engine with fp4train's emulation on this GPU: one command, run once on a new machine.
+
+    python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing]
+
+Three parts, each skipped with the reason where this machine cannot run it:
+
+1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
+               dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
+2. native      each recipe on TE's kernels against emulation: operands rounded to nearest agree to 1e-2 of the norm: the
+               same codes, another order of accumulation, BF16 output. Stochastic rounding draws other random bits, so
+               there the distance from the unquantised product must agree with emulation's to 10 %.
+3. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+
+Exit code 0: everything that ran agrees; 1: something does not; 2: nothing could run, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.gemm import reference
+from fp4train.nn import Linear
+from fp4train.precision import te as te_backend
+from fp4train.precision.autocast import autocast
+from fp4train.precision.layers import Layer
+from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
+from fp4train.precision.te import TEExecutor, availability
+
+REFERENCE, REFERENCE_BF16, NATIVE, STOCHASTIC = 1e-6, 1e-3, 1e-2, 0.1
+"""Tolerances: relative to the norm; the last one relative between two quantisation errors."""
+
+RECIPES: dict[str, Recipe] = {
+    "nvfp4": NVFP4(),
+    "nvfp4, nearest": NVFP4(stochastic_rounding=False),
+    "nvfp4, nearest, no Hadamard": NVFP4(stochastic_rounding=False, hadamard=False),
+    "nvfp4, plain": NVFP4(stochastic_rounding=False, hadamard=False, two_d_weights=False),
+    "nvfp4, fprop in BF16": NVFP4(stochastic_rounding=False).with_high_precision("fprop"),
+    "nvfp4, forward only": NVFP4().with_high_precision("dgrad", "wgrad"),
+    "nvfp4 forward, mxfp8 backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
+    "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),
+    "nvfp4, four-over-six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=True),
+    "mxfp8": MXFP8(),
+    "mxfp8, hybrid": MXFP8(element="hybrid"),
+    "mxfp8, 2D weights": MXFP8(two_d_weights=True),
+    "mxfp8, fprop in BF16": MXFP8().with_high_precision("fprop"),
+    "fp8 current": FP8Current(),
+    "fp8 current, e4m3, 2^k": FP8Current(element="e4m3", power_of_two=True),
+    "fp8 current, fprop in BF16": FP8Current().with_high_precision("fprop"),
+    "fp8 delayed": FP8Delayed(history=4),
+    "fp8 blocks": FP8Block(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the result: what was compared, the three distances, the tolerance, or why it was skipped."""
+
+    part: str
+    name: str
+    y: float | None = None
+    dx: float | None = None
+    dw: float | None = None
+    tolerance: str = ""
+    agrees: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """x [M, K], w [N, K], dy [M, N] in BF16."""
+
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+
+    @staticmethod
+    def draw(tokens: int, in_features: int, out_features: int, device: str) -> Problem:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+        x = normal(tokens, in_features)
+        x[:, ::97] *= 20  # outlier channels, as activations have
+        return Problem(x=x, w=normal(out_features, in_features), dy=normal(tokens, out_features))
+
+
+Products = tuple[Tensor, Tensor, Tensor]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖ / ‖b‖ in float64; NaN anywhere gives NaN, which no tolerance passes."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def compare(part: str, name: str, ours: Products, theirs: Products, tolerance: float) -> Row:
+    y, dx, dw = (distance(a, b) for a, b in zip(theirs, ours, strict=True))
+    agrees = all(value <= tolerance for value in (y, dx, dw))
+    return Row(part=part, name=name, y=y, dx=dx, dw=dw, tolerance=f"{tolerance:g}", agrees=agrees)
+
+
+def emulated(recipe: Recipe, problem: Problem) -> Products:
+    """y, dx, dw in float32, products accumulated block by block."""
+    table = recipe.table()
+    operands = {
+        "fprop": (problem.x, problem.w),
+        "dgrad": (problem.dy, problem.w.T),
+        "wgrad": (problem.dy.T, problem.x.T),
+    }
+    y, dx, dw = (
+        reference.product(
+            reference.prepare(first, table[gemm].first),
+            reference.prepare(second, table[gemm].second),
+            out_dtype=torch.float32,
+        )
+        for gemm, (first, second) in operands.items()
+    )
+    return y, dx, dw
+
+
+def te_reference(problem: Problem) -> Products:
+    """The same by TE's pure-torch NVFP4 quantiser and GEMM."""
+    from transformer_engine.pytorch.custom_recipes.gemm import custom_gemm
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+    from transformer_engine.pytorch.quantization import QuantizerRole
+
+    def quantise(tensor: Tensor, kind: str) -> Any:
+        role = QuantizerRole(module_type="linear", tensor_type=kind, name="selfcheck")
+        return nvfp4_ref_rht_2d_factory(role).quantize(tensor)
+
+    x, w, dy = quantise(problem.x, "input"), quantise(problem.w, "weight"), quantise(problem.dy, "grad_output")
+    fp32 = torch.float32
+    y = custom_gemm(w, x, None, fp32, layout="TN", grad=False)[0]
+    dx = custom_gemm(w, dy, None, fp32, layout="NN", grad=True)[0]
+    dw = custom_gemm(x, dy, None, fp32, layout="NT", grad=True)[0]
+    return y, dx, dw
+
+
+def run_layer(layer: Linear, recipe: Recipe, problem: Problem, steps: int = 1) -> Products:
+    """y, dx, dw of the last of `steps` passes; delayed scaling has a history only after the first."""
+    for step in range(steps):
+        layer.weight.grad = None
+        x = problem.x.detach().requires_grad_()
+        with ExitStack() as stack:
+            if layer.backend == "te":
+                stack.enter_context(te_backend.region(recipe))
+            stack.enter_context(autocast(recipe, step=step))
+            y = layer(x)
+        y.backward(problem.dy)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def layers(problem: Problem) -> tuple[Linear, Linear]:
+    """fp4train's layer by emulation and on TE, each with the problem's weights."""
+
+    def linear() -> nn.Linear:
+        plain = nn.Linear(
+            problem.w.shape[1], problem.w.shape[0], bias=False, device=problem.w.device, dtype=problem.w.dtype
+        )
+        with torch.no_grad():
+            plain.weight.copy_(problem.w)
+        return plain
+
+    out_features, in_features = problem.w.shape
+    place = Layer(name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1)
+    return Linear.from_linear(linear(), place, "emulate"), Linear.from_linear(linear(), place, "te")
+
+
+def check_reference(problem: Problem) -> list[Row]:
+    """Part 1."""
+    recipe = NVFP4(stochastic_rounding=False)
+    rows = [compare("reference", "NVFP4, float32", emulated(recipe, problem), te_reference(problem), REFERENCE)]
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+
+    ours, theirs = layers(problem)
+    theirs.why_not_te = lambda recipe, device: None  # type: ignore[method-assign]  # the reference needs no FP4 hardware
+    theirs.te = TEExecutor(
+        in_features=theirs.in_features,
+        out_features=theirs.out_features,
+        bias=False,
+        name="selfcheck",
+        translate=lambda _: CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory),
+    )
+    on_te = run_layer(theirs, recipe, problem)
+    by_emulation = run_layer(ours, recipe, problem)
+    return [*rows, compare("reference", "te.Linear, BF16", by_emulation, on_te, REFERENCE_BF16)]
+
+
+def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
+    """Part 2 for one recipe."""
+    out_features, in_features = problem.w.shape
+    reason = te_backend.why_not(recipe, in_features=in_features, out_features=out_features)
+    if reason:
+        return Row(part="native", name=name, note=reason)
+    ours, theirs = layers(problem)
+    steps = 3 if any(spec.delayed for spec in availability.specs(recipe)) else 1
+    by_emulation, on_te = run_layer(ours, recipe, problem, steps), run_layer(theirs, recipe, problem, steps)
+    row = compare("native", name, by_emulation, on_te, NATIVE)
+    stochastic = [any(s and s.rounding == "stochastic" for s in (o.first, o.second)) for o in recipe.table().values()]
+    if not any(stochastic):
+        return row
+    exact = run_layer(Linear.from_linear(ours, ours.layer, "emulate"), BF16(), problem)
+    values, agree = [], []
+    for random, a, b, truth in zip(stochastic, on_te, by_emulation, exact, strict=True):
+        value = abs(distance(a, truth) / distance(b, truth) - 1) if random else distance(a, b)
+        values.append(value)
+        agree.append(value <= (STOCHASTIC if random else NATIVE))
+    y, dx, dw = values
+    note = "stochastic operands: relative difference of the two errors"
+    tolerance = f"{NATIVE:g} or {STOCHASTIC:g}"
+    return Row(part="native", name=name, y=y, dx=dx, dw=dw, tolerance=tolerance, agrees=all(agree), note=note)
+
+
+def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
+    """Median time of a step on the GPU."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return sorted(times)[repeats // 2]
+
+
+def measure(problem: Problem) -> list[dict[str, Any]]:
+    """Part 3: every recipe that runs on TE here."""
+    ours, theirs = layers(problem)
+    baseline = milliseconds(lambda: run_layer(ours, BF16(), problem))
+    result: list[dict[str, Any]] = [{"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}]
+    out_features, in_features = problem.w.shape
+    for name, recipe in RECIPES.items():
+        if te_backend.why_not(recipe, in_features=in_features, out_features=out_features) is None:
+
+            def on_te(recipe: Recipe = recipe) -> Products:
+                return run_layer(theirs, recipe, problem)
+
+            def by_emulation(recipe: Recipe = recipe) -> Products:
+                return run_layer(ours, recipe, problem)
+
+            result.append(
+                {
+                    "name": name,
+                    "te_ms": milliseconds(on_te),
+                    "emulate_ms": milliseconds(by_emulation),
+                    "bf16_ms": baseline,
+                }
+            )
+    return result
+
+
+def guarded(part: str, name: str, check: Callable[[], list[Row]]) -> list[Row]:
+    """A check that breaks is a mismatch with the error as its note; the others still run."""
+    try:
+        return check()
+    except Exception as error:
+        note = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return [Row(part=part, name=name, agrees=False, note=note)]
+
+
+def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    print(f"{'part':10} {'what':30} {'y':>8} {'dx':>8} {'dw':>8}  {'tolerance':12} result")
+    for row in rows:
+        result = {True: "agrees", False: "DIFFERS", None: "skipped"}[row.agrees]
+        numbers = " ".join(f"{number(value):>8}" for value in (row.y, row.dx, row.dw))
+        print(
+            f"{row.part:10} {row.name:30} {numbers}  {row.tolerance:12} {result}{': ' + row.note if row.note else ''}"
+        )
+    if times:
+        print(f"\n{'forward and backward':30} {'TE ms':>9} {'emulate':>9} {'BF16':>9}")
+        for time in times:
+            cells = [time["te_ms"], time["emulate_ms"], time["bf16_ms"]]
+            print(f"{time['name']:30} " + " ".join(f"{'-' if c is None else format(c, '.3f'):>9}" for c in cells))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the timed layer")
+    parser.add_argument("--no-timing", action="store_true", help="compare only")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
+        return 2
+    try:
+        availability.pytorch_module()
+    except ValueError as error:
+        print(f"te_selfcheck: {error}", file=sys.stderr)
+        return 2
+    # The float32 products of the reference must be float32 products.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "torch": torch.__version__,
+        "transformer_engine": availability.version_text(),
+    }
+    print(", ".join(str(value) for value in machine.values()))
+    problem = Problem.draw(256, 512, 384, "cuda")
+    rows = guarded("reference", "NVFP4", lambda: check_reference(problem))
+    for name, recipe in RECIPES.items():
+
+        def native(name: str = name, recipe: Recipe = recipe) -> list[Row]:
+            return [check_native(name, recipe, problem)]
+
+        rows += guarded("native", name, native)
+    times = [] if args.no_timing else measure(Problem.draw(args.size, args.size, args.size, "cuda"))
+    show(rows, times)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": machine, "rows": [asdict(row) for row in rows], "times": times}
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if any(row.agrees is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The C extension of the CPU kernels; everything else about the build is in pyproject.toml.
+
+optional=True: where there is no compiler, or it fails, the package installs without the extension and the torch
+reference is used. No torch headers: the kernels take pointers, so one build serves every torch version.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+CSRC = Path("fp4train/kernels/csrc")
+
+setup(
+    ext_modules=[
+        Extension(
+            "fp4train.kernels._cpu",
+            sources=sorted(str(path) for path in CSRC.glob("*.c")),
+            depends=sorted(str(path) for path in CSRC.glob("*.h")),
+            # Bit-exactness: no contraction into fused multiply-adds, and nothing of -ffast-math.
+            extra_compile_args=[
+                "-std=gnu11",
+                "-O3",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-g0",
+                "-Wno-maybe-uninitialized",
+            ],
+            optional=True,
+        )
+    ]
+)

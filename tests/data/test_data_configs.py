@@ -1,0 +1,65 @@
+"""Every file of configs/data composes with every tokenizer, binds to its dataclass, and holds its defaults."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from fp4train.data import HuggingFace, Stdlib, Text, Tokens
+from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+SOURCES: dict[str, tuple[type, list[str]]] = {
+    "stdlib": (Stdlib, []),
+    "text": (Text, ["data.path=a"]),
+    "hf": (HuggingFace, ["data.path=a.jsonl"]),
+    "tokens": (Tokens, ["data.path=a.bin", "data.vocab_size=50304"]),
+}
+TOKENIZERS: dict[str, tuple[type, list[str]]] = {
+    "bytes": (Bytes, []),
+    "pretrained": (Pretrained, ["data.tokenizer.name=gpt2"]),
+    "bpe": (BytePairs, []),
+}
+
+
+def bind(overrides: Sequence[str]) -> Any:
+    with initialize_config_dir(str(CONFIGS.parent.resolve()), version_base=None):
+        return instantiate(compose(overrides=[f"+{overrides[0]}", *overrides[1:]]).data)
+
+
+def test_every_file_is_tested_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SOURCES)
+    assert {path.stem for path in (CONFIGS / "tokenizer").glob("*.yaml")} == set(TOKENIZERS)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_binds_with_the_defaults_of_its_dataclass(source: str) -> None:
+    kind, mandatory = SOURCES[source]
+    bound = bind([f"data={source}", *mandatory])
+    assert type(bound) is kind
+    given = {override.split("=")[0].removeprefix("data.") for override in mandatory}
+    for field in dataclasses.fields(bound):
+        if field.default is not dataclasses.MISSING and field.name not in given:
+            value = getattr(bound, field.name)
+            assert (tuple(value) if field.name == "suffixes" else value) == field.default, field.name
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("source", ["stdlib", "text", "hf"])
+def test_a_tokenizer_is_chosen_within_its_source(source: str, tokenizer: str) -> None:
+    kind, mandatory = TOKENIZERS[tokenizer]
+    bound = bind([f"data={source}", *SOURCES[source][1], f"data/tokenizer={tokenizer}", *mandatory])
+    assert type(bound.tokenizer) is kind
+
+
+def test_importing_the_package_imports_none_of_the_heavy_libraries() -> None:
+    code = "import sys, fp4train.data; print([m for m in ('datasets', 'tokenizers', 'pyarrow') if m in sys.modules])"
+    root = CONFIGS.parents[1]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,181 @@
+"""Bytes, byte pairs trained on the data, ready-made tokenizers; what a run keeps of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp4train.data import DataError, Text
+from fp4train.data.documents import Piece
+from fp4train.data.tokenize import tokenize_in_memory
+from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+
+TEXT = "the quick brown fox jumps over the lazy dog, naïvely — twice.\n" * 50
+
+
+def documents() -> Iterator[Piece]:
+    yield Piece(TEXT)
+    yield Piece(TEXT.upper())
+
+
+def nothing() -> Iterator[Piece]:
+    yield from ()
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A tokenizer.json."""
+    BytePairs(vocab_size=300).build(documents, tmp_path / "elsewhere")
+    return tmp_path / "elsewhere/tokenizer.json"
+
+
+def test_bytes_come_back_as_they_were(tmp_path: Path) -> None:
+    tokenizer = Bytes().build(documents, tmp_path)
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.decode([*tokenizer.encode(TEXT), tokenizer.end_of_document]) == TEXT
+    assert tokenizer.encode_batch(["é"])[0].tolist() == tokenizer.encode("é") == [0xC3, 0xA9]
+
+
+def test_documents_are_packed_with_their_ends(tmp_path: Path) -> None:
+    pieces = [Piece("ab", ends_document=False), Piece("c"), Piece("d")]
+    assert tokenize_in_memory(pieces, Bytes()).tolist() == [97, 98, 99, 256, 100, 256]
+    assert tokenize_in_memory([], Bytes()).tolist() == []
+
+
+def test_more_pieces_than_are_encoded_at_once_stay_in_order() -> None:
+    ids = tokenize_in_memory((Piece(str(i)) for i in range(200)), Bytes())
+    assert bytes(ids[ids != 256].astype(np.uint8)).decode() == "".join(map(str, range(200)))
+
+
+def test_byte_pairs_are_trained_on_the_data_and_come_back_as_they_were(tmp_path: Path) -> None:
+    tokenizer = BytePairs(vocab_size=300).build(documents, tmp_path)
+    assert tokenizer.vocab_size == 300
+    ids = tokenizer.encode("the lazy dog, \x00 ünïcödé 🦊")
+    assert tokenizer.decode(ids) == "the lazy dog, \x00 ünïcödé 🦊"
+    assert len(tokenizer.encode(TEXT)) < 0.7 * len(TEXT)
+    assert tokenizer.encode_batch([TEXT, "fox"])[1].tolist() == tokenizer.encode("fox")
+
+
+def test_byte_pairs_are_the_same_every_time(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        BytePairs(vocab_size=400).build(documents, tmp_path / run)
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+
+
+def test_only_the_sample_is_learned_from(tmp_path: Path) -> None:
+    tokenizer = BytePairs(vocab_size=1000, sample=len(TEXT)).build(documents, tmp_path)
+    assert len(tokenizer.encode("the quick brown fox")) < len(tokenizer.encode("THE QUICK BROWN FOX"))
+
+
+def test_text_that_spells_a_special_token_is_only_text(trained: Path, tmp_path: Path) -> None:
+    tokenizer = Pretrained(name=str(trained)).build(documents, tmp_path)
+    assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
+    assert tokenizer.end_of_document not in tokenizer.encode_batch(["a <|endoftext|> b"])[0]
+
+
+def test_a_resumed_run_uses_its_own_tokenizer_and_trains_none(tmp_path: Path) -> None:
+    first = BytePairs(vocab_size=300).build(documents, tmp_path)
+    second = BytePairs(vocab_size=300).build(nothing, tmp_path)
+    assert first.identity == second.identity
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_origin.json"]
+
+
+def test_a_resumed_run_needs_the_original_no_more(trained: Path, tmp_path: Path) -> None:
+    first = Pretrained(name=str(trained)).build(documents, tmp_path / "run")
+    trained.unlink()
+    assert Pretrained(name=str(trained)).build(documents, tmp_path / "run").identity == first.identity
+
+
+def test_a_run_with_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
+    BytePairs(vocab_size=300).build(documents, tmp_path)
+    with pytest.raises(DataError, match=r"holds the tokenizer bpe of 300 ids .* not bpe of 301 .* another run\.name"):
+        BytePairs(vocab_size=301).build(documents, tmp_path)
+
+
+def test_a_damaged_copy_in_the_run_is_named(tmp_path: Path) -> None:
+    BytePairs(vocab_size=300).build(documents, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer file"):
+        BytePairs(vocab_size=300).build(documents, tmp_path)
+    (tmp_path / "tokenizer_origin.json").write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer in .* cannot be read"):
+        BytePairs(vocab_size=300).build(documents, tmp_path)
+
+
+def test_training_on_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text to train"):
+        BytePairs(vocab_size=300).build(nothing, tmp_path)
+    with pytest.raises(ValueError, match="at least 257"):
+        BytePairs(vocab_size=256)
+
+
+def test_a_whole_data_set_in_byte_pairs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT * 10)
+    source = Text(
+        path=str(tmp_path / "a.txt"), tokenizer=BytePairs(vocab_size=300), cache_dir=str(tmp_path / "c"), val=0.1
+    )
+    data = source.build(tmp_path / "run", 16, 0)
+    assert data.train.ids.dtype == np.uint16
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(np.concatenate([data.train.ids, data.val.ids]).tolist()) == TEXT * 10
+
+
+def test_a_folder_with_a_tokenizer_is_as_good_as_the_file(trained: Path, tmp_path: Path) -> None:
+    assert Pretrained(name=str(trained.parent)).build(documents, tmp_path / "run").vocab_size == 300
+
+
+def edited(trained: Path, **changes: Any) -> str:
+    trained.write_text(json.dumps(json.loads(trained.read_text()) | changes))
+    return str(trained)
+
+
+def test_truncation_and_padding_set_in_the_file_do_not_cut_documents(trained: Path, tmp_path: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    tokenizer = Pretrained(name=edited(trained, truncation=truncation)).build(documents, tmp_path / "run")
+    assert len(tokenizer.encode_batch([TEXT])[0]) > 100
+
+
+def test_the_token_that_ends_documents_can_be_named_and_must_exist(trained: Path, tmp_path: Path) -> None:
+    assert Pretrained(name=str(trained), end_of_document="a").build(documents, tmp_path / "run").end_of_document < 257
+    with pytest.raises(DataError, match=r"has no token <eot> .* data\.tokenizer\.end_of_document.*<\|endoftext\|>"):
+        Pretrained(name=str(trained), end_of_document="<eot>").build(documents, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"version": "1.0", ', "is no JSON file"),
+        (b"\xff\xfe\x00", "is no JSON file"),
+        (b'{"some": "thing"}', "is no tokenizer file of the `tokenizers` library"),
+    ],
+)
+def test_a_corrupt_tokenizer_file_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "tok.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run")
+    assert not (tmp_path / "run/tokenizer.json").exists()
+
+
+def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Did you mean .*tokenizer\.json\?"):
+        Pretrained(name=str(trained.with_name("tokeniser.json"))).build(documents, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
+        Pretrained(name=str(tmp_path / "empty")).build(documents, tmp_path)
+
+
+def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"somebody/nothing: .* cannot be reached. Give the path .* data/tokenizer=bpe"):
+        Pretrained(name="somebody/nothing").build(documents, tmp_path)
+    with pytest.raises(DataError, match="neither a file nor a hub name"):
+        Pretrained(name="not a name!").build(documents, tmp_path)
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(DataError, match="tokenizer cannot be kept in"):
+        BytePairs(vocab_size=300).build(documents, tmp_path / "run")

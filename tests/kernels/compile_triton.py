@@ -1,0 +1,80 @@
+"""Compile fp4train's Triton kernels for GPUs that are not there: Triton brings its own ptxas."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp4train.quantize import triton as backend
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of `backend._launch`."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches are noted instead of run, and CPU tensors pass for CUDA ones."""
+    launches: list[Launch] = []
+
+    def note(kernel: Any, programs: int, arguments: Any, constants: Any, *, warps: int = 4) -> None:
+        launches.append(Launch(kernel, programs, arguments, constants, warps))
+
+    with (
+        mock.patch.object(backend, "_launch", note),
+        mock.patch.object(backend, "_interpreted", lambda: False),
+        mock.patch.object(backend, "why_not", lambda x, spec: None),
+    ):
+        yield launches
+
+
+def launches_of(call: Callable[[], object]) -> list[Launch]:
+    with recorded() as launches:
+        call()
+    return launches
+
+
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """The compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`), specialised as a launch with these arguments would be."""
+    kernel = launch.kernel
+    signature: dict[str, str] = {}
+    constants = dict(launch.constants)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (parameter, value) in enumerate(zip(kernel.params, launch.arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = 1
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= {name: "constexpr" for name in launch.constants}
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature=ordered, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -1,0 +1,79 @@
+"""Triton kernels against the reference in Triton's CPU interpreter, and how the backend chooses and refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey
+from fp4train.quantize import triton as backend
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
+)
+
+
+@needs_triton
+def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_path: Path) -> None:
+    """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30."""
+    out = tmp_path / "result.json"
+    # A process of its own: Triton decides when a kernel is defined whether it is interpreted.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--out", str(out)]  # numpy warns of divisions by zero
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert out.exists(), run.stdout + run.stderr
+    result = json.loads(out.read_text())
+    assert result["different"] == []
+    assert result["cases"] >= 78
+    assert run.returncode == 0
+
+
+def test_importing_the_backend_does_not_import_triton() -> None:
+    code = "import sys, fp4train.quantize.triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_triton
+def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
+    x = torch.ones(16, 16)
+    assert "cpu" in str(backend.why_not(x, QuantSpec()))
+    with pytest.raises(ValueError, match="CUDA"):
+        backend.quantize(x, QuantSpec())
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (QuantSpec(four_over_six="mae"), "four_over_six"),
+        (QuantSpec(block=(1, 12)), "1xN"),
+        (QuantSpec(block=(4, 16)), "1xN"),
+        (QuantSpec(hadamard=Hadamard(size=32)), "hadamard size 32"),
+        (QuantSpec(block=(16, 16), hadamard=Hadamard()), "hadamard"),
+        (QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None), "no Triton kernel"),
+        (QuantSpec(element="e4m3", block=(1, None), scale="e8m0", global_scale=None), "no Triton kernel"),
+    ],
+)
+def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str) -> None:
+    assert reason in str(backend._why_not_spec(spec))
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8, 33, 96, 256, 5120])
+def test_tiles_are_whole_and_waste_little_beyond_a_row(groups: int) -> None:
+    rows, across = backend._tile(groups, 256)
+    assert rows * across == 256
+    assert -(-groups // across) * across - groups < 8
+
+
+def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> None:
+    key = RandomKey(
+        seed=2**64 - 1, step=2**29 - 1, layer=2**32 - 1, operand=7, row_offset=2**32 - 1, col_offset=2**35 - 8
+    )
+    assert backend._random_words(key) == (-1, -1, -1, -1, -1, -1)
+    assert backend._random_words(None) == (0,) * 6

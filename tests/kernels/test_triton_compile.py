@@ -1,0 +1,78 @@
+"""The kernels compiled for GPUs that are not there: what exactness and speed rest on is still in the machine code."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey
+from fp4train.quantize import triton as backend
+
+triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+
+from compile_triton import compile_launch, launches_of  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+
+KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
+NVFP4 = QuantSpec()
+STOCHASTIC = QuantSpec(rounding="stochastic")
+WGRAD = QuantSpec(rounding="stochastic", hadamard=Hadamard())
+SQUARE = QuantSpec(block=(16, 16))
+MXFP8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+
+
+def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(256, 1024, dtype=dtype)
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "nvfp4 codes": lambda: backend.quantize(_x(), NVFP4),
+    "nvfp4 stochastic values": lambda: backend.quantize_dequantize(_x(), STOCHASTIC, key=KEY),
+    "wgrad codes": lambda: backend.quantize(_x().T, WGRAD, key=KEY),
+    "wgrad values of float32": lambda: backend.quantize_dequantize(_x(torch.float32).T, WGRAD, key=KEY),
+    "weights": lambda: backend.quantize(_x(), SQUARE),
+    "mxfp8 codes": lambda: backend.quantize(_x(), MXFP8),
+    "mxfp8 codes, columns": lambda: backend.quantize(_x(torch.float16).T, MXFP8),
+    "fp8": lambda: backend.quantize(_x(), FP8),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "capability"), [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS)])
+def test_compiles_and_keeps_subnormals_and_ieee_division(name: str, capability: int) -> None:
+    for launch in launches_of(CALLS[name]):
+        ptx = compile_launch(launch, capability).asm["ptx"]
+        assert ".ftz" not in ptx, "a flushed subnormal would change codes"
+        assert not re.search(r"div\.(full|approx)|rcp\.approx", ptx), "an approximate division would change scales"
+        assert "cvt.rn.satfinite" not in ptx, "SM 8.0 has no FP8 or FP4 cast"
+
+
+def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
+    (launch,) = launches_of(lambda: backend.quantize_dequantize(_x(), MXFP8))
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    assert re.search(r"ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+
+
+def test_a_product_and_a_sum_are_not_contracted() -> None:
+    """t = x * enc + 0.0 must round twice; the fmas left are those of element.py, for 32 elements and 4 scales."""
+    (launch,) = launches_of(lambda: backend.quantize_dequantize(_x(), NVFP4, amax=torch.ones(())))
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    assert len(re.findall(r"\badd(\.rn)?\.f32", ptx)) >= 32
+    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
+
+
+def test_random_words_are_drawn_where_they_are_used() -> None:
+    """A layout conversion would send every word through shared memory: 4 KB are for turning the codes over, no more."""
+    _, launch = launches_of(lambda: backend.quantize(_x().T, WGRAD, key=KEY))
+    compiled = compile_launch(launch, 90)
+    assert len(re.findall(r"\bbar\.sync", compiled.asm["ptx"])) <= 6

@@ -1,0 +1,110 @@
+"""The chunked cross-entropy is torch's cross_entropy, without all logits at once."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import fp4train.models.loss as loss_module
+from fp4train.models.loss import chunked_cross_entropy
+
+TOKENS, WIDTH, VOCABULARY = 37, 24, 50
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.3).requires_grad_()
+    return h, w, torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+
+
+@pytest.fixture(params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", request.param)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_value_and_gradients_are_torchs(scale: float) -> None:
+    h, w, targets = inputs(torch.float32)
+    expected = cross_entropy(h @ w.T, targets)
+    expected_grads = torch.autograd.grad(expected * scale, (h, w))
+    found = chunked_cross_entropy(h, w, targets)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found * scale, (h, w)), expected_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_the_exact_loss(dtype: torch.dtype) -> None:
+    h, w, targets = inputs(dtype)
+    exact_h = h.detach().float().requires_grad_()
+    exact = cross_entropy(exact_h @ w.T, targets)
+    expected = torch.autograd.grad(exact, (exact_h, w))
+    found = chunked_cross_entropy(h, w, targets)
+    assert found.dtype == torch.float32
+    assert float((found - exact).detach().abs()) < 2e-3
+    dh, dw = torch.autograd.grad(found, (h, w))
+    assert dh.dtype == dtype and dw.dtype == torch.float32
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-3
+    for a, b in ((dh, expected[0]), (dw, expected[1])):
+        assert float((a.float() - b).norm()) < bound * float(b.norm())
+
+
+def test_a_loss_scale_keeps_small_float16_gradients() -> None:
+    """Most of a vocabulary's probabilities over thousands of tokens are below float16; divided last, they survive."""
+    tokens, vocabulary = 8192, 256
+    generator = torch.Generator().manual_seed(0)
+    h = (torch.randn(tokens, 8, generator=generator) * 0.01).half().requires_grad_()
+    w = (torch.randn(vocabulary, 8, generator=generator) * 0.02).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    (dh,) = torch.autograd.grad(chunked_cross_entropy(h, w, targets) * 65536.0, h)
+    exact_h = h.detach().float().requires_grad_()
+    (exact,) = torch.autograd.grad(cross_entropy(exact_h @ w.T, targets) * 65536.0, exact_h)
+    assert float((dh.float() - exact).norm()) < 2e-3 * float(exact.norm())
+
+
+def test_bfloat16_gradients_are_not_scaled_by_a_rounded_share() -> None:
+    """1 / (3 · 96) is 0.2 % larger in BF16, which would lengthen every gradient by as much."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(96, 32, generator=generator).bfloat16().requires_grad_()
+    w = torch.randn(64, 32, generator=generator).bfloat16().float()
+    targets = torch.randint(0, 64, (96,), generator=generator)
+    (dh,) = torch.autograd.grad(chunked_cross_entropy(h, w, targets) / 3, h)
+    exact_h = h.detach().float().requires_grad_()
+    (exact,) = torch.autograd.grad(cross_entropy(exact_h @ w.T, targets) / 3, exact_h)
+    assert abs(float((dh.float() * exact).sum() / exact.square().sum()) - 1) < 5e-4
+
+
+def test_a_frequent_token_does_not_overflow_float16() -> None:
+    h = torch.full((4096, 8), 30.0).half().requires_grad_()
+    w = torch.zeros(16, 8, requires_grad=True)
+    _, dw = torch.autograd.grad(chunked_cross_entropy(h, w, torch.zeros(4096, dtype=torch.int64)), (h, w))
+    assert dw.isfinite().all(), "4096 · 30 is beyond float16"
+
+
+def test_large_logits_do_not_overflow() -> None:
+    h, w = torch.full((3, 2), 300.0, requires_grad=True), torch.eye(2).mul(2.0).requires_grad_()
+    loss = chunked_cross_entropy(h, w, torch.tensor([0, 1, 0]))
+    assert float(loss.detach()) == pytest.approx(0.6931, abs=1e-3)
+
+
+@pytest.mark.parametrize("frozen", ["h", "w", "both"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    h, w, targets = inputs(torch.float32)
+    h.requires_grad_(frozen == "w")
+    w.requires_grad_(frozen == "h")
+    loss = chunked_cross_entropy(h, w, targets)
+    assert loss.requires_grad == (frozen != "both")
+    if frozen != "both":
+        loss.backward()
+    assert (h.grad is None) == (frozen != "w")
+    assert (w.grad is None) == (frozen != "h")
+
+
+def test_a_nan_reaches_the_loss() -> None:
+    h, w, targets = inputs(torch.float32)
+    with torch.no_grad():
+        h[3, 3] = float("nan")
+    assert chunked_cross_entropy(h, w, targets).isnan()

@@ -1,0 +1,184 @@
+"""Delayed scaling: the scale of a step comes from the steps before it, as in Transformer Engine's DelayedScaling.
+
+TE: a forward pass quantises with the scale at hand and notes its amax; when it ends, the new scale is made from the
+maximum over the history (or its newest entry); amax 0 or not finite leaves the scale as it was; it begins with 1.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp4train.nn import Linear
+from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
+
+
+class TheirScaling:
+    """TE's recipe for one tensor, written down from its documentation: scale of the next pass."""
+
+    def __init__(self, recipe: FP8Delayed, largest: float) -> None:
+        self.recipe, self.largest, self.scale = recipe, largest, 1.0
+        self.history: list[float] = [0.0] * recipe.history  # the newest first
+
+    def step(self, amax: float) -> float:
+        """The scale that quantises a tensor with this amax."""
+        used = self.scale
+        self.history = [amax, *self.history][: self.recipe.history]
+        chosen = max(self.history) if self.recipe.algorithm == "max" else self.history[0]
+        if chosen > 0 and chosen != float("inf"):
+            self.scale = self.largest / chosen / 2**self.recipe.margin
+        return used
+
+
+def layer(k: int = 16, n: int = 16) -> Linear:
+    torch.manual_seed(0)
+    return Linear(k, n, bias=False)
+
+
+def call(module: Linear, recipe: Recipe, x: Tensor, dy: Tensor, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with autocast(recipe, step=step):
+        y = module(leaf)
+    y.backward(dy)
+    return y.detach(), leaf.grad, module.weight.grad  # type: ignore[return-value]
+
+
+def quantised(tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (tensor.float() * scale).clamp(-largest, largest).to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("step_given", [True, False])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FP8Delayed(history=3),
+        FP8Delayed(history=1),
+        FP8Delayed(history=4, algorithm="most_recent"),
+        FP8Delayed(history=3, margin=2),
+        FP8Delayed(history=3, element="e4m3"),
+    ],
+    ids=lambda r: r.name,
+)
+def test_scales_follow_te_step_by_step(recipe: FP8Delayed, step_given: bool) -> None:
+    module = layer()
+    e5m2 = torch.float8_e5m2 if recipe.element == "hybrid" else torch.float8_e4m3fn
+    theirs = {"x": TheirScaling(recipe, 448.0), "w": TheirScaling(recipe, 448.0)}
+    theirs["dy"] = TheirScaling(recipe, torch.finfo(e5m2).max)
+    generator = torch.Generator().manual_seed(3)
+    for step, (size, grad_size) in enumerate([(1, 1), (8, 1e-3), (0.5, 0), (0.25, 2e-3), (0, 1e-4), (3, 5), (1, 1)]):
+        x = (torch.randn(8, 16, generator=generator) * size).bfloat16()
+        dy = (torch.randn(8, 16, generator=generator) * grad_size).bfloat16()
+        w = module.weight.detach()
+        scales = {n: theirs[n].step(float(t.abs().max())) for n, t in (("x", x), ("w", w), ("dy", dy))}
+        q_x = quantised(x, scales["x"], torch.float8_e4m3fn)
+        q_w = quantised(w, scales["w"], torch.float8_e4m3fn)
+        q_dy = quantised(dy, scales["dy"], e5m2)
+        y, dx, dw = call(module, recipe, x, dy, step if step_given else None)
+        for found, expected in ((y, q_x @ q_w.T), (dx, q_dy @ q_w), (dw, q_dy.T @ q_x)):
+            bound = 2.0**-8 * expected.abs() + 1e-5 * expected.abs().max()
+            assert bool(((found.double() - expected).abs() <= bound).all()), step
+        with torch.no_grad():
+            module.weight.mul_(1.5)  # the weight grows, as by an optimizer
+
+
+def test_each_tensor_has_a_history_and_both_its_forms_share_a_scale() -> None:
+    module = layer()
+    call(module, FP8Delayed(history=5), torch.ones(8, 16), torch.ones(8, 16) * 2, 0)
+    state = module.scaling_state()
+    assert set(state) == {f"{kind}.{name}" for kind in ("history", "used") for name in ("x", "w", "dy")}
+    assert state["history.x"].tolist() == [1, 0, 0, 0, 0], (
+        "one entry for the row-wise and the column-wise form together"
+    )
+    assert state["history.dy"].tolist() == [2, 0, 0, 0, 0]
+    assert state["used.dy"] == torch.finfo(torch.float8_e5m2).max, "a scale of 1 to begin with"
+
+
+def test_evaluation_reads_and_does_not_write() -> None:
+    """Nor does it keep the next training step from writing: the run must not depend on how often it was evaluated."""
+    recipe, histories = FP8Delayed(history=5), []
+    for evaluate in (False, True):
+        module = layer()
+        for step in range(3):
+            if evaluate:
+                before = {k: v.clone() for k, v in module.scaling_state().items()}
+                with torch.no_grad(), autocast(recipe, step=step):
+                    module(torch.ones(8, 16) * 100)
+                assert all(torch.equal(v, before[k]) for k, v in module.scaling_state().items())
+            call(module, recipe, torch.ones(8, 16) * (step + 1), torch.ones(8, 16), step)
+        histories.append(module.scaling_state())
+    assert histories[0].keys() == histories[1].keys()
+    assert all(torch.equal(histories[0][k], histories[1][k]) for k in histories[0])
+    assert (histories[0]["history.w"] > 0).sum() == 3
+
+
+def test_microbatches_each_enter_the_history_and_the_weight_once_a_step() -> None:
+    module, recipe = layer(), FP8Delayed(history=8)
+    for offset in range(4):
+        with autocast(recipe, step=0, token_offset=8 * offset):
+            y = module(torch.full((8, 16), float(offset + 1)).requires_grad_())
+        y.sum().backward()
+    state = module.scaling_state()
+    assert state["history.x"].tolist()[:5] == [4, 3, 2, 1, 0]
+    assert (state["history.dy"] > 0).sum() == 4
+    assert (state["history.w"] > 0).sum() == 1
+
+
+def test_the_state_makes_another_layer_go_on_the_same_way() -> None:
+    recipe = FP8Delayed(history=3)
+    one, other = layer(), layer()
+    for step in range(4):
+        call(one, recipe, torch.ones(8, 16) * (step + 1), torch.ones(8, 16), step)
+    other.load_scaling_state({k: v.clone() for k, v in one.scaling_state().items()})
+    for step in range(4, 8):
+        x, dy = torch.ones(8, 16) / step, torch.ones(8, 16) * step
+        for a, b in zip(call(one, recipe, x, dy, step), call(other, recipe, x, dy, step), strict=True):
+            assert torch.equal(a, b)
+    copied = copy.deepcopy(one)
+    assert all(torch.equal(v, copied.scaling_state()[k]) for k, v in one.scaling_state().items())
+
+
+def test_a_longer_or_shorter_history_keeps_the_newest_entries() -> None:
+    module = layer()
+    for step in range(3):
+        call(module, FP8Delayed(history=3), torch.ones(8, 16) * (step + 1), torch.ones(8, 16), step)
+    call(module, FP8Delayed(history=5), torch.ones(8, 16) * 9, torch.ones(8, 16), 3)
+    assert module.scaling_state()["history.x"].tolist() == [9, 3, 2, 1, 0]
+    call(module, FP8Delayed(history=2), torch.ones(8, 16) * 4, torch.ones(8, 16), 4)
+    assert module.scaling_state()["history.x"].tolist() == [4, 9]
+
+
+def test_other_recipes_leave_no_state() -> None:
+    module = layer()
+    for recipe in (NVFP4(), FP8Current()):
+        call(module, recipe, torch.ones(8, 16), torch.ones(8, 16), 0)
+    assert module.scaling_state() == {}
+
+
+def test_a_non_finite_amax_leaves_the_scale_as_it_was() -> None:
+    module, recipe = layer(), FP8Delayed(history=1)
+    call(module, recipe, torch.ones(8, 16), torch.ones(8, 16), 0)
+    for step in (1, 2):
+        x = torch.ones(8, 16)
+        x[0, 0] = float("inf")
+        y, *_ = call(module, recipe, x, torch.ones(8, 16), step)
+        assert not y[0].isfinite().all(), "the infinity itself is not hidden"
+        assert y[1:].isfinite().all()
+    y, *_ = call(module, recipe, torch.ones(8, 16), torch.ones(8, 16), 3)
+    assert y.isfinite().all(), "one bad step does not spoil the next"
+
+
+def test_an_empty_batch_is_a_step_of_nothing() -> None:
+    module, recipe = layer(), FP8Delayed(history=2)
+    call(module, recipe, torch.empty(0, 16), torch.empty(0, 16), 0)
+    assert module.scaling_state()["history.x"].tolist() == [0, 0]
+
+
+def test_weights_shared_by_two_layers_have_a_history_in_each() -> None:
+    model = nn.ModuleList([layer(), layer()])
+    model[1].weight = model[0].weight
+    for module in model:
+        call(module, FP8Delayed(history=2), torch.ones(8, 16), torch.ones(8, 16), 0)  # type: ignore[arg-type]
+    assert all((m.scaling_state()["history.w"] > 0).sum() == 1 for m in model)  # type: ignore[operator]

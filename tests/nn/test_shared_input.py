@@ -1,0 +1,85 @@
+"""Layers that read the same tensor quantise it once, and keep one copy of its codes for backward."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.nn import Linear
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, Recipe
+from fp4train.precision.autocast import current
+
+
+class Pair(nn.Module):
+    """Two layers on one input, as gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.gate(x) * self.up(x)
+        return y
+
+
+def pair() -> Pair:
+    torch.manual_seed(0)
+    model = Pair()
+    f4.convert(model)
+    return model
+
+
+def kept_bytes(model: Pair, x: Tensor, recipe: Recipe) -> int:
+    """Bytes of the distinct tensors that the two layers keep, besides weights and the factors of the product."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.uint8:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), f4.autocast(recipe, step=0):
+        model(x)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(("recipe", "bits"), [(NVFP4(), 4.5), (MXFP8(), 8.25)], ids=["NVFP4", "MXFP8"])
+def test_two_layers_keep_one_copy_of_their_input(recipe: Recipe, bits: float) -> None:
+    x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert kept_bytes(pair(), x, recipe) == bits / 8 * x.numel()
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
+def test_sharing_changes_no_bit(recipe: Recipe) -> None:
+    found = []
+    for together in (True, False):
+        model, x = pair(), torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
+        with f4.autocast(recipe, step=0):
+            gate = model.gate(x)
+            if not together:
+                current().memo.clear()  # type: ignore[union-attr]
+            y = gate * model.up(x)
+        y.sum().backward()
+        found.append((y, x.grad, model.gate.weight.grad, model.up.weight.grad))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_changed_in_place_is_quantised_again() -> None:
+    layer, x = pair().gate, torch.randn(32, 64)
+    assert isinstance(layer, Linear)
+    with torch.no_grad(), f4.autocast(NVFP4(), step=0):
+        before = layer(x)
+        x.mul_(2)
+        after = layer(x)
+    with torch.no_grad(), f4.autocast(NVFP4(), step=0):
+        assert torch.equal(after, layer(x)) and not torch.equal(before, after)
+
+
+def test_nothing_is_held_after_the_context() -> None:
+    layer = pair().gate
+    with f4.autocast(NVFP4(), step=0):
+        context = current()
+        layer(torch.randn(32, 64))
+        assert context is not None and context.memo
+    assert not context.memo

@@ -1,0 +1,148 @@
+"""AdamW's groups and the schedules' shapes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fp4train.models.llama import Llama
+from fp4train.optim.adamw import AdamW
+from fp4train.optim.schedule import WSD, Constant, Cosine, Schedule
+
+
+def llama() -> nn.Module:
+    return Llama(width=16, layers=1, heads=2, kv_heads=1, hidden=16).build(vocab_size=8, seq_len=4)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = llama()
+    model.register_parameter("bias", nn.Parameter(torch.zeros(3)))
+    groups = AdamW(weight_decay=0.2).build(model).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay = {names[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
+    assert decay == {name: 0.2 if p.dim() >= 2 else 0.0 for name, p in model.named_parameters()}
+    assert sorted(set(decay.values())) == [0.0, 0.2]
+
+
+def test_a_tied_weight_is_updated_once() -> None:
+    model = llama()
+    parameters = [p for g in AdamW().build(model).param_groups for p in g["params"]]
+    assert len(parameters) == len({id(p) for p in parameters}) == len(list(model.parameters()))
+
+
+def test_the_constants_reach_torch() -> None:
+    optimizer = AdamW(lr=0.5, betas=(0.8, 0.9), eps=1e-4).build(llama())
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.5, (0.8, 0.9), 1e-4, True)
+    assert AdamW(betas=[0.8, 0.9]) == AdamW(betas=(0.8, 0.9)), "YAML knows lists only"  # type: ignore[arg-type]
+
+
+def test_frozen_parameters_are_left_out_and_all_frozen_is_an_error() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    assert [p for g in AdamW().build(model).param_groups for p in g["params"]] == [model.weight]
+    model.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        AdamW().build(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"betas": (0.9, 1.0)}, "betas="),
+        ({"betas": (0.9,)}, "betas="),
+        ({"eps": 0.0}, "eps=0.0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"clip": 0.0}, "clip=0.0"),
+    ],
+)
+def test_a_bad_constant_is_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW(**values)  # type: ignore[arg-type]
+
+
+def factors(schedule: Schedule, steps: int = 100) -> list[float]:
+    return [schedule.factor(step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", [Constant(), Cosine(floor=0.1), WSD(), WSD(decay="linear"), WSD(decay="cosine")])
+def test_warm_up_is_a_straight_line_that_begins_above_zero_and_ends_at_the_peak(schedule: Schedule) -> None:
+    found = factors(schedule)
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert max(found) == 1.0
+    assert min(found) > 0, "no step is spent at a learning rate of zero"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "schedule", [Constant(), Cosine(), WSD(), WSD(warmup=0.5, cooldown=0.9), WSD(warmup=0, cooldown=0)]
+)
+def test_the_shortest_runs_have_a_learning_rate(schedule: Schedule, steps: int) -> None:
+    assert all(0 < f <= 1 for f in factors(schedule, steps))
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert set(factors(Constant())[5:]) == {1.0}
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_near_the_floor() -> None:
+    schedule = Cosine(warmup=0, floor=0.1)
+    assert schedule.factor(0, 100) == 1.0
+    assert schedule.factor(50, 100) == pytest.approx(0.55)
+    assert schedule.factor(99, 100) == pytest.approx(0.1, abs=1e-3)
+    assert sum(factors(schedule, 1000)) / 1000 == pytest.approx(0.55, abs=1e-3), "the mean of half a cosine"
+
+
+@pytest.mark.parametrize(
+    ("decay", "mean", "half"), [("linear", 1 / 2, 0.5), ("cosine", 1 / 2, 0.5), ("1-sqrt", 1 / 3, 1 - math.sqrt(0.5))]
+)
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_wsd_is_stable_until_the_cooldown_whose_shape_has_the_integral_it_should(
+    decay: str, mean: float, half: float, floor: float
+) -> None:
+    schedule, steps = WSD(warmup=0, cooldown=0.5, decay=decay, floor=floor), 4000
+    found = factors(schedule, steps)
+    assert set(found[: steps // 2]) == {1.0}
+    assert sum(found[steps // 2 :]) / (steps // 2) == pytest.approx(floor + (1 - floor) * mean, abs=2e-3)
+    assert found[3 * steps // 4 - 1] == pytest.approx(floor + (1 - floor) * half, abs=2e-3)
+    assert all(a > b for a, b in zip(found[steps // 2 :], found[steps // 2 + 1 :], strict=False))
+    assert found[-1] == pytest.approx(floor, abs=2e-3)
+
+
+def test_shares_and_steps_mean_the_same() -> None:
+    assert factors(WSD(warmup=0.1, cooldown=0.3)) == factors(WSD(warmup=10, cooldown=30))
+    assert WSD(cooldown=1.0).cooldown_start(100) == 5, "after the warm-up at the earliest"
+    assert factors(WSD(warmup=1000)) == factors(WSD(warmup=1.0)), "a warm-up longer than the run fills it"
+
+
+def test_the_cooldown_starts_where_phases_are_told_it_does() -> None:
+    schedule = WSD(cooldown=0.2)
+    start = schedule.cooldown_start(100)
+    assert start == 80
+    assert schedule.factor(start - 1, 100) == 1.0 > schedule.factor(start, 100)
+    late = WSD(warmup=0.5, cooldown=0.9)
+    assert late.cooldown_start(100) == 50
+    assert WSD(cooldown=0).cooldown_start(100) == 100, "none within the run"
+    assert Constant().cooldown_start(100) is None
+    assert Cosine().cooldown_start(100) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WSD(cooldown=1.5), r"schedule.cooldown=1.5 must be .*share"),
+        (lambda: WSD(cooldown=-1), "schedule.cooldown=-1"),
+        (lambda: WSD(cooldown=True), "schedule.cooldown=True"),
+        (lambda: WSD(cooldown="5%"), "schedule.cooldown='5%'"),
+        (lambda: WSD(decay="exp"), "schedule.decay='exp' is not one of linear, cosine, 1-sqrt"),
+        (lambda: Cosine(warmup=math.nan), "schedule.warmup=nan"),
+        (lambda: Cosine(floor=1.5), "schedule.floor=1.5"),
+        (lambda: Constant(warmup=-0.1), "schedule.warmup=-0.1"),
+    ],
+)
+def test_a_bad_value_names_the_field(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,160 @@
+"""The policy: which layers of a real model keep high precision, counted in blocks and named in whole components."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp4train.nn import convert
+from fp4train.precision import BF16, FP32, MXFP8, NVFP4, LayerPolicy, autocast
+from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.policy import matches
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.down_norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": Mlp()}) for _ in range(blocks))
+        self.head = nn.Linear(16, 16)
+
+
+def kept_blocks(policy: LayerPolicy, blocks: int) -> list[int]:
+    layers = find_layers(Model(blocks)).values()
+    return sorted({x.block for x in layers if x.block is not None and policy.why_kept(x) is not None})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "blocks", "kept"),
+    [
+        (0, 0.15, 6, [5]),
+        (0, 0.15, 7, [5, 6]),  # 1.05 blocks are two: the share is a lower bound
+        (0, 0.2, 5, [4]),  # 0.2·5 is 1.0000000000000002 in some orders of arithmetic, and still one
+        (0, 0.1, 1, [0]),
+        (0.0, 0.0, 4, []),
+        (0, 1.0, 3, [0, 1, 2]),
+        (2, 1, 5, [0, 1, 4]),
+        (0, 99, 3, [0, 1, 2]),
+        (1, 0, 3, [0]),
+        (0.03, 0.129, 62, [0, 1, *range(54, 62)]),  # arXiv:2509.25149: the first two and the last eight of 62
+    ],
+)
+def test_integers_count_blocks_and_floats_are_shares_rounded_up(
+    first: float, last: float, blocks: int, kept: list[int]
+) -> None:
+    assert kept_blocks(LayerPolicy(first=first, last=last), blocks) == kept
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("mlp.down", "blocks.3.mlp.down", True),
+        ("mlp.down", "blocks.3.mlp.down_norm", False),
+        ("lp.down", "blocks.3.mlp.down", False),
+        ("down", "blocks.3.mlp.down", True),
+        ("mlp.*", "blocks.3.mlp.up", True),
+        ("mlp.d*", "blocks.3.mlp.up", False),
+        ("blocks.3", "blocks.3.mlp.down", True),
+        ("blocks.3", "blocks.31.mlp.down", False),
+        ("blocks.*.up", "blocks.3.mlp.up", False),  # a star stands for one component
+        ("[qk]_proj", "attention.q_proj", True),
+        ("a.b.c", "b.c", False),
+    ],
+)
+def test_patterns_match_whole_name_components(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_named_layers_are_kept_and_the_reason_says_so() -> None:
+    layers, policy = find_layers(Model(3)), LayerPolicy(last=0, keep=["mlp.down", "blocks.0"])
+    kept = {name: policy.why_kept(layer) for name, layer in layers.items() if policy.why_kept(layer)}
+    assert kept == {
+        "inputs": "outside the blocks",
+        "head": "outside the blocks",
+        "blocks.0.mlp.up": "policy.keep=blocks.0",
+        "blocks.0.mlp.down_norm": "policy.keep=blocks.0",
+        **{f"blocks.{i}.mlp.down": "policy.keep=mlp.down" for i in range(3)},
+    }
+    assert LayerPolicy().why_kept(find_layers(Model(6))["blocks.5.mlp.up"]) == "policy.last=0.15 (1 of 6 blocks)"
+    first = LayerPolicy(first=1).why_kept(find_layers(Model(6))["blocks.0.mlp.up"])
+    assert first == "policy.first=1 (1 of 6 blocks)"
+
+
+def test_one_pattern_may_be_given_as_a_word() -> None:
+    assert LayerPolicy(keep="mlp.down").keep == ("mlp.down",)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_where_the_model_runs() -> None:
+    """Not in the plan alone: who uses autocast by hand makes no plan."""
+    model, policy = convert(Model(2)), LayerPolicy(keep=["mlp.gate"])
+    with pytest.raises(ValueError, match=r"policy.keep='mlp.gate' matches no linear layer; the model has: inputs, "):
+        policy.check(find_layers(model))
+    with autocast(NVFP4(), policy=policy), pytest.raises(ValueError, match=r"mlp\.gate"):
+        model.blocks[0]["mlp"].up(torch.zeros(1, 16))
+    with autocast(NVFP4(), policy=LayerPolicy(keep=["mlp.up"])):
+        model.blocks[0]["mlp"].down(torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize("value", [-1, -0.1, 1.5, True, "2", None])
+def test_an_impossible_share_or_count_names_the_field(value: object) -> None:
+    with pytest.raises(ValueError, match="first="):
+        LayerPolicy(first=value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="last="):
+        LayerPolicy(last=value)  # type: ignore[arg-type]
+
+
+def test_kept_layers_may_use_another_recipe_but_the_head_stays_in_high_precision() -> None:
+    layers, policy = find_layers(Model(2)), LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    assert policy.recipe_for(layers["blocks.0.mlp.up"], NVFP4()) == NVFP4()
+    assert policy.recipe_for(layers["blocks.1.mlp.up"], NVFP4()) == MXFP8()
+    assert policy.recipe_for(layers["head"], NVFP4()) == BF16()
+
+
+def test_a_high_precision_phase_holds_for_kept_layers_too() -> None:
+    """Else the forward GEMM of the kept blocks alone would stay quantised in the cooldown."""
+    layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    assert policy.recipe_for(layer, NVFP4().with_high_precision("fprop")) == MXFP8().with_high_precision("fprop")
+
+
+def test_kept_layers_take_the_runs_dtype_and_an_unquantised_run_has_none() -> None:
+    layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    assert policy.recipe_for(layer, NVFP4(dtype="float32")).dtype == "float32"
+    assert policy.recipe_for(layer, FP32()) == FP32(), "nothing is kept from a recipe that quantises nothing"
+
+
+def test_a_model_without_a_module_list_has_a_block_for_each_layer() -> None:
+    layers = find_layers(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32), nn.Linear(32, 16)))
+    assert [(x.name, x.block, x.blocks) for x in layers.values()] == [("0", 0, 3), ("2", 1, 3), ("3", 2, 3)]
+    assert LayerPolicy(last=1).why_kept(layers["3"])
+    assert not LayerPolicy(last=1).why_kept(layers["2"])
+
+
+def test_only_the_outermost_module_lists_count_as_blocks() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(9))  # no linear layers: no blocks
+            self.encoder = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(2))})
+            self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Experts()])})
+            self.head = nn.Linear(16, 4)
+
+    layers = find_layers(Wrapped())
+    assert {x.blocks for x in layers.values()} == {3}
+    assert layers["encoder.layers.1.experts.2"].block == 1
+    assert layers["decoder.layers.0.experts.0"].block == 2
+    assert layers["head"].block is None
+    assert layers["head"] == Layer(name="head", in_features=16, out_features=4, block=None, blocks=3)
+
+
+def test_block_10_is_not_block_1() -> None:
+    assert find_layers(Model(12))["blocks.11.mlp.up"].block == 11

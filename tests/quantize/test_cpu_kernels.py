@@ -1,0 +1,282 @@
+"""The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and values."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from fp4train.kernels import cpu as kernels
+from fp4train.kernels.cpu import Machine
+from fp4train.quantize import Hadamard, Operand, Quantized, QuantSpec, RandomKey, cpu, reference
+
+pytestmark = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
+
+KEY = RandomKey(seed=0x123456789ABCDEF, step=7, layer=99, operand=3, row_offset=5, col_offset=24)
+NVFP4 = QuantSpec()
+TOKENS = QuantSpec(hadamard=Hadamard())
+MXFP8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
+
+
+def same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Equal to the bit, the sign of zero included; any NaN equals any NaN."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    if not ours.is_floating_point():
+        return torch.equal(ours, theirs)
+    nan = ours.isnan()
+    bits = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+    a, b = (torch.where(nan, 0.0, t).view(bits) for t in (ours, theirs))
+    return torch.equal(nan, theirs.isnan()) and torch.equal(a, b)
+
+
+def assert_same_codes(ours: Quantized, theirs: Quantized) -> None:
+    assert ours.shape == theirs.shape
+    assert same_bits(ours.amax, theirs.amax)
+    assert same_bits(ours.scales, theirs.scales)
+    assert same_bits(ours.codes, theirs.codes)
+
+
+def assert_same_operand(ours: Operand, theirs: Operand) -> None:
+    assert same_bits(ours.scale, theirs.scale)
+    assert same_bits(ours.values, theirs.values)
+    assert ours.transpose_ok == theirs.transpose_ok
+
+
+def assert_equals_reference(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None) -> None:
+    assert cpu.why_not(x, spec) is None
+    expected = reference.quantize(x, spec, key=KEY, amax=amax)
+    assert_same_codes(cpu.quantize(x, spec, key=KEY, amax=amax, machine=machine), expected)
+    values = reference.quantize_dequantize(x, spec, key=KEY, amax=amax)
+    assert_same_operand(cpu.quantize_dequantize(x, spec, key=KEY, amax=amax, machine=machine), values)
+    assert_same_operand(cpu.operand(expected, machine=machine), expected.operand())
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> QuantSpec:
+    rounding = draw(st.sampled_from(("nearest", "stochastic")))
+    family = draw(st.sampled_from(("nvfp4", "mx", "fp8 blocks", "fp8 whole")))
+    if family == "nvfp4":
+        block = draw(st.sampled_from(((1, 16), (16, 16), (1, 32), (2, 64))))
+        return QuantSpec(
+            element=draw(st.sampled_from(("e2m1", "e2m1", "e2m1", "e4m3"))),
+            block=block,
+            global_scale=draw(st.sampled_from(("tensor", "row"))) if block[0] == 1 else "tensor",
+            global_bound=draw(st.sampled_from((448.0, 256.0))),
+            formula=draw(st.sampled_from(("te2.14", "te2.13"))),
+            guard=draw(st.sampled_from((1.0, 16 / 17))),
+            rounding=rounding,
+            hadamard=draw(hadamards()) if block in ((1, 16), (1, 32)) else None,
+        )
+    spec = QuantSpec(element=draw(st.sampled_from(ELEMENTS)), block=(1, 32), scale="e8m0", global_scale=None)
+    if family == "mx":
+        block = draw(st.sampled_from(((1, 32), (32, 32), (1, 16))))
+        mode = draw(st.sampled_from(("floor", "rceil", "even", "ceil")))
+        hadamard = draw(hadamards()) if block[0] == 1 else None
+        return replace(spec, block=block, scale_rounding=mode, rounding=rounding, hadamard=hadamard)
+    blocks = ((1, 128), (128, 128)) if family == "fp8 blocks" else ((None, None), (1, None))
+    scale = draw(st.sampled_from(("fp32", "pow2")))
+    return replace(spec, block=draw(st.sampled_from(blocks)), scale=scale, scale_rounding=None, rounding=rounding)
+
+
+def hadamards() -> st.SearchStrategy[Hadamard | None]:
+    return st.sampled_from((None, Hadamard(), Hadamard(signs="none"), Hadamard(signs="random", seed=3)))
+
+
+LAYOUTS = ("rows", "transposed", "strided", "misaligned", "reversed blocks", "expanded")
+VALUES = ("normal", "outliers", "wide range", "tiny", "huge", "zeros", "ties", "negative zeros")
+
+
+def draw_values(kind: str, rows: int, cols: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    match kind:
+        case "outliers":
+            return x * torch.where(torch.rand(rows, cols, generator=generator) < 0.01, 1e4, 1.0)
+        case "wide range":
+            return x * 10.0 ** torch.randint(-12, 3, (rows, cols), generator=generator)
+        case "tiny":
+            return x * 10.0 ** torch.randint(-45, -33, (rows, cols), generator=generator)
+        case "huge":
+            return x.sign() * 10.0 ** torch.randint(30, 38, (rows, cols), generator=generator)
+        case "zeros":
+            return (
+                x * (torch.rand(rows, 1, generator=generator) < 0.5) * (torch.rand(1, cols, generator=generator) < 0.5)
+            )
+        case "ties":  # halves and quarters of the E2M1 grid: ties to even, and thresholds of stochastic rounding
+            return torch.randint(-24, 25, (rows, cols), generator=generator) / 4.0
+        case "negative zeros":
+            return torch.where(x > 0.5, x, -0.0)
+    return x
+
+
+def draw_layout(layout: str, x: Tensor) -> Tensor:
+    rows, cols = x.shape
+    match layout:
+        case "transposed":
+            return x.T.contiguous().T
+        case "strided":
+            return x.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3]
+        case "misaligned":
+            return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(rows, cols)
+        case "reversed blocks":
+            return x.repeat(1, 2)[:, cols:]
+        case "expanded":
+            return x[:1].expand(rows, cols)
+    return x
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(
+    spec=specs(),
+    rows=st.sampled_from((1, 2, 15, 16, 17, 40, 130)),
+    cols=st.sampled_from((1, 2, 16, 31, 32, 48, 130, 256, 257, 520)),
+    dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)),
+    values=st.sampled_from(VALUES),
+    layout=st.sampled_from(LAYOUTS),
+    isa=st.sampled_from(kernels.instruction_sets()),
+    threads=st.sampled_from((1, 2, 3)),
+    seed=st.integers(0, 99),
+)
+def test_kernels_equal_the_reference(
+    spec: QuantSpec,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    values: str,
+    layout: str,
+    isa: str,
+    threads: int,
+    seed: int,
+) -> None:
+    x = draw_layout(layout, draw_values(values, rows, cols, seed).to(dtype))
+    assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=threads))
+
+
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", [NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), MXFP8, FP8], ids=str)
+def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtype, rounding: str, isa: str) -> None:
+    """Larger than a tile in both directions, so that whole strips, tails and several threads' tiles all occur."""
+    spec = replace(spec, rounding=rounding)
+    x = draw_values("outliers", 140, 530, 1).to(dtype)
+    for layout in ("rows", "transposed"):
+        assert_equals_reference(draw_layout(layout, x), spec, Machine(instruction_set=isa, threads=2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "spec", [NVFP4, TOKENS, replace(NVFP4, global_scale="row"), replace(NVFP4, block=(16, 16)), MXFP8, FP8], ids=str
+)
+def test_what_is_not_finite_is_left_to_the_reference_and_not_hidden(spec: QuantSpec, value: float) -> None:
+    x = draw_values("normal", 40, 300, 2).bfloat16()
+    x[17, 201] = value
+    assert_equals_reference(x, spec, cpu.HERE)
+    assert_equals_reference(x.T, spec, cpu.HERE)
+    assert not cpu.quantize_dequantize(x, spec).values.isfinite().all()
+
+
+GOLDEN = Path(os.environ.get("FP4TRAIN_GOLDEN", Path(__file__).resolve().parents[3] / "shared" / "golden"))
+
+
+@pytest.mark.parametrize("name", ["nvfp4_reference", "mx_reference", "fp8_reference"])
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+def test_kernels_equal_the_reference_on_the_golden_inputs(isa: str, name: str) -> None:
+    """The reference equals every byte of the golden outputs (tests/oracles), so the kernels do."""
+    if not (GOLDEN / f"{name}.safetensors").exists():
+        pytest.skip(f"no golden vectors at {GOLDEN}; set FP4TRAIN_GOLDEN")
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        inputs = [file.get_tensor(key) for key in file.keys() if key.endswith(".x")]  # noqa: SIM118 (no dict)
+    assert inputs
+    for x in inputs:
+        for spec in (NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row"), MXFP8, FP8):
+            assert_equals_reference(x, spec, Machine(instruction_set=isa))
+            assert_equals_reference(x.T, spec, Machine(instruction_set=isa))
+
+
+def test_an_amax_from_elsewhere_does_not_hide_an_infinity() -> None:
+    x = draw_values("normal", 40, 300, 2)
+    x[3, 299] = float("inf")
+    for spec in (NVFP4, FP8, TOKENS):
+        assert_equals_reference(x, spec, cpu.HERE, amax=torch.tensor(2.0))
+
+
+def test_an_amax_from_elsewhere_is_used() -> None:
+    x = draw_values("normal", 40, 300, 2)
+    for amax in (0.0, 0.5, 40.0):
+        assert_equals_reference(x, NVFP4, cpu.HERE, amax=torch.tensor(amax))
+        assert_equals_reference(x, FP8, cpu.HERE, amax=torch.tensor(amax))
+    assert_equals_reference(x, replace(NVFP4, global_scale="row"), cpu.HERE, amax=torch.rand(40, 1))
+
+
+ROW_SPECS = (NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, FP8, replace(NVFP4, block=(16, 16)))
+COLUMN_SPECS = (TOKENS, replace(TOKENS, rounding="stochastic"), MXFP8, replace(NVFP4, global_scale="row"), FP8)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+def test_both_forms_from_one_read_are_those_of_two(isa: str, threads: int) -> None:
+    machine = Machine(instruction_set=isa, threads=threads)
+    x = draw_values("outliers", 140, 530, 3).bfloat16()
+    for row_spec in ROW_SPECS:
+        for column_spec in COLUMN_SPECS:
+            forms = cpu.Form(spec=row_spec, key=KEY), cpu.Form(spec=column_spec, key=KEY)
+            row = reference.quantize_dequantize(x, row_spec, key=KEY)
+            values, columns = cpu.both_operands(x, *forms, machine=machine)
+            assert_same_operand(values, row)
+            assert_same_operand(columns, reference.quantize_dequantize(x.T, column_spec, key=KEY))
+            values, codes = cpu.operand_and_codes(x, *forms, machine=machine)
+            assert_same_operand(values, row)
+            assert_same_codes(codes, reference.quantize(x.T, column_spec, key=KEY))
+
+
+def test_both_forms_of_a_tensor_that_one_read_cannot_serve() -> None:
+    forms = cpu.Form(spec=NVFP4), cpu.Form(spec=TOKENS)
+    x = draw_values("normal", 40, 300, 4).bfloat16()
+    not_finite = x.clone()
+    not_finite[0, 0] = float("nan")
+    for y in (x.T.contiguous().T, not_finite):
+        values, codes = cpu.operand_and_codes(y, *forms)
+        assert_same_operand(values, reference.quantize_dequantize(y, NVFP4))
+        assert_same_codes(codes, reference.quantize(y.T, TOKENS))
+
+
+def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw_values("normal", 130, 512, 5).bfloat16()
+    monkeypatch.setattr(kernels, "STREAM_BYTES", 0)
+    for spec in (NVFP4, TOKENS, MXFP8):
+        assert_equals_reference(x, spec, cpu.HERE)
+        assert_equals_reference(x.T, spec, cpu.HERE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (QuantSpec(four_over_six="mse"), "four_over_six"),
+        (QuantSpec(block=(1, 24)), "block="),
+        (QuantSpec(hadamard=Hadamard(size=32), block=(1, 32)), "hadamard.size=32"),
+        (QuantSpec(hadamard=Hadamard(), block=(16, 16)), "hadamard with block"),
+    ],
+)
+def test_why_not_names_what_has_no_kernel(spec: QuantSpec, reason: str) -> None:
+    assert reason in str(cpu.why_not(torch.ones(32, 32), spec))
+
+
+def test_empty_tensors_are_left_to_the_reference() -> None:
+    assert cpu.why_not(torch.ones(0, 16), NVFP4) == "x has no elements"
+    assert cpu.why_not(torch.ones(16, 0), NVFP4) == "x has no elements"
+
+
+def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_extension", lambda: "the C extension is not built; reinstall")
+    assert "reinstall" in str(cpu.why_not(torch.ones(16, 16), NVFP4))

@@ -1,0 +1,82 @@
+"""Impossible specs are refused, and the message names field, value and what is allowed."""
+
+import dataclasses
+import re
+
+import pytest
+
+from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, Rotation
+
+MX = {"block": (1, 32), "scale": "e8m0", "global_scale": None}
+FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"element": "e3m4"}, "element format 'e3m4' is unknown (did you mean"),
+        ({"element": None}, "element format None is unknown"),
+        ({"block": (1,)}, "block=(1,): allowed is a pair"),
+        ({"block": (0, 16)}, "block=(0, 16): rows and cols must be integers >= 1"),
+        ({"block": (1, 16.0)}, "block=(1, 16.0): rows and cols must be integers"),
+        ({"block": (1, 15)}, "block=(1, 15): e2m1 packs two codes a byte"),
+        ({"block": (None, 16)}, "block=(None, 16): blocks run along the last axis"),
+        ({**FP8, "block": (4, None)}, "block=(4, None): whole rows are (1, None)"),
+        ({"block": (1, None)}, "block=(1, None): scale='e4m3' is a block scale"),
+        ({"scale": "e5m2"}, "scale='e5m2': allowed are 'e4m3', 'e8m0', 'fp32', 'pow2'"),
+        ({"scale": "e8m0"}, "global_scale='tensor': scale='e8m0' spans the whole range; use None"),
+        ({**FP8, "global_scale": "row"}, "global_scale='row': scale='fp32' spans the whole range"),
+        ({"global_scale": None}, "global_scale=None: scale='e4m3'"),
+        ({"global_scale": "block"}, "global_scale='block': allowed are None, 'tensor', 'row'"),
+        ({"block": (16, 16), "global_scale": "row"}, "global_scale='row': block=(16, 16) spans rows"),
+        ({"block": (16, 16), "global_scale": "row", "rounding": "stochastic"}, "global_scale='row'"),
+        ({"global_bound": 384.0}, "global_bound=384.0: allowed are 448.0, 256.0"),
+        ({**MX, "global_bound": 256.0}, "global_bound=256.0: only scale='e4m3' has one"),
+        ({"scale_rounding": "floor"}, "scale_rounding='floor': only scale='e8m0' has one"),
+        ({**MX, "scale_rounding": "up"}, "scale_rounding='up': allowed are 'floor', 'rceil', 'even', 'ceil'"),
+        ({"formula": "te3"}, "formula='te3': allowed are 'te2.14', 'te2.13'"),
+        ({"rounding": "up"}, "rounding='up': allowed are 'nearest', 'stochastic'"),
+        ({"four_over_six": "max"}, "four_over_six='max': allowed are None, 'mae', 'mse'"),
+        ({"four_over_six": "mse", "rounding": "stochastic"}, "four_over_six='mse': choosing by error biases"),
+        ({**MX, "four_over_six": "mse"}, "four_over_six='mse': needs element='e2m1' and scale='e4m3'"),
+        ({"four_over_six": "mae", "guard": 0.9}, "guard=0.9: four_over_six sets its own range"),
+        ({"guard": 1.5}, "guard=1.5: allowed are numbers above 0.5 up to 1.0"),
+        ({**MX, "guard": 0.9}, "guard=0.9: only scale='e4m3'"),
+        ({"delayed": Delayed()}, "needs block=(None, None)"),
+    ],
+)
+def test_an_impossible_spec_names_the_field(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        QuantSpec(**fields)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "message"),
+    [
+        (Hadamard, {"size": 48}, "size=48: a Hadamard transform allows 2, 4, 8, 16, 32, 64, 128"),
+        (Hadamard, {"signs": "maybe"}, "signs='maybe': a Hadamard transform allows fixed, none, random"),
+        (Hadamard, {"seed": 3}, "seed=3: only signs='random' draws from a seed"),
+        (Hadamard, {"signs": "random", "seed": -1}, "seed=-1"),
+        (Rotation, {"kind": "fft"}, "kind='fft': a rotation allows dct, orthogonal"),
+        (Rotation, {"size": 1}, "size=1: a rotation allows integers from 2 to 1024"),
+        (Rotation, {"seed": -1}, "seed=-1"),
+        (Delayed, {"history": 0}, "history=0: delayed scaling allows integers >= 1"),
+        (Delayed, {"algorithm": "mean"}, "algorithm='mean': allowed are 'max', 'most_recent'"),
+        (Delayed, {"margin": 0.5}, "margin=0.5"),
+        (RandomKey, {"seed": 1 << 64, "step": 0, "layer": 0, "operand": 0}, "seed=18446744073709551616"),
+        (RandomKey, {"seed": 0, "step": 1 << 29, "layer": 0, "operand": 0}, "step=536870912"),
+        (RandomKey, {"seed": 0, "step": 0, "layer": -1, "operand": 0}, "layer=-1"),
+        (RandomKey, {"seed": 0, "step": 0, "layer": 0, "operand": 8}, "operand=8: RandomKey allows integers 0"),
+        (RandomKey, {"seed": 0, "step": 0, "layer": 0, "operand": 0, "col_offset": 4}, "col_offset=4: must be"),
+    ],
+)
+def test_impossible_parts_name_the_field(cls: type, fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cls(**fields)
+
+
+def test_specs_are_frozen_hashable_and_compare_by_value() -> None:
+    assert QuantSpec(block=[1, 32], scale="e8m0", global_scale=None) == QuantSpec(**MX, scale_rounding="rceil")
+    assert len({QuantSpec(), QuantSpec(), QuantSpec(hadamard=Hadamard())}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        QuantSpec().element = "e4m3"

@@ -1,0 +1,117 @@
+"""The command line as tests call it, and what its runs leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4train.cli import main
+
+StopAt = Callable[[int], None]
+
+TINY = (
+    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
+    *("train.steps=6", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "data=text", "track=jsonl"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """The one message of a command that failed."""
+        assert "Traceback" not in self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("fp4train: ")]
+        assert len(lines) == 1, self.err
+        return lines[0].removeprefix("fp4train: ")
+
+
+@dataclass(frozen=True)
+class Cli:
+    """The command line, in this process (`cli(…)`) or in one of its own (`cli.start(…)`)."""
+
+    text: Path
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def tiny(self, *arguments: str) -> list[str]:
+        """The arguments of a tiny run; later ones win."""
+        data = (f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}")
+        verb = [arguments[0]] if arguments and arguments[0] in ("train", "plan") else []
+        rest = arguments[len(verb) :]
+        given = {a.partition("=")[0] for a in rest}
+        resumed = "resume" in given
+        base = () if resumed else (*TINY, *data)
+        return [*verb, *(a for a in base if a.partition("=")[0] not in given), *rest]
+
+    def raw(self, *arguments: str) -> Outcome:
+        """Run a command as it is."""
+        self.capture.readouterr()
+        with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        shown = self.capture.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, shown.out, shown.err)
+
+    def __call__(self, *arguments: str) -> Outcome:
+        """Run a tiny run to its end."""
+        return self.raw(*self.tiny(*arguments))
+
+    def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+        """A tiny run in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "fp4train.cli", *self.tiny(*arguments)],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            **options,
+        )
+
+
+def lines(run: Path | str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path | str) -> dict[int, tuple[Any, ...]]:
+    """What must be equal to the bit in two runs that do the same, by step."""
+    names = (
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/loss_scale",
+        "train/tokens",
+        "val/loss",
+        "val/loss_recipe",
+    )
+    keys = (*names, "precision/recipe")
+    return {line["step"]: tuple(line.get(k) for k in keys) for line in lines(run) if "train/loss" in line}
+
+
+def events(run: Path | str, name: str) -> list[dict[str, Any]]:
+    """The events of one name in a run's metrics."""
+    return [line for line in lines(run) if line.get("event") == name]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Until `condition` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)

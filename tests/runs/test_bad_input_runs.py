@@ -1,0 +1,259 @@
+"""What a user gets wrong ends with one message that helps, a code other than 0, no traceback, and nothing lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, StopAt, events, losses
+
+from fp4train import checkpoint, run_directory
+from fp4train.checkpoint import CheckpointError
+
+WRONG = {
+    "an unknown recipe": (
+        ["recipe=nvfp5"],
+        "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'? (known: bf16",
+    ),
+    "an unknown model": (["model=llama_tinny"], "did you mean 'llama_tiny'?"),
+    "no recipe at all": (["recipe=null"], "there is no such recipe"),
+    "an unknown key": (["train.stepz=5"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+    "an unknown section": (["trian.steps=5"], "unknown key 'trian.steps'; did you mean 'train.steps'?"),
+    "an added key": (["+train.foo=5"], "unknown key 'train.foo'"),
+    "an added section": (["+foo=5"], "unknown key 'foo'"),
+    "a removed key": (["~eval.every"], "eval.every is missing"),
+    "a removed section": (["~eval"], "eval is missing"),
+    "a key of another recipe": (["recipe=mxfp8", "recipe.hadamard=true"], "unknown key 'recipe.hadamard'"),
+    "a word for a number": (["train.steps=abc"], "train.steps='abc' must be a whole number"),
+    "a fraction of a step": (["train.steps=1.5"], "train.steps=1.5 must be a whole number"),
+    "a truth for a number": (["train.steps=true"], "train.steps=true must be a whole number"),
+    "nothing for a number": (["train.steps=null"], "train.steps=null must be a whole number"),
+    "a list for a number": (["train.steps=[1,2]"], "train.steps=[1, 2] must be a whole number"),
+    "a number for a truth": (["recipe.hadamard=3"], "recipe.hadamard=3 must be true or false"),
+    "a word for a rate": (["optim.lr=fast"], "optim.lr='fast' must be a number"),
+    "no number": (["optim.weight_decay=nan"], "optim.weight_decay=nan must be finite"),
+    "a number for a section": (["optim=3"], "there is no such optim"),
+    "one beta": (["optim.betas=[0.9]"], "optim.betas=[0.9] must hold 2 values"),
+    "no steps": (["train.steps=0"], "train.steps=0 must be at least 1"),
+    "negative steps": (["train.steps=-3"], "train.steps=-3 must be at least 1"),
+    "an empty batch": (["train.batch_size=0"], "train.batch_size=0 must be at least 1"),
+    "a microbatch that does not divide": (
+        ["train.microbatch=3"],
+        "train.microbatch=3 does not divide train.batch_size=4",
+    ),
+    "no microbatch": (["train.microbatch=0"], "train.microbatch=0"),
+    "heads that do not divide": (["model.heads=3"], "model.width=32 is not divisible by model.heads=3"),
+    "an evaluation of nothing": (["eval.batches=0"], "eval.batches=0 must be at least 1"),
+    "negative evaluations": (["eval.every=-1"], "eval.every=-1"),
+    "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
+    "a negative seed": (["run.seed=-1"], "run.seed=-1"),
+    "an empty name": (["run.name=''"], "run.name must not be empty"),
+    "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
+    "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
+    "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
+    "a word for a share": (["policy.last=most"], "policy.last='most' must be"),
+    "a pattern that matches nothing": (["policy.keep=[mlp.dwn]"], "policy.keep='mlp.dwn' matches no linear layer"),
+    "an impossible phase": (["phases.cooldown.start=late"], "start='late' must be a step"),
+    "a phase of other GEMMs": (["phases.cooldown.gemms=[forward]"], "name some of fprop, dgrad, wgrad"),
+    "an impossible cooldown": (["schedule.cooldown=1.5"], "schedule.cooldown=1.5"),
+    "an impossible rounding": (["recipe=mxfp8", "recipe.scale_rounding=up"], "scale_rounding='up'"),
+    "missing data": (["data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
+    "no data": (["data.path=null"], "data.path=null must be text"),
+    "text shorter than a sequence": (["train.seq_len=100000"], "a sequence needs train.seq_len+1 = 100,001"),
+    "an odd value of ours": (["+model._target_=os.system"], "os.system"),
+    "foreign code": (["model._target_=os.system"], "model._target_='os.system' is no configuration class of fp4train"),
+    "foreign code of our name": (
+        ["recipe._target_=fp4train.checkpoint.os.system"],
+        "is no configuration class of fp4train",
+    ),
+    "a class of ours elsewhere": (
+        ["model._target_=fp4train.optim.adamw.AdamW"],
+        "an Architecture is needed",
+    ),
+    "an unclosed bracket": (["policy.keep=[a"], "write key=value"),
+    "a dangling interpolation": (["run.name=${nowhere}"], "nowhere"),
+    "a run that is not there": (["resume=runs/nowhere"], "runs/nowhere is not a run directory"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments: list[str], message: str) -> None:
+    ended = cli("run.name=a", *arguments)
+    assert ended.code == 1
+    assert message in ended.message
+    assert not Path("runs/a/config.yaml").exists(), "the name is free for the command as it was meant"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "empty"), ("too short", "a sequence needs"), (b"\xff\xfe\xfa" * 50, "UTF-8")],
+    ids=["empty", "short", "binary"],
+)
+def test_a_file_that_holds_no_text_to_learn_from(cli: Cli, tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "odd.txt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    said = cli("run.name=a", f"data.path={path}").message
+    assert message in said or "a sequence needs" in said
+
+
+def test_a_command_with_a_slip_can_be_given_again_without_it(cli: Cli) -> None:
+    assert cli("run.name=a", "data.path=/nowhere").code == 1
+    assert cli("run.name=a", "train.steps=1").code == 0
+
+
+def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
+    said = cli("run.name=a", "train.steps=2", "model.hidden=96").message
+    assert "runs/a belongs to another configuration (train.steps: 1 → 2; model.hidden: 64 → 96)" in said
+    assert "choose another run.name, or run.overwrite=true" in said
+    assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
+    assert cli("run.name=a", "train.steps=2", "model.hidden=96", "run.overwrite=true").code == 0
+    assert sorted(losses("runs/a")) == [1, 2]
+
+
+def test_a_run_is_overwritten_only_by_one_that_is_possible(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1", "data/tokenizer=bpe", "data.tokenizer.vocab_size=300").code == 0
+    before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
+    for slip in ("data.path=/nowhere", "policy.keep=[nothing]", "train.seq_len=1000000"):
+        assert cli("run.name=a", slip, "run.overwrite=true").code == 1
+        assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
+    other = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=290")
+    assert cli("run.name=a", "train.steps=1", *other, "run.overwrite=true").code == 0
+    assert "290" in Path("runs/a/tokenizer_origin.json").read_text() and not Path("runs/a/.new").exists()
+
+
+def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
+    Path("mine/checkpoints").mkdir(parents=True)
+    Path("mine/checkpoints/precious").write_text("years of work")
+    said = cli("run.name=a", "run.dir=mine", "run.overwrite=true").message
+    assert "mine holds checkpoints but no config.yaml" in said
+    assert Path("mine/checkpoints/precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("model: [", "cannot be read"),
+        ("just text", "it has no section run"),
+        ("model:\n  _target_: os.system\nrun: {}", "model._target_='os.system' is no configuration class"),
+        ("model:\n  _target_: fp4train.checkpoint.os.system\nrun: {}", "is no configuration class"),
+        ("run: !!python/object/apply:os.system ['touch hit']", "cannot be read"),
+        ("run:\n  name: ${oc.env:HOME}", "holds an interpolation"),
+    ],
+)
+def test_a_saved_configuration_is_data(cli: Cli, damage: str, message: str) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text(damage)
+    for command in (["resume=runs/a", "train.steps=2"], ["run.name=a", "train.steps=1"], ["plan", "resume=runs/a"]):
+        ended = cli(*command)
+        assert ended.code == 1 and message in ended.message
+    assert not Path("hit").exists()
+
+
+def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
+    assert "swaps.json cannot be read: recipe._target_='os.system'" in cli("resume=runs/a", "train.steps=2").message
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(cli: Cli, stop_at: StopAt) -> None:
+    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=2").code == 137
+    stop_at(-1)
+    tensors = Path("runs/a/checkpoints/step_00000004/tensors.safetensors")
+    os.truncate(tensors, tensors.stat().st_size // 2)
+    ended = cli("resume=runs/a")
+    assert ended.code == 0
+    assert "warning: checkpoint step_00000004 cannot be used (tensors.safetensors has" in ended.err
+    assert "going on from step 2" in ended.err
+    assert losses("runs/a") == losses("runs/whole")
+
+
+def test_without_a_usable_checkpoint_every_one_is_named(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2", "checkpoint.every=1").code == 0
+    for state in Path("runs/a/checkpoints").glob("*/state.json"):
+        state.write_text("{")
+    said = cli("resume=runs/a", "train.steps=3").message
+    assert "step_00000002: state.json is damaged" in said and "step_00000001: state.json is damaged" in said
+    assert sorted(losses("runs/a")) == [1, 2], "its metrics are not touched"
+
+
+def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
+    for name, width in (("a", 32), ("b", 64)):
+        assert cli(f"run.name={name}", f"model.width={width}", "train.steps=1").code == 0
+    before = Path("runs/a/metrics.jsonl").read_bytes()
+    for path in Path("runs/a/checkpoints").rglob("*.*"):
+        path.write_bytes((Path("runs/b") / path.relative_to("runs/a")).read_bytes())
+    assert "does not fit this model" in cli("resume=runs/a", "train.steps=2").message
+    assert Path("runs/a/metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.save
+
+    def save(folder: Path, step: int, *rest: Any, **options: Any) -> Path:
+        if step == 4:
+            raise CheckpointError("checkpoint of step 4 not written to runs/a: No space left on device.")
+        return original(folder, step, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    ended = cli("run.name=a", "checkpoint.every=2")
+    assert ended.code == 0 and "error: checkpoint of step 4 not written" in ended.err
+    assert "No space left" in events("runs/a", "checkpoint failed")[0]["reason"]
+    assert checkpoint.steps(Path("runs/a/checkpoints")) == [2, 6]
+
+
+def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*rest: Any, **options: Any) -> Path:
+        raise CheckpointError("No space left on device.")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    ended = cli("run.name=a", "train.steps=2")
+    assert ended.code == 1 and "No space left" in ended.err and "not saved" in ended.out
+
+
+def test_a_run_directory_that_cannot_be_written(cli: Cli) -> None:
+    Path("runs").write_text("a file")
+    assert "run directory runs/a cannot be written" in cli("run.name=a").message
+
+
+def test_two_processes_do_not_train_in_one_directory(cli: Cli) -> None:
+    with run_directory.locked(Path("runs/a")):
+        assert "runs/a is in use: another process trains in it" in cli("run.name=a").message
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fp4train.cli", "plan"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0 and ended.stderr == ""
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pln"], "unknown verb 'pln'; did you mean 'plan'?"),
+        (["compare", "runs/a"], "compare needs two or more run directories"),
+        (["compare", "runs/a", "runs/b"], "runs/a is not a run directory"),
+        (["formats", "e2m1"], "formats takes no arguments"),
+        (["plan", "model=llama_9b"], "there is no such model; did you mean 'llama_8b'?"),
+        (["plan", "data=text"], "data.path must be given: data.path=…"),
+        (["plan", "data=tokens", "data.path=x"], "data.vocab_size must be given"),
+        (["plan", "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
+        (
+            ["plan", "data/tokenizer=bpe", "data.tokenizer.vocab=9"],
+            "did you mean 'data.tokenizer.vocab_size'?",
+        ),
+        (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
+        (["experiment=techniqes"], "did you mean 'techniques'?"),
+    ],
+)
+def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) -> None:
+    ended = cli.raw(*arguments)
+    assert ended.code == 1 and message in ended.message

@@ -1,0 +1,55 @@
+"""Every configuration that ships composes, becomes objects, and is planned; the largest model allocates nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli
+
+from fp4train import overrides
+from fp4train.build import build_model, build_plan, build_timeline
+from fp4train.config import CONFIGS, Config, to_config
+
+GIVEN = {
+    "data=text": ["data.path=x"],
+    "data=hf": ["data.name=x"],
+    "data=tokens": ["data.path=x", "data.vocab_size=50257"],
+    "data/tokenizer=pretrained": ["data.tokenizer.name=x"],
+}
+OPTIONS = [f"{group}={option}" for group, options in overrides.groups().items() for option in options]
+
+
+def config(*arguments: str) -> Config:
+    return to_config(overrides.compose([*arguments, "run.name=x"]))
+
+
+def test_all_yaml_files_of_the_tree_are_covered() -> None:
+    files = [p for p in CONFIGS.rglob("*.yaml") if p.name != "train.yaml"] + list((CONFIGS / "recipe").glob("*.yaml"))
+    assert len(OPTIONS) == len(set(files)) and "recipe=nvfp4" in OPTIONS and "data/tokenizer=bpe" in OPTIONS
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_is_planned(option: str) -> None:
+    found = config(option, *GIVEN.get(option, []), *(["phases=none"] if option == "recipe=fp16" else []))
+    meta = torch.device("meta")
+    model = build_model(found, 257, meta)
+    assert all(p.device == meta for p in model.parameters())
+    plan = build_plan(found, model, build_timeline(found), torch.device("cpu"))
+    shares = plan.shares(0)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_the_plan_of_the_largest_model_takes_no_memory(cli: Cli) -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ended = cli.raw("plan", "model=llama_8b", "recipe=nvfp4", "policy=paper")
+    assert ended.code == 0 and "blocks.1–2" in ended.out.replace("blocks.1–26", "blocks.1–2")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kB"
+
+
+def test_the_comments_of_the_table_of_contents_name_what_there_is() -> None:
+    text = (CONFIGS / "train.yaml").read_text()
+    for group in ("model", "data", "optim", "schedule", "recipe", "policy", "phases", "track", "experiment"):
+        assert f"- {group}:" in text
+    assert Path(CONFIGS / "recipe").resolve().name == "recipes"

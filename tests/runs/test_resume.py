@@ -1,0 +1,159 @@
+"""A run that was interrupted equals one that was not, to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli, StopAt, events, losses
+
+CASES = {
+    "nvfp4 through its cooldown phase": [],
+    "stochastic weights and gradients": ["recipe=mxfp4", "policy=all"],
+    "recomputation in microbatches": ["model.recompute=true", "train.microbatch=1"],
+    "delayed scaling": ["recipe=fp8_delayed", "policy=all", "phases=none"],
+    "delayed scaling in microbatches": ["recipe=fp8_delayed", "train.microbatch=2", "recipe.history=2"],
+    "delayed scaling from the latest amax": ["recipe=fp8_delayed", "recipe.algorithm=most_recent", "phases=none"],
+    "fp16's loss scale": ["recipe=fp16", "recipe.scaling.initial=1e10", "recipe.scaling.interval=2", "phases=none"],
+    "a forward and a backward recipe": ["recipe=nvfp4_forward_mxfp8_backward", "schedule=cosine", "policy=all"],
+    "bf16 of everything in the cooldown": ["phases=cooldown_bf16", "schedule.cooldown=3"],
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(
+    cli: Cli, stop_at: StopAt, options: list[str]
+) -> None:
+    # Evaluation at the checkpoint: what it prepares must not leak into the next step.
+    every = ["checkpoint.every=3", "eval.every=3"]
+    stop_at(-1)
+    assert cli("run.name=whole", *every, *options).code == 0
+    stop_at(5)
+    assert cli("run.name=cut", *every, *options).code == 137
+    stop_at(-1)
+    assert cli("resume=runs/cut").code == 0
+    assert losses("runs/cut") == losses("runs/whole")
+    assert sorted(losses("runs/cut")) == list(range(1, 7))
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(cli: Cli) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert cli(f"run.name={name}", f"run.seed={seed}", "train.steps=2").code == 0
+    assert losses("runs/a") == losses("runs/b") != losses("runs/c")
+
+
+def test_the_same_command_continues_and_then_says_that_it_is_finished(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(4)
+    assert cli("run.name=a", "checkpoint.every=2").code == 137
+    stop_at(-1)
+    again = cli("run.name=a", "checkpoint.every=2")
+    assert again.code == 0 and "going on from step 4" in again.err
+    before = Path("runs/a/metrics.jsonl").read_bytes()
+    finished = cli("run.name=a", "checkpoint.every=2")
+    assert finished.code == 0 and "is finished: 6 steps" in finished.out
+    assert Path("runs/a/metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(2)
+    assert cli("run.name=a").code == 137
+    stop_at(-1)
+    assert cli("run.name=a").code == 0
+    assert sorted(losses("runs/a")) == list(range(1, 7))
+
+
+def test_more_steps_go_on_where_a_finished_run_ended(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=3", "phases=none", "schedule=constant").code == 0
+    assert cli("run.name=b", "train.steps=5", "phases=none", "schedule=constant", "schedule.warmup=0").code == 0
+    assert cli("resume=runs/a", "train.steps=5", "schedule.warmup=0").code == 0
+    assert sorted(losses("runs/a")) == list(range(1, 6))
+
+
+def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(2)
+    options = ["phases=none", "checkpoint.every=2"]
+    assert cli("run.name=a", *options).code == 137
+    stop_at(4)
+    command = ["resume=runs/a", "recipe=mxfp8"]
+    assert cli(*command).code == 137
+    assert [(s["step"], s["name"]) for s in json.loads(Path("runs/a/swaps.json").read_text())] == [(2, "mxfp8")]
+    assert [e["recipe"] for e in events("runs/a", "swap")] == ["mxfp8"]
+    stop_at(5)
+    assert cli(*command).code == 137, "the same command again goes on and records nothing more"
+    stop_at(-1)
+    assert cli("resume=runs/a").code == 0
+    assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 2 + ["MXFP8"] * 4
+    assert [s["step"] for s in json.loads(Path("runs/a/swaps.json").read_text())] == [2]
+    assert "_target_: fp4train.precision.NVFP4" in Path("runs/a/config.yaml").read_text()
+    assert "steps 2–5: MXFP8 (swap at step 2)" in Path("runs/a/plan.txt").read_text()
+
+
+def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2").code == 0
+    assert "is finished" in cli("resume=runs/a", "recipe=mxfp8").out
+    assert not Path("runs/a/swaps.json").exists()
+
+
+def test_a_new_name_makes_a_branch_and_leaves_the_run_alone(cli: Cli, stop_at: StopAt) -> None:
+    assert cli("run.name=a", "train.steps=4", "checkpoint.every=2", "phases=none", "schedule=constant").code == 0
+    before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
+    branch = ["resume=runs/a", "run.name=b", "recipe=bf16", "train.steps=7", "checkpoint.every=2"]
+    stop_at(5)
+    assert cli(*branch).code == 137, "killed before its first own checkpoint"
+    stop_at(-1)
+    again = cli(*branch)
+    assert again.code == 0 and "going on from step 4 of runs/a" in again.err
+    assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
+    assert [values[-1] for values in losses("runs/b").values()] == ["NVFP4"] * 4 + ["BF16"] * 3
+    assert {s: v for s, v in losses("runs/b").items() if s <= 4} == losses("runs/a")
+    assert "is finished" in cli(*branch).out
+
+
+def test_a_branch_does_not_land_on_another_run(cli: Cli) -> None:
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "train.steps=1").code == 0
+    before = {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()}
+    assert "runs/b holds a run already" in cli("resume=runs/a", "run.name=b", "train.steps=2").message
+    assert {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()} == before
+
+
+def test_a_resume_may_change_the_optimizers_constants(cli: Cli) -> None:
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "train.steps=2", "phases=none", "schedule=constant").code == 0
+    assert cli("resume=runs/a", "train.steps=5").code == 0
+    assert cli("resume=runs/b", "train.steps=5", "optim.weight_decay=50").code == 0
+    assert losses("runs/a")[3] == losses("runs/b")[3], "decay acts in the step after"
+    assert losses("runs/a")[5] != losses("runs/b")[5]
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(1)
+    assert cli("run.name=a").code == 137
+    assert "has no checkpoint yet" in cli("resume=runs/a").message
+    assert sorted(losses("runs/a")) == [1]
+
+
+def test_what_is_resumed_cannot_be_another_run(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    assert "train.seq_len: 32 → 16" in cli("resume=runs/a", "train.seq_len=16", "train.steps=2").message
+    assert "run.seed: 0 → 5" in cli("resume=runs/a", "run.seed=5", "train.steps=2").message
+    assert "contradict" in cli("resume=runs/a", "run.overwrite=true").message
+    assert "name its recipe" in cli("resume=runs/a", "recipe.hadamard=false", "train.steps=2").message
+    assert "no experiment" in cli("resume=runs/a", "experiment=techniques", "train.steps=2").message
+    assert sorted(losses("runs/a")) == [1]
+
+
+def test_other_data_of_the_same_name_is_noticed(cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_bytes(cli.text.read_bytes())
+    assert cli("run.name=a", "train.steps=1", f"data.path={own}").code == 0
+    own.write_text("something else " * 1000)
+    assert "was trained on other data" in cli("resume=runs/a", "train.steps=2").message
+
+
+def test_data_may_move(cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_bytes(cli.text.read_bytes())
+    assert cli("run.name=a", "train.steps=1", f"data.path={own}").code == 0
+    own.unlink()
+    assert "own.txt" in cli("resume=runs/a", "train.steps=2").message
+    assert cli("resume=runs/a", "train.steps=2", f"data.path={cli.text}").code == 0

@@ -1,0 +1,159 @@
+"""What a run leaves behind, and the verbs around it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Cli, events, lines, losses
+
+import fp4train.train as loop
+from fp4train import checkpoint
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
+    ended = cli("run.name=a", "eval.every=3", "checkpoint.every=2")
+    assert ended.code == 0
+    run = Path("runs/a")
+    assert {p.name for p in run.iterdir()} == {
+        *(".lock", "config.yaml", "plan.txt", "metrics.jsonl", "curves.png", "checkpoints"),
+    }
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["recipe"]["_target_"] == "fp4train.precision.NVFP4" and config["train"]["steps"] == 6
+    assert "${" not in (run / "config.yaml").read_text()
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert checkpoint.steps(run / "checkpoints") == [4, 6], "the newest two"
+    plan = (run / "plan.txt").read_text()
+    assert "blocks.0.attention.wq" in plan and "steps 5–5: NVFP4 with fprop in BF16" in plan
+    logged = [line for line in lines(run) if "event" not in line]
+    each = {f"train/{key}" for key in ("loss", "grad_norm", "lr", "tokens")}
+    each |= {"step", "perf/tokens_per_s", "precision/recipe"}
+    for line in logged:
+        assert set(line) == each | ({"val/loss", "val/loss_recipe"} if line["step"] in (3, 6) else set())
+    assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]
+    assert logged[-1]["train/tokens"] == 6 * 4 * 32
+    assert logged[0]["train/loss"] == pytest.approx(5.7, abs=0.3) and logged[-1]["val/loss"] < logged[0]["train/loss"]
+    assert [e["recipe"] for e in events(run, "recipe")] == ["NVFP4", "NVFP4 with fprop in BF16"]
+    summary = ended.out.splitlines()
+    assert len(summary) == 1 and summary[0].startswith("runs/a: step 6, done; train loss ")
+    assert summary[0].endswith("; runs/a/curves.png")
+
+
+def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:
+    ended = cli("run.name=a", "train.steps=5", "model.layers=12")
+    start = ended.err[: ended.err.index("step 1/5")].splitlines()
+    assert len(start) <= 14 and max(map(len, start[1:])) <= 120
+    assert "  blocks 0–9    fprop dgrad wgrad  E2M1·E2M1" in ended.err
+    assert "every layer and GEMM: runs/a/plan.txt" in ended.err
+
+
+def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
+    ended = cli("plan", "recipe=mxfp8")
+    assert ended.code == 0 and ended.err == ""
+    assert "MXFP8" in ended.out and "blocks.1.mlp.down" in ended.out and "multiply-adds of linear layers" in ended.out
+    assert list(cli.folder.iterdir()) == []
+
+
+def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2", "phases=none", "schedule=constant").code == 0
+    planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")
+    assert "steps 0–1: NVFP4 (recipe)" in planned.out and "steps 2–4: BF16 (swap at step 2)" in planned.out
+    assert not Path("runs/a/swaps.json").exists()
+
+
+@pytest.mark.usefixtures("pictures")
+def test_runs_are_compared(cli: Cli) -> None:
+    for recipe in ("bf16", "nvfp4"):
+        assert cli(f"run.name={recipe}", f"recipe={recipe}").code == 0
+    ended = cli.raw("compare", "runs/bf16", "runs/nvfp4", "out=gap.png")
+    assert ended.code == 0 and "nvfp4" in ended.out and "gap.png" in ended.out
+    assert Path("gap.png").stat().st_size > 0
+
+
+def test_formats_and_help_and_version_are_printed(cli: Cli) -> None:
+    formats = cli.raw("formats")
+    assert formats.code == 0 and "e2m1" in formats.out.lower()
+    for arguments in (["--help"], ["plan", "--help"], ["swap", "--help"], ["compare", "-h"]):
+        ended = cli.raw(*arguments)
+        assert ended.code == 0 and "fp4train swap runs/a recipe=bf16 at=200" in ended.out
+    assert "nvfp4_four_over_six" in cli.raw("--help").out
+    assert cli.raw("--version").out == "fp4train 0.1.0\n"
+
+
+def test_hydras_own_flags_work(cli: Cli, tmp_path: Path) -> None:
+    shown = yaml.safe_load(cli.raw("--cfg", "job", "train.steps=3").out)
+    assert shown["train"]["steps"] == 3 and shown["recipe"]["_target_"] == "fp4train.precision.NVFP4"
+    assert "shows one configuration" in cli.raw("-m", "--cfg", "job", "recipe=bf16,nvfp4").message
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
+    own = ["plan", "--config-dir", "mine"]
+    assert "E5M2·E4M3" in cli.raw(*own, "recipe=house", "recipe.two_d_weights=true").out
+    assert "did you mean 'house'?" in cli.raw(*own, "recipe=huose").message
+    assert "unknown key 'recipe.elemnt'" in cli.raw(*own, "recipe=house", "recipe.elemnt=e4m3").message
+
+
+def test_a_sweep_runs_every_point_and_goes_on_after_a_bad_one(cli: Cli) -> None:
+    ended = cli("-m", "recipe=nvfp4,bf16", "train.microbatch=3,2", "train.steps=2")
+    assert ended.code == 1
+    assert ended.err.count("fp4train: train.microbatch=3 does not divide train.batch_size=4") == 2
+    done = [f"llama_tiny-{recipe}-microbatch=2" for recipe in ("bf16", "nvfp4")]
+    assert sorted(p.name for p in Path("runs").glob("*-*")) == done
+    assert cli("run.name=alone", "recipe=bf16", "train.microbatch=2", "train.steps=2").code == 0
+    assert losses(f"runs/{done[0]}") == losses("runs/alone"), "what ran before leaves no trace"
+    assert cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2,2", "train.steps=2").out.count("is finished") == 4
+
+
+def test_a_signal_ends_the_whole_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    assert cli("-m", "recipe=nvfp4,bf16,mxfp8").code == 130
+    assert [p.name for p in Path("runs").glob("*-*")] == ["llama_tiny-nvfp4"]
+
+
+def test_every_point_of_a_sweep_has_a_directory_of_its_own(cli: Cli) -> None:
+    assert cli("-m", "optim.lr=1e-3,3e-3", "schedule=wsd,cosine", "train.steps=1").code == 0
+    assert {p.name for p in Path("runs").glob("*-*")} == {
+        f"llama_tiny-nvfp4-lr={lr}-schedule={schedule}" for lr in ("0.001", "0.003") for schedule in ("wsd", "cosine")
+    }
+    assert cli("-m", "run.name=x", "recipe=bf16,mxfp8", "train.steps=1").code == 0
+    assert {p.name for p in Path("runs").glob("x*")} == {"x-recipe=bf16", "x-recipe=mxfp8"}
+
+
+def test_a_sweep_checks_its_keys_in_every_group_that_it_sweeps(cli: Cli) -> None:
+    said = cli("-m", "recipe=nvfp4,bf16", "recipe.hadamard=true,false").message
+    assert "unknown key 'recipe.hadamard'" in said
+    assert not Path("runs").exists()
+
+
+def test_a_run_without_tracking_leaves_no_metrics(cli: Cli) -> None:
+    ended = cli("run.name=a", "train.steps=1", "track=none")
+    assert ended.code == 0 and not Path("runs/a/metrics.jsonl").exists()
+
+
+def test_without_a_network_wandb_is_offline_within_seconds(cli: Cli) -> None:
+    process = cli.start("run.name=a", "track=wandb", "train.steps=3")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "wandb is offline (not logged in" in err and "Traceback" not in err
+    assert list(Path("runs/a/wandb").glob("offline-run-*/*.wandb"))
+    assert sorted(losses("runs/a")) == [1, 2, 3]
+
+
+def test_what_a_command_does_not_use_is_not_imported() -> None:
+    code = (
+        "import sys, fp4train.cli, fp4train.build, fp4train.train\n"
+        "heavy = {'matplotlib', 'wandb', 'datasets', 'transformer_engine', 'triton', 'tokenizers', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

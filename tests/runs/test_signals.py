@@ -1,0 +1,83 @@
+"""Signals and kills: a run that is asked to end saves first, a killed one goes on from its last checkpoint."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, lines, losses, wait_for
+
+import fp4train.train as loop
+
+STEADY = ("phases=none", "schedule=constant")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    assert cli("run.name=whole", "train.steps=4", "eval.every=2", *STEADY).code == 0
+    original = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        if run.step == 2:
+            os.kill(os.getpid(), number)
+        return original(run, recipe)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    ended = cli("run.name=a", "train.steps=4", "eval.every=2", *STEADY)
+    assert ended.code == 128 + number
+    assert f"runs/a: step 3, stopped by {number.name}, resume=runs/a goes on" in ended.out
+    assert signal.getsignal(number) == before
+    monkeypatch.undo()
+    os.chdir(cli.folder)
+    assert cli("resume=runs/a").code == 0
+    assert losses("runs/a") == losses("runs/whole")
+
+
+def test_a_signal_while_a_checkpoint_is_written_loses_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.save
+
+    def save(run: Any) -> bool:
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run)
+
+    monkeypatch.setattr(loop, "save", save)
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 143
+    assert [p.name for p in Path("runs/a/checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_signal_that_is_to_be_ignored_is_ignored(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert cli("run.name=a", "train.steps=2").code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_killed_process_goes_on_to_the_bit(cli: Cli) -> None:
+    options = (*STEADY, "schedule.warmup=0", "eval.every=0")  # nothing depends on the number of steps
+    process = cli.start("run.name=a", "train.steps=4000", "checkpoint.every=5", *options)
+    try:
+        wait_for(lambda: len(list(Path("runs/a/checkpoints").glob("step_*"))) > 1)
+        process.kill()
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    done = [line["step"] for line in lines("runs/a") if "train/loss" in line][-1]
+    assert cli("resume=runs/a", f"train.steps={done + 2}").code == 0
+    assert cli("run.name=whole", f"train.steps={done + 2}", "checkpoint.every=5", *options).code == 0
+    resumed, whole = losses("runs/a"), losses("runs/whole")
+    assert resumed == whole
+    assert sorted(losses("runs/a")) == list(range(1, done + 3))

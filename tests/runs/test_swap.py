@@ -1,0 +1,192 @@
+"""`fp4train swap`: the recipe of a running run changes, or the request is refused; the run goes on either way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, StopAt, events, lines, losses, wait_for
+
+import fp4train.train as loop
+
+STEADY = ("phases=none", "schedule=constant")
+
+
+@pytest.fixture
+def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
+    """`before_step(3, act)`: `act` is called while the loop stands before step 3, from "another terminal"."""
+    original, acts = loop.pick_up_swaps, {}
+
+    def pick_up_swaps(run: Any) -> None:
+        acts.pop(run.step, lambda: None)()
+        original(run)
+
+    monkeypatch.setattr(loop, "pick_up_swaps", pick_up_swaps)
+    return acts.__setitem__
+
+
+def recorded(run: str) -> list[tuple[int, str]]:
+    path = Path(run) / "swaps.json"
+    return [(s["step"], s["name"]) for s in json.loads(path.read_text())] if path.exists() else []
+
+
+def test_a_swap_takes_effect_at_once_or_at_its_step_and_survives_a_resume(
+    cli: Cli, stop_at: StopAt, before_step: Callable[[int, Callable[[], Any]], None]
+) -> None:
+    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=mxfp8"))
+    before_step(2, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "at=4"))
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=3", *STEADY).code == 137
+    stop_at(-1)
+    names = [values[-1] for values in losses("runs/a").values()]
+    assert names == ["NVFP4", "MXFP8", "MXFP8", "MXFP8", "BF16"]
+    assert recorded("runs/a") == [(1, "mxfp8"), (4, "bf16")]
+    assert [(e["recipe"], e["at"]) for e in events("runs/a", "swap")] == [("mxfp8", 1), ("bf16", 4)]
+    before = losses("runs/a")
+    assert cli("resume=runs/a").code == 0
+    assert {s: v for s, v in losses("runs/a").items() if s <= 5} == before
+    assert [values[-1] for values in losses("runs/a").values()] == [*names, "BF16"]
+    assert "swap at step 4" in Path("runs/a/plan.txt").read_text()
+
+
+def test_a_later_request_for_the_same_step_replaces_the_earlier(
+    cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]
+) -> None:
+    def ask() -> None:
+        cli.raw("swap", "runs/a", "recipe=mxfp8", "at=2")
+        cli.raw("swap", "runs/a", "recipe=mxfp8", "recipe.element=hybrid", "at=2")
+
+    before_step(1, ask)
+    assert cli("run.name=a", "train.steps=3", *STEADY).code == 0
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4", "NVFP4", "MXFP8(element=hybrid)"]
+
+
+BF16 = {"_target_": "fp4train.precision.BF16"}
+NOW = {"name": "x", "at": None}
+REQUESTS = {
+    "past": ({"recipe": BF16, "name": "bf16", "at": 0}, "step 0 is past"),
+    "beyond the end": ({"recipe": BF16, "name": "bf16", "at": 9}, "beyond the end"),
+    "no step": ({"recipe": BF16, "name": "bf16", "at": "x"}, "must be a whole"),
+    "foreign code": (
+        {"recipe": {"_target_": "os.system", "command": "touch hit"}, **NOW},
+        "os.system",
+    ),
+    "our name, foreign code": (
+        {"recipe": {"_target_": "fp4train.checkpoint.os.system"}, **NOW},
+        "no conf",
+    ),
+    "no recipe": (
+        {"recipe": {"_target_": "fp4train.optim.adamw.AdamW"}, **NOW},
+        "AdamW cannot stand",
+    ),
+    "no such option": (
+        {"recipe": {"_target_": "fp4train.precision.NVFP4", "hadamar": 1}, **NOW},
+        "hada",
+    ),
+    "a string": ({"recipe": "bf16", **NOW}, "must be a Recipe"),
+    "another dtype": ({"recipe": {"_target_": "fp4train.precision.FP16"}, "name": "fp16", "at": None}, "float16"),
+    "half a request": ({"recipe": {}}, "does not hold"),
+    "garbage": ("{{{", "cannot be read"),
+    "nested garbage": ("[" * 100_000, "cannot be read"),
+    "binary": (b"\xff\xfe\x00", "cannot be read"),
+    "a folder": (None, "cannot be read"),
+}
+
+
+def test_impossible_requests_are_refused_without_hurting_the_run(
+    cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]
+) -> None:
+    def ask() -> None:
+        folder = Path("runs/a/swap_requests")
+        folder.mkdir()
+        for i, (body, _) in enumerate(REQUESTS.values()):
+            path = folder / f"{i:02}.json"
+            if body is None:
+                path.mkdir()
+            elif isinstance(body, dict):
+                path.write_text(json.dumps(body))
+            else:
+                path.write_bytes(body if isinstance(body, bytes) else body.encode())
+
+    assert cli("run.name=quiet", "train.steps=4", *STEADY).code == 0
+    before_step(1, ask)
+    ended = cli("run.name=a", "train.steps=4", *STEADY)
+    assert ended.code == 0 and losses("runs/a") == losses("runs/quiet")
+    refused = [e["reason"] for e in events("runs/a", "swap refused")]
+    assert len(refused) == len(REQUESTS), "each once"
+    for (name, (_, reason)), said in zip(REQUESTS.items(), refused, strict=True):
+        assert reason in said, name
+        assert said.splitlines()[0] in ended.err
+    assert not Path("hit").exists() and recorded("runs/a") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/a", "recipe=nvfp5"], "did you mean 'nvfp4'?"),
+        (["runs/a"], "swap needs recipe=NAME"),
+        (["recipe=bf16"], "swap needs one run directory"),
+        (["runs/b", "recipe=bf16"], "runs/b is not a run directory (it has no config.yaml); runs holds a"),
+        (["runs/a", "recipe=bf16", "at=soon"], "must be a step"),
+        (["runs/a", "recipe=bf16", "at=-1"], "must be a step"),
+        (["runs/a", "recipe=bf16", "at=2"], "beyond the end: runs/a has 2 steps"),
+        (["runs/a", "recipe=bf16", "policy.last=0"], "changes the recipe only"),
+        (["runs/a", "recipe=mxfp8", "recipe.hadamard=false"], "unknown key 'recipe.hadamard'"),
+        (["runs/a", "recipe=mxfp8", "recipe.element=e9m9"], "e9m9"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_in_the_terminal(cli: Cli, arguments: list[str], message: str) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text("run: {name: a}\ntrain: {steps: 2}\n")
+    ended = cli.raw("swap", *arguments)
+    assert ended.code == 1 and message in ended.message
+    assert not Path("runs/a/swap_requests").exists()
+
+
+def test_a_request_to_a_run_that_stands_waits_for_its_resume(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(3)
+    assert cli("run.name=a", "checkpoint.every=2", "train.steps=5", *STEADY).code == 137
+    stop_at(-1)
+    asked = cli.raw("swap", "runs/a", "recipe=bf16", "at=4")
+    assert asked.code == 0 and "picked up on resume=runs/a" in asked.out
+    assert cli("resume=runs/a").code == 0
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 4 + ["BF16"]
+
+
+def test_a_full_disk_refuses_the_swap_and_not_the_run(
+    cli: Cli, before_step: Callable[[int, Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fp4train.run_directory as run_directory
+
+    original = run_directory.os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(target).name == "swaps.json":
+            raise OSError(28, "No space left on device")
+        original(source, target)
+
+    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16"))
+    monkeypatch.setattr(run_directory.os, "replace", replace)
+    ended = cli("run.name=a", "train.steps=3", *STEADY)
+    assert ended.code == 0 and "No space left" in events("runs/a", "swap refused")[0]["reason"]
+    assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
+
+
+def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
+    process = cli.start("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY)
+    try:
+        wait_for(lambda: Path("runs/a/metrics.jsonl").exists() and len(lines("runs/a")) > 3)
+        asked = cli.raw("swap", "runs/a", "recipe=bf16")
+        assert asked.code == 0 and asked.out == "runs/a: recipe bf16 at the next step\n"
+        assert "is in use" in cli("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY).message
+        wait_for(lambda: any(line.get("precision/recipe") == "BF16" for line in lines("runs/a")))
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + 15
+    assert "stopped by SIGTERM" in out and "Traceback" not in err
+    done = lines("runs/a")[-1]["step"]
+    assert list(Path("runs/a/checkpoints").iterdir()) == [Path(f"runs/a/checkpoints/step_{done:08}")]

@@ -1,0 +1,111 @@
+"""Published mean squared errors on N(0, 1), and where stochastic rounding is unbiased. All seeded."""
+
+import pytest
+import torch
+
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize
+from fp4train.quantize.quantized import Quantized
+
+KEY = RandomKey(seed=11, step=0, layer=0, operand=0)
+GUARD = 16 / 17
+
+
+@pytest.mark.parametrize(
+    ("published", "spec"),
+    [
+        (9.0, QuantSpec()),
+        (9.0, QuantSpec(formula="te2.13")),
+        (9.0, QuantSpec(hadamard=Hadamard())),
+        (7.6, QuantSpec(four_over_six="mse", global_bound=256)),
+        (7.8, QuantSpec(four_over_six="mae", global_bound=256)),
+        (12.4, QuantSpec(block=(16, 16))),
+        (18.8, QuantSpec(rounding="stochastic")),
+        (23.5, QuantSpec(rounding="stochastic", guard=GUARD)),
+    ],
+    ids=str,
+)
+def test_mean_squared_error_on_a_normal_tensor_is_the_published_one(published: float, spec: QuantSpec) -> None:
+    x = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))
+    y = quantize(x, spec, key=KEY, kernel="reference").restore()
+    assert (y - x).square().mean().item() * 1e3 == pytest.approx(published, rel=0.01)
+
+
+def mean_error(x: torch.Tensor, spec: QuantSpec, draws: int) -> tuple[float, float]:
+    """(mean, standard error) of sign(x)*(y - x): the shrinkage or growth of magnitudes, over independent draws."""
+    means = torch.stack(
+        [
+            (
+                (
+                    quantize(
+                        x, spec, key=RandomKey(seed=1, step=step, layer=2, operand=3), kernel="reference"
+                    ).dequantize()
+                    - x
+                )
+                * x.sign()
+            ).mean()
+            for step in range(draws)
+        ]
+    )
+    return means.mean().item(), means.std().item() / draws**0.5
+
+
+def clipped(x: torch.Tensor, q: Quantized) -> torch.Tensor:
+    largest = q.spec.format.max * q.block_scales().repeat_interleave(q.spec.block[1], dim=1)
+    scale = q.global_decode()
+    return x.abs() > (largest if scale is None else largest * scale) * (1 + 1e-6)
+
+
+def test_stochastic_rounding_is_biased_exactly_where_a_scale_rounded_down_clips() -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    spec = QuantSpec(rounding="stochastic")
+    share = clipped(x, quantize(x, spec, key=KEY, kernel="reference")).float().mean().item()
+    assert 0.01 < share < 0.05
+    mean, error = mean_error(x, spec, 64)
+    assert mean < -5 * error, "clipping shrinks magnitudes"
+    largest = quantize(x, spec, key=KEY, kernel="reference")
+    assert clipped(x, largest).reshape(-1, 16).sum(dim=1).max() <= 3, "only the largest of a block"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(rounding="stochastic", guard=GUARD),
+        QuantSpec(rounding="stochastic", block=(1, 32), scale="e8m0", global_scale=None),
+        QuantSpec(rounding="stochastic", element="e4m3", block=(1, 32), scale="e8m0", global_scale=None),
+    ],
+    ids=["guarded nvfp4", "mxfp4 rceil", "mxfp8 rceil"],
+)
+def test_scales_that_never_clip_make_stochastic_rounding_unbiased(spec: QuantSpec) -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    assert not clipped(x, quantize(x, spec, key=KEY, kernel="reference")).any()
+    mean, error = mean_error(x, spec, 64)
+    # 2^-17 of a quantum (at most a third of 6) is the resolution of 16 random bits.
+    assert abs(mean) < 4 * error + 2.0**-17 * x.abs().max().item() / 3
+
+
+def test_each_element_is_unbiased_on_its_own() -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    spec = QuantSpec(rounding="stochastic", guard=GUARD)
+    draws = torch.stack(
+        [
+            quantize(x, spec, key=RandomKey(seed=3, step=step, layer=0, operand=0), kernel="reference").dequantize()
+            for step in range(256)
+        ]
+    )
+    # Elements next to the grid see one neighbour almost always, and their sample deviation says nothing.
+    upper = (draws == draws.amax(dim=0)).float().mean(dim=0)
+    mixed = (upper > 0.05) & (upper < 0.95)
+    assert mixed.float().mean() > 0.7
+    z = ((draws.mean(dim=0) - x) / (draws.std(dim=0) / 256**0.5))[mixed]
+    assert z.abs().max() < 5.0
+    assert z.square().mean().item() == pytest.approx(1.0, abs=0.12)
+
+
+def test_the_guard_costs_range_only_where_scales_are_normal_numbers() -> None:
+    """E4M3's subnormal scales (blocks 10^5 below the tensor's amax) round by more than 1/16: there clipping remains."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    x[:32] *= 2e-5
+    q = quantize(x, QuantSpec(rounding="stochastic", guard=GUARD), key=KEY, kernel="reference")
+    over = clipped(x, q)
+    assert over[:32].any()
+    assert not over[32:].any()

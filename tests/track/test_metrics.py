@@ -1,0 +1,185 @@
+"""metrics.jsonl is the truth about a run, whatever kills it."""
+
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4train.track.metrics as metrics
+from fp4train.errors import UserError
+from fp4train.track import MetricsLog, read_metrics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def written(path: Path, *numbers: int) -> bytes:
+    log = MetricsLog(path)
+    for step in numbers:
+        log.log(step, {"train/loss": 1 / step})
+    log.finish()
+    return path.read_bytes()
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(path: Path) -> None:
+    log = MetricsLog(path)
+    log.log(1, {"train/loss": 0.1 + 0.2, "train/tokens": 2**40, "precision/recipe": "nvfp4", "x": None})
+    log.log_event(2, "swap", {"recipe": "bf16", "at": [1, 2]})
+    assert read_metrics(path) == [
+        {"step": 1, "train/loss": 0.1 + 0.2, "train/tokens": 2**40, "precision/recipe": "nvfp4", "x": None},
+        {"step": 2, "event": "swap", "recipe": "bf16", "at": [1, 2]},
+    ]
+    log.finish()
+
+
+def test_scalars_of_torch_are_numbers(path: Path) -> None:
+    log = MetricsLog(path)
+    log.log(1, {"a": torch.tensor(1.5), "b": torch.tensor(3)})
+    log.finish()
+    assert read_metrics(path) == [{"step": 1, "a": 1.5, "b": 3}]
+
+
+def test_nan_and_infinity_survive_strict_readers(path: Path) -> None:
+    log = MetricsLog(path)
+    log.log(1, {"train/loss": math.nan, "train/grad_norm": -math.inf, "train/lr": 0.5})
+    log.finish()
+
+    def refuse(token: str) -> None:
+        raise AssertionError(token)
+
+    raw = json.loads(path.read_text(), parse_constant=refuse)
+    assert raw["train/loss"] is None and raw["nonfinite"] == {"train/loss": "nan", "train/grad_norm": "-inf"}
+    [line] = read_metrics(path)
+    assert math.isnan(line["train/loss"]) and line["train/grad_norm"] == -math.inf and "nonfinite" not in line
+
+
+@pytest.mark.parametrize("key", ["step", "event", "nonfinite"])
+def test_reserved_keys_are_refused(path: Path, key: str) -> None:
+    log = MetricsLog(path)
+    with pytest.raises(ValueError, match=key):
+        log.log(1, {key: 1})
+    with pytest.raises(ValueError, match=key):
+        log.log_event(1, "swap", {key: 1})
+    log.finish()
+
+
+def test_a_resume_drops_what_will_be_written_again(path: Path) -> None:
+    whole = written(path, 1, 2, 3, 4)
+    log = MetricsLog(path, resume_step=2)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    log.log(3, {"train/loss": 1 / 3})
+    log.log(4, {"train/loss": 1 / 4})
+    log.finish()
+    assert path.read_bytes() == whole
+    assert os.listdir(path.parent) == ["metrics.jsonl"]
+
+
+def test_a_resume_that_drops_nothing_leaves_the_file_alone(path: Path) -> None:
+    written(path, 1, 2)
+    before = path.stat().st_ino
+    MetricsLog(path, resume_step=2).finish()
+    assert path.stat().st_ino == before
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 3, "train/lo', b'{"step": 3}', b"\0\0\0\0", b"\0\0\0\n", b"\xff\xfe\n", b"\n"]
+)
+def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> None:
+    whole = written(path, 1, 2)
+    path.write_bytes(whole + tail)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    log = MetricsLog(path)
+    log.log(3, {})
+    log.finish()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+    assert path.read_bytes() == whole + b'{"step": 3}\n'
+
+
+def test_damage_in_the_middle_is_named_by_its_line(path: Path) -> None:
+    written(path, 1, 2, 3)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b"garbage", *lines[2:]]))
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2: not a line of metrics"):
+        read_metrics(path)
+
+
+def test_a_missing_file_is_a_user_error(path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read: No such file"):
+        read_metrics(path)
+
+
+def test_finishing_twice_does_nothing_and_logging_afterwards_is_an_error(path: Path) -> None:
+    log = MetricsLog(path)
+    log.finish()
+    log.finish()
+    with pytest.raises(ValueError, match="is finished"):
+        log.log(1, {})
+
+
+def test_a_full_disk_is_reported_once_and_no_line_is_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(path)
+    log.log(1, {})
+    write = os.write
+
+    def part_of_it(descriptor: int, data: bytes) -> int:
+        if len(data) < 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:-4])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.os, "write", part_of_it)
+        for step in (2, 3, 4):
+            log.log(step, {})
+    assert path.read_bytes() == b'{"step": 1}\n', "no torn line while the disk is full"
+    assert [r.levelno for r in caplog.records] == [logging.ERROR] and "No space left" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        log.log(5, {})
+    assert "nothing is lost" in caplog.text
+    log.finish()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+def test_lines_that_never_got_a_place_are_counted_at_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = MetricsLog(path)
+    monkeypatch.setattr(metrics.os, "write", full)
+    log.log(1, {})
+    log.log(2, {})
+    log.finish()
+    assert "2 lines are lost" in caplog.text
+
+
+def test_an_unwritable_folder_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the run directory should be")
+    with pytest.raises(UserError, match="cannot be written"):
+        MetricsLog(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_a_kill_loses_nothing_that_was_logged(path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom fp4train.track import MetricsLog\n"
+        "log = MetricsLog(Path(sys.argv[1]))\nfor step in range(1, 51): log.log(step, {})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(metrics.__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert child.returncode == -signal.SIGKILL
+    assert [line["step"] for line in read_metrics(path)] == list(range(1, 51))

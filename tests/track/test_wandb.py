@@ -1,0 +1,194 @@
+"""wandb without a network: offline at once, or within seconds; nothing here leaves the machine."""
+
+import http.server
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fp4train.track
+from fp4train.track import Trackers, WandbTracker, WandbTracking, read_metrics
+
+wandb = pytest.importorskip("wandb")
+
+KEY = "0" * 40
+
+
+@pytest.fixture
+def wandb_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Point wandb at a server (logged in) or at none (logged out), whatever this machine's user has set up."""
+
+    def point(url: str | None) -> None:
+        wandb.teardown()
+        netrc = tmp_path / "netrc"
+        netrc.write_text(f"machine {url.removeprefix('http://')} login user password {KEY}\n" if url else "")
+        monkeypatch.setenv("NETRC", str(netrc))
+        if url:
+            monkeypatch.setenv("WANDB_BASE_URL", url)
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb_config"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield point
+    wandb.teardown()
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("fp4train")]
+
+
+def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = None) -> tuple[WandbTracker, float]:
+    """A short run; returns wandb's part and the seconds it took."""
+    start = time.monotonic()
+    tracker = tracking.build(run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step)
+    assert isinstance(tracker, Trackers)
+    [part] = tracker._others
+    assert isinstance(part, WandbTracker)
+    tracker.log_table("plan", ["layer", "share"], [["blocks.0", 0.5], ["head", None], ["norm", "kept"]])
+    for step in range(1, 4):
+        tracker.log(step, {"train/loss": float("nan") if step == 2 else 1 / step, "precision/recipe": "nvfp4"})
+    tracker.log_event(3, "swap", {"recipe": "bf16"})
+    tracker.finish()
+    tracker.finish()
+    assert tracker._others == [part], "it failed and was switched off"
+    return part, time.monotonic() - start
+
+
+def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb_at(None)
+    caplog.set_level(logging.INFO, logger="fp4train")
+    first, _ = train(tmp_path, WandbTracking())
+    assert not first.online
+    assert "not logged in" in caplog.text and "wandb sync" in caplog.text
+    assert {r.levelname for r in ours(caplog)} == {"INFO"}
+    again, _ = train(tmp_path, WandbTracking(), resume_step=3)
+    assert again.run_id == first.run_id
+    fresh, _ = train(tmp_path, WandbTracking())
+    assert fresh.run_id != first.run_id
+    kept = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(kept) == 3 and all(file.stat().st_size > 1000 for file in kept)
+    assert any(b"train/loss" in file.read_bytes() for file in kept)
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/plan*.json"))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
+
+
+def test_an_unreachable_server_costs_less_than_seconds(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        wandb_at(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        part, seconds = train(tmp_path, WandbTracking())
+    assert not part.online and seconds < 30
+    assert [r.levelname for r in ours(caplog)] == ["WARNING"] and "unreachable" in caplog.text
+
+
+def test_a_server_that_never_answers_costs_seconds(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        wandb_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        part, seconds = train(tmp_path, WandbTracking())
+    assert not part.online and seconds < 30, "wandb itself would wait for 90"
+    assert "did not answer" in caplog.text or "unreachable" in caplog.text
+
+
+class Useless(http.server.BaseHTTPRequestHandler):
+    """A server that answers everything with an error."""
+
+    def do_POST(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    do_HEAD = do_GET = do_POST
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Useless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        wandb_at(f"http://127.0.0.1:{server.server_address[1]}")
+        part, seconds = train(tmp_path, WandbTracking())
+        again, _ = train(tmp_path, WandbTracking(), resume_step=3)
+        server.shutdown()
+    assert not part.online and seconds < 30
+    assert again.run_id == part.run_id
+    assert all("wandb is offline" in r.getMessage() for r in ours(caplog)) and len(ours(caplog)) == 2
+    assert not list((tmp_path / "wandb").glob("run-*")), "nothing is left of the attempts to go online"
+
+
+def test_offline_is_kept_to_even_where_a_server_would_answer(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(url: str) -> None:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr("fp4train.track.wandb._why_unreachable", fail)
+    wandb_at("http://127.0.0.1:9")
+    part, _ = train(tmp_path, WandbTracking(mode="offline"))
+    assert not part.online
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_BASE_URL", "no url")])
+def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metrics(
+    tmp_path: Path,
+    wandb_at: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+) -> None:
+    wandb_at(None)
+    monkeypatch.setenv(name, value)
+    tracker = WandbTracking().build(tmp_path, "name", {})
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.finish()
+    assert "wandb is switched off" in caplog.text
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+KILLS_THE_SERVICE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from fp4train.track import WandbTracking
+assert "wandb" not in sys.modules
+tracker = WandbTracking(mode="offline").build(Path(sys.argv[1]), "name", {})
+tracker.log(1, {})
+for task in Path("/proc").glob("[0-9]*/cmdline"):
+    if f"--pid\\0{os.getpid()}\\0".encode() in task.read_bytes():
+        os.kill(int(task.parent.name), signal.SIGKILL)
+for step in range(2, 500): tracker.log(step, {"train/loss": 1.0})
+tracker.finish()
+print("trained")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
+    root = Path(fp4train.track.__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", KILLS_THE_SERVICE, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.returncode == 0 and "trained" in child.stdout
+    assert child.stderr.count("WandbTracker failed and is switched off") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499
