@@ -19,13 +19,16 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.nn import Linear, convert
 from fp4train.precision import LayerPolicy, Recipe, Swap, Timeline
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.te import region as te_region
 from fp4train.track import NullTracker, Tracker
 from fp4train.track.config import METRICS
 
 _log = logging.getLogger(__name__)
+
+COMPILED_VARIANTS = 64
+"""Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
 
 
 @dataclass
@@ -73,6 +76,10 @@ class Run:
             and module.why_not_te(wanted, self.device.type) is None
         }
         return te_region(*recipes) if recipes else nullcontext()
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Where every module runs by itself, so that hooks on modules inside of a block see them."""
+        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
 
     def linears(self) -> list[Linear]:
         """The model's converted layers."""
@@ -166,7 +173,26 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
         with torch.device("meta" if device.type == "meta" else "cpu"):
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-    return convert(model.to(device), backend=config.backend)
+    model = convert(model.to(device), backend=config.backend)
+    if config.train.compile and device.type != "meta":
+        _compile(model, device)
+    return model
+
+
+def _compile(model: nn.Module, device: torch.device) -> None:
+    """Let torch.compile have the blocks, each by itself: those that are alike share a graph."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise UserError(
+                "train.compile=true needs a C++ compiler on a CPU, and none is found (CXX, PATH)"
+            ) from error
+    for block in find_blocks(model):
+        block.compile(recompile_limit=COMPILED_VARIANTS)
 
 
 def build_timeline(config: Config, directory: Path | None = None) -> Timeline:

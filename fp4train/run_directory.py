@@ -49,7 +49,7 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "model.recompute", "data.path", "data.val_path"),
+    *("train.steps", "train.microbatch", "train.compile", "model.recompute", "data.path", "data.val_path"),
 )
 """Keys that `resume=` may change as well; any other would make it another run. Data may move: its fingerprint tells."""
 

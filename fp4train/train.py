@@ -101,7 +101,8 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
         total += loss.detach() * share
     mean_loss = float(total)
     if not math.isfinite(mean_loss):
-        where = first_non_finite_output(run.model, losses(run, recipe))
+        with run.eagerly():
+            where = first_non_finite_output(run.model, losses(run, recipe))
         raise NonFiniteError(run.step, "loss", mean_loss, where, recipe.name)
 
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
@@ -135,7 +136,7 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
 def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """`train_step`, and what quantising cost each operand of each layer in it (`eval.errors_every`)."""
     key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=6)
-    with probe((module.layer, module) for module in run.linears()) as seen:
+    with run.eagerly(), probe((module.layer, module) for module in run.linears()) as seen:
         values = train_step(run, recipe)
     return values | seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)
 

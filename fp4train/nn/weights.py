@@ -18,7 +18,7 @@ from fp4train.gemm import emulate
 from fp4train.quantize import Operand, Quantized, QuantSpec
 
 if TYPE_CHECKING:
-    from fp4train.nn.linear import Call
+    from fp4train.nn.call import Call
 
 # Words of the random key.
 _FPROP_W, _DGRAD_W = 1, 3

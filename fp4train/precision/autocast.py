@@ -5,22 +5,29 @@
     loss.backward()
 
 As with Transformer Engine's autocast, an inner context overrides an outer one, and backward runs outside of it in the
-precision of its forward. One ContextVar holds the state; nothing else is global.
+precision of its forward. One thread-local variable holds the state; nothing else is global.
 
 Activation recomputation runs a forward pass inside backward, where the context of the first one is over. `checkpoint`,
 or torch's own with `context_fn=checkpoint_contexts`, brings it back together with what the layers drew in it (the
 number of a call, a delayed scale); a layer that is recomputed without it raises instead of computing something else.
+
+To torch.compile a context is an opaque object that a graph takes as an input: a graph reads the context that is current
+when it runs, and holds for others whose `guarded` values are the same. The graph's backward has that input too, so that
+what it recomputes needs nothing else.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBase
 
 from fp4train.precision.layers import Layer
 from fp4train.precision.policy import LayerPolicy
@@ -30,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class Context(OpaqueBase):
     """What a linear layer needs to know when it runs; see `autocast` for the fields."""
 
     recipe: Recipe
@@ -40,6 +47,8 @@ class Context:
     token_offset: int = 0
     memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """What layers leave for the next ones of the same forward pass; empty again when the context is left."""
+    compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False, compare=False)
+    """By layer, its calls out of compiled graphs, which those graphs' recomputations must find again."""
     _recipes: dict[Layer, Recipe] = field(default_factory=dict, repr=False, compare=False)
 
     def recipe_for(self, layer: Layer) -> Recipe:
@@ -56,9 +65,21 @@ class Context:
             self._recipes[layer] = self.policy.recipe_for(layer, self.recipe)
         return self._recipes[layer]
 
+    def activation_dtype(self) -> torch.dtype:
+        """In which a model carries its activations."""
+        return self.recipe.torch_dtype
+
+
+register_opaque_type(
+    Context,
+    typ="reference",
+    guard_fn=lambda context: [context.activation_dtype()],
+    members={"activation_dtype": MemberType.USE_REAL},
+)
+
 
 class _State(NamedTuple):
-    """What the ContextVar holds: the context, where it was entered, the memory of checkpointed regions around it."""
+    """What a thread holds: the context, where it was entered, the memory of checkpointed regions around it."""
 
     context: Context | None = None
     backward: int = -1
@@ -68,12 +89,17 @@ class _State(NamedTuple):
 
 
 _OUTSIDE = _State()
-_CURRENT: ContextVar[_State] = ContextVar("fp4train_autocast", default=_OUTSIDE)
+_THREAD = threading.local()
+
+
+def _current() -> _State:
+    state: _State = getattr(_THREAD, "state", _OUTSIDE)
+    return state
 
 
 def current() -> Context | None:
     """The innermost enabled context, or None."""
-    return _CURRENT.get().context
+    return _current().context
 
 
 def _backward() -> int:
@@ -83,12 +109,12 @@ def _backward() -> int:
 
 def in_stray_recomputation() -> bool:
     """Whether this runs inside a backward pass under a context, or the lack of one, that comes from outside of it."""
-    return _backward() not in (-1, _CURRENT.get().backward)
+    return _backward() not in (-1, _current().backward)
 
 
 def once(owner: object, make: Callable[[], T]) -> T:
     """`make()`; when a checkpointed region is recomputed, what the same call of `owner` made in the first pass."""
-    state = _CURRENT.get()
+    state = _current()
     made = make() if state.replaying is None else cast(T, next(state.replaying[owner]))
     for record in state.recording:
         record.setdefault(owner, []).append(made)
@@ -97,18 +123,18 @@ def once(owner: object, make: Callable[[], T]) -> T:
 
 @contextmanager
 def _enter(state: _State) -> Iterator[None]:
-    token = _CURRENT.set(state)
+    outer, _THREAD.state = _current(), state
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        _THREAD.state = outer
         if state.context is not None:
             state.context.memo.clear()
 
 
 @contextmanager
 def _use(context: Context | None) -> Iterator[None]:
-    with _enter(_CURRENT.get()._replace(context=context, backward=_backward())):
+    with _enter(_current()._replace(context=context, backward=_backward())):
         yield
 
 
@@ -150,7 +176,7 @@ def autocast(
 def activation_dtype(default: torch.dtype) -> torch.dtype:
     """The dtype in which a model carries its activations here: the current recipe's, or `default` outside autocast."""
     context = current()
-    return default if context is None else context.recipe.torch_dtype
+    return default if context is None else context.activation_dtype()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -158,7 +184,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
     Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})`.
     """
-    outer = _CURRENT.get()
+    outer = _current()
     record: dict[object, list[object]] = {}
 
     @contextmanager
@@ -171,10 +197,12 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     return _enter(outer._replace(recording=(*outer.recording, record))), again()
 
 
+@_disable_dynamo(recursive=False)
 def checkpoint(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     """`torch.utils.checkpoint` whose recomputation, which runs in backward, sees the context of the forward pass.
 
-    The recomputed activations then have the bits of the first ones, stochastic rounding and dropout included.
+    The recomputed activations then have the bits of the first ones, stochastic rounding and dropout included. Under
+    torch.compile the region is a graph of its own.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

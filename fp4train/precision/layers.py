@@ -53,6 +53,11 @@ def _block_prefixes(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _block_prefixes(child, path)
 
 
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of `model` that hold linear layers, in order; the model itself where it has none."""
+    return [model.get_submodule(path) for path in _block_prefixes(model)] or [model]
+
+
 def find_layers(model: nn.Module) -> dict[str, Layer]:
     """Every linear layer of `model` by name, in the order of definition; a shared one stands under its first name."""
     prefixes = list(_block_prefixes(model))

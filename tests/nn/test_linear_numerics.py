@@ -250,7 +250,9 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
 
     def bits(offset: int, tokens: int) -> tuple[Tensor, Tensor]:
-        call = layer._call(Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset), NVFP4(), "cpu")
+        call = layer.new_call(
+            Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset), NVFP4(), "cpu", training=True
+        )
         rows = random_bits(call.key(2), tokens, 64)
         columns = random_bits(call.key(4, along_tokens=True), 64, tokens)
         return rows, columns
@@ -269,7 +271,7 @@ def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
     groups: list[int] = []
     for index in range(64):
-        call = layer._call(Context(recipe=NVFP4(), step=0, token_offset=7 * index), NVFP4(), "cpu")
+        call = layer.new_call(Context(recipe=NVFP4(), step=0, token_offset=7 * index), NVFP4(), "cpu", training=True)
         first = call.key(4, along_tokens=True).col_offset // 8
         groups.append(first)
     assert len(set(groups)) == 64

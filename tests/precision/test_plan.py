@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import fp4train.nn.linear as linear_module
+import fp4train.nn.gemms as gemms
 from fp4train.gemm import BACKENDS
 from fp4train.models.llama import Llama
 from fp4train.nn import Linear, convert
@@ -55,14 +55,14 @@ class Observer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, list[tuple[str, str, str]]] = {}
         self.layer = ""
-        real = linear_module.select
+        real = gemms.select
 
         def select(backend: str, first: Any, second: Any, device: str) -> tuple[ModuleType, str]:
             gemm, why = real(backend, first, second, device)
             name = "torch" if first is None and second is None else gemm.__name__.rpartition(".")[2]
             return self.watching(gemm, name, elements(Operands(first=first, second=second), "bfloat16")), why
 
-        monkeypatch.setattr(linear_module, "select", select)
+        monkeypatch.setattr(gemms, "select", select)
 
     def watching(self, gemm: ModuleType, name: str, what: str) -> Any:
         observer = self

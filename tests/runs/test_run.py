@@ -1,6 +1,7 @@
 """What a run leaves behind, and the verbs around it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,32 @@ from command_line import Cli, events, lines, losses
 
 import fp4train.train as loop
 from fp4train import checkpoint
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
+    small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
+    assert cli("run.name=eager", *small).code == 0
+    compiled = cli.start("run.name=compiled", "train.compile=true", *small)  # a process of its own: the compiler forks
+    _, err = compiled.communicate(timeout=300)
+    assert compiled.returncode == 0, err
+    eager, ours = lines("runs/eager"), lines("runs/compiled")
+    assert [set(line) for line in ours] == [set(line) for line in eager]
+    for name in ("train/loss", "val/loss", "val/loss_recipe"):
+        assert [line[name] for line in ours if name in line] == pytest.approx(
+            [line[name] for line in eager if name in line], rel=0.02
+        )
+    assert cli("resume=runs/compiled", "train.compile=false", "train.steps=6").code == 0
+
+
+def test_compiling_without_a_compiler_is_refused_before_the_run_begins(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    ended = cli("run.name=a", "train.compile=true")
+    assert ended.code == 1 and "train.compile=true needs a C++ compiler" in ended.message
+    assert not Path("runs/a/config.yaml").exists()
 
 
 @pytest.mark.usefixtures("pictures")

@@ -1,0 +1,226 @@
+"""torch.compile around fp4train's layers: whole graphs, the bits of eager mode, no graph used where it is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fp4train as f4
+from fp4train.models.llama import Llama
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe, autocast
+
+pytestmark = [  # all are the compiler's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning"),
+]
+
+POLICY = LayerPolicy(last=1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Graphs compiled so far, in pieces or whole."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def llama(*, recompute: bool = False) -> nn.Module:
+    shape = Llama(layers=3, width=32, heads=2, kv_heads=1, recompute=recompute)
+    return f4.convert(shape.build(vocab_size=64, seq_len=16))
+
+
+def step(
+    module: nn.Module,
+    model: nn.Module,
+    recipe: Recipe | None,
+    *inputs: Tensor,
+    at: int | None = 0,
+    policy: LayerPolicy | None = None,
+) -> tuple[Tensor, ...]:
+    """Output and gradients of one step; `recipe` None: outside of autocast."""
+    model.zero_grad()
+    with autocast(recipe or BF16(), step=at, seed=5, policy=policy, enabled=recipe is not None):
+        y = module(*inputs)
+    y.square().sum().backward()
+    return (y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None))
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def tokens(rows: int = 2) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 64, (rows, 17))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(backend: str) -> None:
+    model, data = llama(), tokens()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    recipes = (None, NVFP4(), MXFP8(), BF16(), NVFP4().with_high_precision("wgrad"), None)
+    for at, recipe in enumerate(recipes):
+        policy = None if recipe is None else POLICY
+        ours = step(compiled, model, recipe, *data, at=at, policy=policy)
+        assert same(ours, step(model, model, recipe, *data, at=at, policy=policy)), recipe
+
+
+def test_a_change_of_recipe_step_or_seed_compiles_nothing_as_long_as_the_routes_stay() -> None:
+    model, data = llama(), tokens()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    step(compiled, model, NVFP4(), *data, policy=POLICY)
+    assert graphs() == 1
+    for at, recipe in enumerate((NVFP4(), MXFP8(), NVFP4(stochastic_rounding=False)), start=1):
+        step(compiled, model, recipe, *data, at=at, policy=POLICY)
+    assert graphs() == 1
+    step(compiled, model, BF16(), *data, policy=POLICY)
+    assert graphs() == 2, "layers that quantise nothing are torch's own again, for the compiler to fuse"
+
+
+def test_blocks_that_are_alike_share_a_graph() -> None:
+    model, data = llama(), tokens()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager")
+    for at in range(2):
+        step(model, model, NVFP4(), *data, at=at, policy=POLICY)
+    assert graphs() == 2, "one for quantised blocks, one for the block that the policy keeps"
+
+
+def test_recomputed_regions_are_graphs_of_their_own_with_the_same_bits() -> None:
+    model, data = llama(recompute=True), tokens()
+    eager = step(model, model, NVFP4(), *data, policy=POLICY)
+    assert same(step(torch.compile(model, backend="aot_eager"), model, NVFP4(), *data, policy=POLICY), eager)
+    assert graphs() > 0
+
+
+def pair(*, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32, bias=bias), nn.ReLU(), nn.Linear(32, 16, bias=bias))
+
+
+class Checkpointed(nn.Module):
+    """torch's own recomputation, which the compiler takes into the graph."""
+
+    def __init__(self, inner: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch_checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
+def test_recomputation_inside_of_a_graph_finds_the_call_that_it_repeats(recipe: Recipe) -> None:
+    """The context is over when the graph's backward runs; without a step each call draws its own random bits, and a
+    delayed amax must enter its history once."""
+    states = []
+    for through in (lambda model: model, lambda model: torch.compile(Checkpointed(model), backend="aot_eager")):
+        torch.manual_seed(0)
+        model = f4.convert(pair())
+        results = [step(through(model), model, recipe, torch.ones(16, 16), at=None) for _ in range(2)]
+        states.append((results, [m.scaling_state() for m in model if isinstance(m, f4.nn.Linear)]))
+    (eager, eager_state), (compiled, compiled_state) = states
+    assert all(same(a, b) for a, b in zip(eager, compiled, strict=True))
+    for a, b in zip(eager_state, compiled_state, strict=True):
+        assert same(tuple(a.values()), tuple(b.values()))
+
+
+def test_a_layer_recomputed_by_a_graph_that_called_it_twice_is_refused() -> None:
+    model = f4.convert(nn.Sequential(nn.Linear(16, 16)))
+    compiled = torch.compile(Checkpointed(model, times=2), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"0 was called 2 times in the forward pass that a graph recomputes"):
+        step(compiled, model, NVFP4(), torch.ones(8, 16))
+
+
+@pytest.mark.parametrize("recipe", [FP8Delayed(), NVFP4()], ids=lambda r: r.name)
+def test_calls_without_a_step_count_as_in_eager_mode(recipe: Recipe) -> None:
+    """Delayed amaxes enter the history once a call, stochastic bits change from call to call."""
+    x = torch.randn(24, 16)
+    results = []
+    for compile_it in (False, True):
+        torch.manual_seed(1)
+        model = f4.convert(pair(bias=False))
+        module = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
+        found = [step(module, model, recipe, x * scale, at=None) for scale in (1.0, 3.0, 0.5)]
+        with torch.no_grad(), autocast(recipe):
+            found.append((module(x),))
+        results.append(found)
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_not_the_numbers() -> None:
+    model, x = f4.convert(pair()), torch.randn(8, 16)
+
+    def inside(x: Tensor) -> Tensor:
+        with autocast(NVFP4(), step=3, seed=5):
+            return model(x)
+
+    expected = step(model, model, NVFP4(), x, at=3)
+    model.zero_grad()
+    y = torch.compile(inside, backend="aot_eager")(x)
+    y.square().sum().backward()
+    assert same((y.detach(), *(p.grad for p in model.parameters())), expected)  # type: ignore[misc]
+
+
+def test_torchs_autocast_decides_the_output_dtype_as_in_eager_mode() -> None:
+    model, x = f4.convert(pair()), torch.randn(8, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def run(module: nn.Module) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(module, model, NVFP4(), x)
+
+    expected = run(model)
+    assert expected[0].dtype == torch.bfloat16
+    assert same(run(compiled), expected)
+
+
+def test_other_batch_sizes_and_frozen_parameters_keep_their_bits() -> None:
+    model = f4.convert(pair())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for rows in (8, 5, 40, 1):
+        x = torch.randn(rows, 16, requires_grad=True)
+        assert same(step(compiled, model, NVFP4(), x), step(model, model, NVFP4(), x)), rows
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    assert same(step(compiled, model, NVFP4(), x), step(model, model, NVFP4(), x))
+
+
+class Sine(nn.Module):
+    """Its backward needs its input, not its output, so that the compiler may write something else where that was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None:
+    """The compiler writes new values into tensors that layers were given; wgrad in BF16 needs the old ones."""
+    model = f4.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), Sine()) for _ in range(4))))
+    recipe, x = NVFP4().with_high_precision("wgrad"), torch.randn(64, 32)
+    compiled = torch.compile(model, fullgraph=True)
+    for ours, expected in zip(step(compiled, model, recipe, x), step(model, model, recipe, x), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+def test_settings_changed_after_compiling_are_seen() -> None:
+    model, x = f4.convert(pair()), torch.randn(32, 16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    step(compiled, model, NVFP4(), x)
+    f4.convert(model, backend="reference")
+    assert same(step(compiled, model, NVFP4(), x), step(model, model, NVFP4(), x))
