@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from fp4train.gemm import BACKENDS, emulate, select
+from fp4train.gemm import BACKENDS, emulate, select, widened
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.autocast import Context, current, in_stray_recomputation, once
@@ -314,7 +314,7 @@ class Linear(nn.Linear):
             if not recipe.quantised:
                 # torch's own layer, whose backward is not written in Python: what BF16 costs elsewhere it costs here.
                 bias = None if self.bias is None else self.bias.to(dtype)
-                return F.linear(x_MK.to(dtype), self.weight.to(dtype), bias).to(out_dtype).view(shape)
+                return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias).to(out_dtype).view(shape)
             if self.why_not_te(recipe, device) is None:
                 return self.te(input, self.weight, self.bias, recipe).to(out_dtype)
             call = once(self, lambda: self._call(context, recipe, device))
