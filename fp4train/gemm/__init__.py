@@ -13,9 +13,10 @@ from types import ModuleType
 
 from fp4train.gemm import emulate, native, reference
 from fp4train.gemm.matmul import matmul
+from fp4train.gemm.widening import widened
 from fp4train.quantize import QuantSpec
 
-__all__ = ["BACKENDS", "matmul", "select"]
+__all__ = ["BACKENDS", "matmul", "select", "widened"]
 
 BACKENDS: dict[str, ModuleType] = {"emulate": emulate, "native": native, "reference": reference}
 

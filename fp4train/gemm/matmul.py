@@ -10,7 +10,8 @@ dtype: rounding the product to BF16 first would round twice.
 
 How each machine does that: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32
 accumulator; elsewhere on CPUs a float32 product; on GPUs BF16 tensor cores with float32 output. A bias is rounded to
-the output dtype, as TE's is, and added before the product is rounded.
+the output dtype, as TE's is, and added before the product is rounded. Operands that have no scales, because a recipe
+leaves this GEMM in high precision, are torch's to multiply.
 """
 
 from __future__ import annotations
@@ -18,14 +19,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fp4train.gemm.widening import widened, widens
 from fp4train.quantize import Operand
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies BF16 in hardware; without, oneDNN emulates it more slowly than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def matmul(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -35,8 +33,8 @@ def matmul(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | Non
     scales = [scale for scale in (a.scale, b.scale) if scale is not None]
     if dtype == out_dtype != torch.float32 and all(scale.dim() == 0 for scale in scales):
         if not scales:
-            return torch.nn.functional.linear(a.values, b.values, bias)
-        if a.values.device.type == "cpu" and (dtype != torch.bfloat16 or cpu_has_bf16()):
+            return widened(F.linear, a.values, b.values, bias)
+        if a.values.device.type == "cpu" and not widens(a.values):
             alpha = math.prod(float(scale) for scale in scales)
             # Beyond float32's normal numbers the scales must meet the product one after the other.
             if not torch.finfo(torch.float32).smallest_normal > alpha and alpha != math.inf:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4train.gemm import widened
 from fp4train.models.loss import chunked_cross_entropy
 from fp4train.precision.autocast import activation_dtype, checkpoint
 
@@ -91,7 +92,8 @@ class Attention(nn.Module):
         k = self.wk(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        grouped = self.kv_heads != self.heads
+        y = widened(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=grouped)
         out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, time, -1))
         return out
 
@@ -177,8 +179,7 @@ class LlamaModel(nn.Module):
             x = checkpoint(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
         x = self.norm(x)
         if targets_BT is None:
-            logits: Tensor = F.linear(x, self.head.weight.to(dtype))
-            return logits
+            return widened(F.linear, x, self.head.weight.to(dtype))
         return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets_BT.flatten())
 
 

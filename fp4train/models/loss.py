@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4train.gemm import widened
+
 _LOGITS_IN_A_CHUNK = 1 << 23
 """Logits held at a time: 32 MB in float32."""
 
@@ -32,7 +34,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
             h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
-            logits = (h @ w.T).float()
+            logits = widened(torch.mm, h, w.T).float()
             log_norm = logits.logsumexp(-1, keepdim=True)
             total += (log_norm - logits.gather(1, target)).sum()
             if dh is None and dw is None:
@@ -41,9 +43,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
             grad = grad.to(dtype)
             if dh is not None:
-                dh[chunk] = (grad @ w).to(dh.dtype)
+                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             if dw is not None:
-                dw += grad.T @ h
+                dw += widened(torch.mm, grad.T, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens

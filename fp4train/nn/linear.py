@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fp4train.gemm import BACKENDS, select
+from fp4train.gemm import BACKENDS, select, widened
 from fp4train.nn import compiled
 from fp4train.nn.call import Call
 from fp4train.nn.gemms import LinearFunction, torch_autocasts, without_torchs_autocast
@@ -171,7 +171,7 @@ class Linear(nn.Linear):
     def _by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """torch's own layer, whose backward is not written in Python: what BF16 costs elsewhere it costs here."""
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(x_MK.to(dtype), self.weight.to(dtype), bias)
+        return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
     def new_call(self, context: Context, recipe: Recipe, device: str, training: bool) -> Call:
         """A call of this layer; `training`: whether gradients are on."""
