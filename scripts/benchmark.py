@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +28,12 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.build import build
+from fp4train.build import Run, build
 from fp4train.config import to_config
 from fp4train.memory import keep_freed_memory
 from fp4train.nn import Linear
 from fp4train.overrides import compose
-from fp4train.precision import BF16, MXFP8, NVFP4, Recipe
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
 from fp4train.quantize import Form, QuantSpec, RandomKey, both_operands, quantize, quantize_dequantize
 from fp4train.train import train_step
@@ -149,6 +151,8 @@ def bench_scaling(report: Report, device: torch.device) -> None:
         report.curves["copy"] = [(1 << power, t["copy"]) for power, t in times.items()]
         costs = [t["quantise-dequantise"] / (1 << power) for power, t in times.items()]
         report.add(f"{name}: dearest over cheapest cost an element, 2¹⁶ to 2²⁶ elements", max(costs) / min(costs), 1.5)
+    costs = [seconds / elements for elements, seconds in report.curves["copy"]]
+    report.add("… the copy itself, whose small tensors stay in the cache", max(costs) / min(costs))
 
 
 def time_size(power: int, spec: QuantSpec, device: torch.device) -> dict[str, float]:
@@ -208,22 +212,34 @@ def saved_bytes() -> float:
     return sum(sizes) / x.numel()
 
 
-def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
-    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
+@contextmanager
+def built_run(device: torch.device, overrides: list[str]) -> Iterator[Run]:
+    """A run ready to train, in a directory that is removed afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
         assert isinstance(cfg, DictConfig)
-        config = to_config(cfg)
-        run = build(config, cfg)
+        run = build(to_config(cfg), cfg)
+        try:
+            yield run
+        finally:
+            run.tracker.finish()
+
+
+def step_in(run: Run, recipe: Recipe) -> None:
+    """One training step as `fp4train` makes it."""
+    run.tracker.log(run.step, train_step(run, recipe))
+    run.step += 1
+
+
+def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
+    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
+    with built_run(device, overrides) as run:
+        config = run.config
         torch.manual_seed(0)
         model = config.model.build(vocab_size=257, seq_len=config.train.seq_len).to(device)
         optimizer = config.optim.build(model)
         batches = [run.train_data.batch(i) for i in range(8)]
         steps = 0
-
-        def ours(recipe: Recipe) -> None:
-            run.tracker.log(run.step, train_step(run, recipe))
-            run.step += 1
 
         def bare() -> None:
             nonlocal steps
@@ -239,17 +255,36 @@ def bench_step(report: Report, device: torch.device, overrides: list[str], name:
             steps += 1
 
         functions: dict[str, Callable[[], object]] = {
-            "bf16": lambda: ours(BF16()),
-            "nvfp4": lambda: ours(NVFP4()),
-            "mxfp8": lambda: ours(MXFP8()),
+            "bf16": lambda: step_in(run, BF16()),
+            "nvfp4": lambda: step_in(run, NVFP4()),
+            "mxfp8": lambda: step_in(run, MXFP8()),
             "bare": bare,
         }
         times = in_turn(functions, device, seconds=6.0)
-        run.tracker.finish()
     report.add(f"{name}: a BF16 step", times["bf16"], unit="s")
     report.add(f"{name}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], target)
     report.add(f"{name}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
     report.add(f"{name}: a BF16 step over the same model in a bare PyTorch loop", times["bf16"] / times["bare"], 1.02)
+
+
+def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
+    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager and compiled."""
+    for compiled in (False, True):
+        how = f"{name}, {'compiled' if compiled else 'eager'}"
+        settings = [*overrides, f"train.compile={str(compiled).lower()}"]
+        with built_run(device, [*settings, "backend=emulate"]) as run:
+            recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
+            times = in_turn({k: partial(step_in, run, r) for k, r in recipes.items()}, device, seconds=6.0)
+            peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
+        report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
+        if peak is not None:
+            report.add(f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit="")
+        report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
+        report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
+        with built_run(device, [*settings, "backend=auto"]) as run:
+            recipes = {"bf16": BF16(), "fp8": FP8Current()}
+            times = in_turn({k: partial(step_in, run, r) for k, r in recipes.items()}, device, seconds=6.0)
+        report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)
 
 
 def bench_startup(report: Report) -> None:
@@ -329,6 +364,9 @@ def main() -> None:
         if not args.quick:
             large = ["backend=emulate", "model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
             bench_step(report, device, large, "llama_125m, 2048 tokens", 1.10)
+        if device.type == "cuda":
+            larger = ["model=llama_1b", "train.batch_size=8", "train.seq_len=2048"]
+            bench_large_step(report, device, larger, "llama_1b, 16384 tokens")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     name = machine_name(device)
     details = {

@@ -29,6 +29,9 @@ from fp4train.quantize import Quantized
 if TYPE_CHECKING:
     from fp4train.nn.linear import Linear
 
+# What Python decides at each call, random bits above all, must not be replayed from a recording.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
 Kind = Literal["plain", "torch", "te", "operator"]
 
 
@@ -79,7 +82,7 @@ class Saved(OpaqueBase):
 register_opaque_type(Saved, typ="reference")
 
 
-@torch.library.custom_op("fp4train::linear", mutates_args=())
+@torch.library.custom_op("fp4train::linear", mutates_args=(), tags=_TAGS)
 def linear(
     x_MK: Tensor,
     w_NK: Tensor,
@@ -135,7 +138,7 @@ def _(
     return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0]), Saved()
 
 
-@torch.library.custom_op("fp4train::linear_backward", mutates_args=())
+@torch.library.custom_op("fp4train::linear_backward", mutates_args=(), tags=_TAGS)
 def linear_backward(
     dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: Saved, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
