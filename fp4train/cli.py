@@ -21,10 +21,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train import __version__, checkpoint, overrides, run_directory
-from fp4train.binding import bind, near_miss
+from fp4train.binding import bind
 from fp4train.config import CONFIGS, Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.precision import Recipe, Timeline
+from fp4train.words import near_miss, tabulate
 
 if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
@@ -323,7 +324,6 @@ def _compare(arguments: list[str]) -> int:
 
 def _formats(arguments: list[str]) -> int:
     from fp4train.formats.table import formats_table
-    from fp4train.precision.plan import align
 
     if arguments:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
@@ -340,7 +340,7 @@ def _formats(arguments: list[str]) -> int:
         )
         for r in formats_table()
     ]
-    print("\n".join(align([header, *rows])))
+    print("\n".join(tabulate([header, *rows])))
     return 0
 
 

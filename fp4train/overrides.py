@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fp4train.binding import near_miss
 from fp4train.config import CONFIGS, keys, plain
 from fp4train.errors import UserError
+from fp4train.words import near_miss
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 _OTHER_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--info", "-i")
