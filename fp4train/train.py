@@ -25,6 +25,10 @@ from fp4train.signals import stop_on_signals
 
 _log = logging.getLogger(__name__)
 
+# Word of the random key of error measurements, so that they draw other bits than the step itself: 0, 2, 4 and 5 are its
+# x and dy (nn/linear.py), 1 and 3 its weights (nn/weights.py), and 7 is the last one there is.
+_MEASUREMENT = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -134,7 +138,7 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """`train_step`, and what quantising cost each operand of each layer in it (`eval.errors_every`)."""
-    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=6)
+    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=_MEASUREMENT)
     with probe((module.layer, module) for module in run.linears()) as seen:
         values = train_step(run, recipe)
     return values | seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)
