@@ -277,8 +277,13 @@ def _estimate(config: Config, plan: Plan, timeline: Timeline) -> str:
 
 
 def _swap(arguments: list[str]) -> int:
-    paths = [a for a in arguments if "=" not in a]
-    rest = [a for a in arguments if "=" in a]
+    flags, words = overrides.flags_and_words(arguments)
+    folders, strange = overrides.own_folders(flags), overrides.other_flags(flags)
+    if strange:
+        raise UserError(f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of your own are")
+    # A sweep puts what it varied into the names of its directories: runs/a-microbatch=2.
+    paths = [a for a in words if "=" not in a or Path(a).is_dir()]
+    rest = [a for a in words if a not in paths]
     if len(paths) != 1:
         raise UserError(
             f"swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP], not {' '.join(arguments)}"
@@ -289,22 +294,26 @@ def _swap(arguments: list[str]) -> int:
         raise UserError(f"at={at!r} must be a step (an integer ≥ 0)")
     wanted = [a for a in rest if not a.startswith("at=")]
     names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
-    if len(names) != 1:
-        raise UserError("swap needs recipe=NAME")
-    strange = [a for a in wanted if not a.startswith(("recipe=", "recipe."))]
-    if strange:
-        raise UserError(f"swap changes the recipe only, not {strange[0]!r}")
-    overrides.check(wanted)
-    recipe = plain(overrides.compose(wanted).recipe)
+    if len(names) != 1 or "," in names[0]:
+        raise UserError(f"swap needs recipe=NAME, one recipe{f', not {names[0]}' if len(names) == 1 else ''}")
+    others = [a for a in wanted if not a.startswith(("recipe=", "recipe."))]
+    if others:
+        raise UserError(f"swap changes the recipe only, not {others[0]!r}")
+    overrides.check([*flags, *wanted])
+    recipe = plain(overrides.compose(wanted, folders).recipe)
     bind(recipe, Recipe, "recipe")
     steps = run_directory.read_config(run).train.steps
+    done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     if at is not None and int(at) >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
+    if at is not None and int(at) < done:
+        raise UserError(f"at={at} is past: {run} has done {done} steps")
     run_directory.request_swap(run, recipe, names[0], None if at is None else int(at))
     when = "at the next step" if at is None else f"at step {at}"
-    running = (
-        "" if run_directory.is_running(run) else f"; no process trains in {run} now, it is picked up on resume={run}"
-    )
+    running = ""
+    if not run_directory.is_running(run):
+        more = " train.steps=…" if done >= steps else ""
+        running = f"; no process trains in {run} now, it is picked up on resume={run}{more}"
     print(f"{run}: recipe {names[0]} {when}{running}")
     return 0
 

@@ -26,6 +26,12 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], 
     return acts.__setitem__
 
 
+def own_recipe() -> None:
+    """A user's own folder of configurations, mine, with a recipe house in it."""
+    Path("mine/recipe").mkdir(parents=True)
+    Path("mine/recipe/house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
+
+
 def recorded(run: str) -> list[tuple[int, str]]:
     path = Path(run) / "swaps.json"
     return [(s["step"], s["name"]) for s in json.loads(path.read_text())] if path.exists() else []
@@ -134,11 +140,18 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
         (["runs/a", "recipe=bf16", "policy.last=0"], "changes the recipe only"),
         (["runs/a", "recipe=mxfp8", "recipe.hadamard=false"], "unknown key 'recipe.hadamard'"),
         (["runs/a", "recipe=mxfp8", "recipe.element=e9m9"], "e9m9"),
+        (["runs/a", "recipe=house"], "there is no such recipe"),
+        (["runs/a", "recipe=huose", "--config-dir", "mine"], "did you mean 'house'?"),
+        (["runs/a", "recipe=house", "--config-dir=nowhere"], "--config-dir nowhere: there is no such folder"),
+        (["runs/a", "recipe=house", "--config-dir"], "--config-dir needs a folder"),
+        (["runs/a", "recipe=bf16", "--now"], "swap knows no flag --now"),
+        (["runs/a", "recipe=bf16,mxfp8"], "one recipe, not bf16,mxfp8"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_the_terminal(cli: Cli, arguments: list[str], message: str) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("run: {name: a}\ntrain: {steps: 2}\n")
+    own_recipe()
     ended = cli.raw("swap", *arguments)
     assert ended.code == 1 and message in ended.message
     assert not Path("runs/a/swap_requests").exists()
@@ -152,6 +165,27 @@ def test_a_request_to_a_run_that_stands_waits_for_its_resume(cli: Cli, stop_at: 
     assert asked.code == 0 and "picked up on resume=runs/a" in asked.out
     assert cli("resume=runs/a").code == 0
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 4 + ["BF16"]
+
+
+def test_a_swap_takes_a_recipe_of_the_users_own_folder(cli: Cli, stop_at: StopAt) -> None:
+    own_recipe()
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=2", "train.steps=4", *STEADY).code == 137
+    stop_at(-1)
+    assert cli.raw("swap", "--config-dir", "mine", "runs/a", "recipe=house", "at=3").code == 0
+    assert cli("resume=runs/a").code == 0
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["MXFP8(element=hybrid)"]
+
+
+def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None:
+    """Such a name holds "=", as overrides do."""
+    assert cli("-m", "optim.lr=0.001,0.002", "train.steps=2", *STEADY).code == 0
+    run = "runs/llama_tiny-nvfp4-lr=0.002"
+    asked = cli.raw("swap", run, "recipe=bf16")
+    assert asked.code == 0 and f"picked up on resume={run} train.steps=…" in asked.out
+    assert cli.raw("swap", run, "recipe=bf16", "at=1").message == f"at=1 is past: {run} has done 2 steps"
+    assert cli(f"resume={run}", "train.steps=3").code == 0
+    assert [v[-1] for v in losses(run).values()] == ["NVFP4", "NVFP4", "BF16"]
 
 
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
