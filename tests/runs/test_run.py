@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from command_line import Cli, events, lines, losses
 
 import fp4train.train as loop
 from fp4train import checkpoint
+from fp4train.build import Run
 
 
 @pytest.mark.usefixtures("pictures")
@@ -42,6 +45,26 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     summary = ended.out.splitlines()
     assert len(summary) == 1 and summary[0].startswith("runs/a: step 6, done; train loss ")
     assert summary[0].endswith("; runs/a/curves.png")
+
+
+def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of 4 × 32 tokens takes half a second by this clock; the peak is 1024 tokens a second."""
+    clock = [0.0]
+
+    def taking(seconds: float, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            clock[0] += seconds
+            return original(*arguments)
+
+        return call
+
+    monkeypatch.setattr("fp4train.progress.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Run, "peak_tokens_per_s", lambda run: 1024.0)
+    for name, seconds in (("train_step", 0.5), ("evaluate", 100.0), ("save", 10.0)):
+        monkeypatch.setattr(loop, name, taking(seconds, getattr(loop, name)))
+    assert cli("run.name=a", "eval.every=2", "checkpoint.every=3").code == 0
+    logged = [line for line in lines("runs/a") if "event" not in line]
+    assert [(line["perf/tokens_per_s"], line["perf/mfu"]) for line in logged] == [(256.0, 0.25)] * 6
 
 
 def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:
