@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fp4train.config import CONFIGS, keys, plain
+from fp4train.config import CONFIGS, Config, keys, plain
 from fp4train.errors import UserError
 from fp4train.words import near_miss
 
@@ -63,11 +65,18 @@ def parse(arguments: list[str]) -> list[Override]:
     Raises:
         UserError: one is not of the form key=value.
     """
+    parser = OverridesParser.create()
     _, words = flags_and_words(arguments)
-    try:
-        return OverridesParser.create().parse_overrides(words)
-    except HydraException as error:
-        raise UserError(f"{_first_lines(error)}; write key=value, and quote values with special characters") from error
+    found = []
+    for word in words:
+        try:
+            found.append(parser.parse_override(word))
+        except HydraException as error:
+            if "=" not in word and Path(word).is_dir():
+                raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
+            why = _first_lines(error).partition(" expecting ")[0]
+            raise UserError(f"{word!r}: {why}; write key=value, and quote values with special characters") from error
+    return found
 
 
 def _is_override(argument: str) -> bool:
@@ -117,12 +126,19 @@ def for_resume(arguments: list[str]) -> list[str]:
 
 
 def check(arguments: list[str]) -> None:
-    """Raise UserError for an unknown group option or key, with the near miss."""
+    """Raise UserError for an unknown group option or key, with the near miss, and for a key written as a flag."""
+    flags, _ = flags_and_words(arguments)
+    sweep = bool({"-m", "--multirun"} & set(flags))
     more = own_folders(arguments)
     for folder in more:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: there is no such folder")
     known = groups([CONFIGS, *more])
+    sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in known}
+    for flag in other_flags(flags):
+        name = flag.lstrip("-")
+        if re.split(r"[.=/]", name)[0] in sections:
+            raise UserError(f"{flag}: keys are written without dashes, {name if '=' in name else f'{name}=…'}")
     chosen: list[list[str]] = []
     values: list[str] = []
     swept: list[str] = []
@@ -131,6 +147,9 @@ def check(arguments: list[str]) -> None:
         key = override.key_or_group
         if key.startswith("hydra"):
             continue
+        if override.is_sweep_override() and not sweep:
+            line = override.input_line
+            raise UserError(f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]")
         if key not in known and not override.is_sweep_override():
             others.append(str(override.input_line))
         if key in known and not override.is_delete():
@@ -158,8 +177,17 @@ def check(arguments: list[str]) -> None:
 
 def _check_keys(wanted: list[str], have: list[str]) -> None:
     for key in wanted:
-        if key not in have:
-            raise UserError(f"unknown key {key!r}{near_miss(key, have)}")
+        if key in have:
+            continue
+        # A key of the right name in another section is likelier meant than one that looks alike: lr, optim.lr.
+        others = [k for k in have if not key.startswith(f"{k}.")]
+        namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        section = key.rpartition(".")[0]
+        beside = [k.rpartition(".")[2] for k in have if section and k.rpartition(".")[0] == section]
+        beside = [name for name in beside if name != "_target_"]
+        known = f" (known: {', '.join(beside)})" if beside else ""
+        hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else near_miss(key, namesakes or others)
+        raise UserError(f"unknown key {key!r}{hint}{known}")
 
 
 def _options(override: Override) -> list[str]:
