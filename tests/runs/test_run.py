@@ -168,7 +168,8 @@ def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.Monke
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", os.devnull)
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(cli.folder / "wandb_config"))
+    for kind in ("CONFIG", "DATA", "CACHE"):
+        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(cli.folder / f"wandb_{kind.lower()}"))
     process = cli.start("run.name=a", "track=wandb", "train.steps=3")
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
