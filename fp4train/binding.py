@@ -12,16 +12,16 @@ found in a run directory is data and never runs foreign code. (Looking at the na
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from fp4train.errors import UserError
+from fp4train.words import near_miss
 
 MISSING = "???"
 """How a configuration says that a value must be given."""
@@ -34,12 +34,6 @@ _WORDS = {
     Path: "a path",
     NoneType: "null",
 }
-
-
-def near_miss(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'nvfp4'?", or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def bind(node: Any, hint: Any, path: str) -> Any:

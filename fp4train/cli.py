@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train import __version__, checkpoint, overrides, run_directory
-from fp4train.binding import bind, near_miss
+from fp4train.binding import bind
 from fp4train.config import CONFIGS, Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.precision import Recipe, Timeline
+from fp4train.words import near_miss, tabulate
 
 if TYPE_CHECKING:
+    from fp4train.analysis.hardware import Gpu
     from fp4train.precision.plan import Plan
     from fp4train.train import Result
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"fp4train {__version__}")
             sys.exit(0)
         if verb == "train" and arguments and arguments[0].replace("_", "").isalnum():
-            raise UserError(f"unknown verb {arguments[0]!r}{near_miss(arguments[0], list(verbs))}\n\n{USAGE}".rstrip())
+            raise UserError(f"{_no_verb(arguments, verbs)}\n\n{USAGE}".rstrip())
         _configure_logging()
         code = verbs[verb](arguments)
         sys.stdout.flush()
@@ -80,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         code = _closed_output()
     sys.exit(code)
+
+
+def _no_verb(arguments: list[str], verbs: Iterable[str]) -> str:
+    """What is wrong with a command whose first word is neither a verb nor key=value."""
+    first, *rest = arguments
+    if (first == "resume" or first in overrides.groups()) and rest and "=" not in rest[0]:
+        return f"unknown verb {first!r}; did you mean {first}={rest[0]}?"
+    return f"unknown verb {first!r}{near_miss(first, verbs)}"
 
 
 def _closed_output() -> int:
@@ -110,12 +120,17 @@ def _hydra(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
     """Run `task` on the composed configuration; with -m on each of the sweep's."""
     if {"-m", "--multirun"} & set(arguments) and {"--cfg", "-c", "--info", "-i"} & set(arguments):
         raise UserError("--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m")
-    if any(a.startswith("resume=") and a not in ("resume=", "resume=null") for a in arguments):
+    resumed = [a for a in arguments if a.startswith("resume=") and a != "resume=null"]
+    if "resume=" in resumed:
+        raise UserError("resume= names no run: resume=RUN")
+    if resumed:
         arguments = overrides.for_resume(arguments)
     if not {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"} & set(arguments):
         overrides.check(arguments)
     codes: list[int] = []
     swept = overrides.swept_keys(arguments)
+    if resumed and set(swept) - {"resume"} and not {"run.name", "run.dir"} & set(overrides.changed_keys(arguments)):
+        raise UserError(f"a sweep over {swept[0]} makes a branch of {resumed[0]} at each point: name them, run.name=…")
 
     def job(cfg: DictConfig) -> None:
         # Hydra prints a traceback for what escapes a job, and a sweep should go on after one bad point.
@@ -241,11 +256,16 @@ def _summary(directory: Path, result: Result) -> str:
 
 
 def _plan(cfg: DictConfig) -> int:
+    from fp4train.analysis.hardware import find_gpu
     from fp4train.build import build_model, build_plan, build_timeline, choose_device, with_swap
     from fp4train.data.vocabulary import planned_vocab_size
 
     settings, swap = _settings(cfg)
     config = to_config(settings)
+    try:
+        gpu = find_gpu(config.gpu) if config.gpu else None
+    except ValueError as error:
+        raise UserError(str(error)) from error
     source = Path(config.resume) if config.resume else None
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
@@ -254,21 +274,16 @@ def _plan(cfg: DictConfig) -> int:
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     plan = build_plan(config, model, timeline, choose_device(config.device))
     print(config.recipe, plan.render(), sep="\n\n")
-    if config.gpu:
-        print("", _estimate(config, plan, timeline), sep="\n")
+    if gpu is not None:
+        print("", _estimate(config, plan, timeline, gpu), sep="\n")
     return 0
 
 
-def _estimate(config: Config, plan: Plan, timeline: Timeline) -> str:
-    """The time that the plan's GEMMs would take on the GPU named by gpu=."""
+def _estimate(config: Config, plan: Plan, timeline: Timeline, gpu: Gpu) -> str:
+    """The time that the plan's GEMMs would take on `gpu`."""
     from fp4train.analysis.cost import estimate
-    from fp4train.analysis.hardware import find_gpu
 
     microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
-    try:
-        gpu = find_gpu(config.gpu or "")
-    except ValueError as error:
-        raise UserError(f"gpu: {error}") from error
     cost = estimate(
         plan, gpu, timeline=timeline, policy=config.policy, microbatches=microbatches, backend=config.backend
     )
@@ -276,11 +291,17 @@ def _estimate(config: Config, plan: Plan, timeline: Timeline) -> str:
 
 
 def _swap(arguments: list[str]) -> int:
-    paths = [a for a in arguments if "=" not in a]
-    rest = [a for a in arguments if "=" in a]
+    flags, words = overrides.flags_and_words(arguments)
+    folders, strange = overrides.own_folders(flags), overrides.other_flags(flags)
+    if strange:
+        raise UserError(f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of your own are")
+    # A sweep puts what it varied into the names of its directories: runs/a-microbatch=2.
+    paths = [a for a in words if "=" not in a or Path(a).is_dir()]
+    rest = [a for a in words if a not in paths]
     if len(paths) != 1:
         raise UserError(
-            f"swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP], not {' '.join(arguments)}"
+            "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"
+            + (f", not {' '.join(arguments)}" if arguments else "")
         )
     run = run_directory.require_run(Path(paths[0]))
     at = next((a.partition("=")[2] for a in rest if a.startswith("at=")), None)
@@ -289,21 +310,25 @@ def _swap(arguments: list[str]) -> int:
     wanted = [a for a in rest if not a.startswith("at=")]
     names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
     if len(names) != 1:
-        raise UserError("swap needs recipe=NAME")
-    strange = [a for a in wanted if not a.startswith(("recipe=", "recipe."))]
-    if strange:
-        raise UserError(f"swap changes the recipe only, not {strange[0]!r}")
-    overrides.check(wanted)
-    recipe = plain(overrides.compose(wanted).recipe)
+        raise UserError("swap needs recipe=NAME, once")
+    others = [a for a in wanted if not a.startswith(("recipe=", "recipe."))]
+    if others:
+        raise UserError(f"swap changes the recipe only, not {others[0]!r}")
+    overrides.check([*flags, *wanted])
+    recipe = plain(overrides.compose(wanted, folders).recipe)
     bind(recipe, Recipe, "recipe")
     steps = run_directory.read_config(run).train.steps
+    done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     if at is not None and int(at) >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
+    if at is not None and int(at) < done:
+        raise UserError(f"at={at} is past: {run} has done {done} steps")
     run_directory.request_swap(run, recipe, names[0], None if at is None else int(at))
     when = "at the next step" if at is None else f"at step {at}"
-    running = (
-        "" if run_directory.is_running(run) else f"; no process trains in {run} now, it is picked up on resume={run}"
-    )
+    running = ""
+    if not run_directory.is_running(run):
+        more = " train.steps=…" if done >= steps else ""
+        running = f"; no process trains in {run} now, it is picked up on resume={run}{more}"
     print(f"{run}: recipe {names[0]} {when}{running}")
     return 0
 
@@ -313,8 +338,13 @@ def _compare(arguments: list[str]) -> int:
 
     out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
     runs = [Path(a) for a in arguments if not a.startswith("out=")]
+    usage = "fp4train compare RUN RUN… [out=FILE.png]"
+    if flags := [a for a in arguments if a.startswith("-")]:
+        raise UserError(f"compare knows no flag {flags[0]}: {usage}")
     if len(runs) < 2:
-        raise UserError("compare needs two or more run directories: fp4train compare RUN RUN… [out=FILE.png]")
+        raise UserError(f"compare needs two or more run directories: {usage}")
+    if out is not None and out.suffix.lower() != ".png":
+        raise UserError(f"out={out if out.name else ''}: the picture is a PNG, its name must end in .png")
     comparison = compare(runs)
     print(comparison.render())
     print(comparison.draw(out))
@@ -323,7 +353,6 @@ def _compare(arguments: list[str]) -> int:
 
 def _formats(arguments: list[str]) -> int:
     from fp4train.formats.table import formats_table
-    from fp4train.precision.plan import align
 
     if arguments:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
@@ -340,7 +369,7 @@ def _formats(arguments: list[str]) -> int:
         )
         for r in formats_table()
     ]
-    print("\n".join(align([header, *rows])))
+    print("\n".join(tabulate([header, *rows])))
     return 0
 
 

@@ -22,6 +22,7 @@ from fp4train.optim.adamw import AdamW
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.track import JsonlTracking, NoTracking, WandbTracking
+from fp4train.words import check_choice
 
 CONFIGS = Path(__file__).parent / "configs"
 BACKENDS = ("auto", "te", "native", "emulate", "reference")
@@ -130,8 +131,7 @@ class Config:
     resume: str | None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
+        check_choice("backend", self.backend, BACKENDS)
 
 
 def to_config(cfg: DictConfig) -> Config:

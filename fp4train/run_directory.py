@@ -114,6 +114,8 @@ def require_run(run: Path) -> Path:
     """
     if (run / CONFIG).is_file():
         return run
+    if above := next((p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None):
+        raise UserError(f"{run} is not a run directory, it lies in one: {above}")
     runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}")) if run.parent.is_dir() else []
     known = f"; {run.parent} holds {', '.join(runs[:8])}" if runs else ""
     raise UserError(f"{run} is not a run directory (it has no {CONFIG}){known}")

@@ -19,7 +19,7 @@ from fp4train.guard import NonFiniteError, finite_weights, first_non_finite_grad
 from fp4train.precision import Recipe, autocast
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.progress import Progress
-from fp4train.quantize import RandomKey
+from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run_directory import take_requests
 from fp4train.signals import stop_on_signals
 
@@ -135,7 +135,7 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """`train_step`, and what quantising cost each operand of each layer in it (`eval.errors_every`)."""
-    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=6)
+    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
     with run.eagerly(), probe((module.layer, module) for module in run.linears()) as seen:
         values = train_step(run, recipe)
     return values | seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)

@@ -202,7 +202,7 @@ def check_large() -> str | None:
         for start in (0, rows // 2, rows - 16):
             start -= start % 16
             part = x[start : start + 16].cpu()
-            part_key = key.shifted(start, 0) if key else None
+            part_key = replace(key, row_offset=key.row_offset + start) if key else None
             wanted = reference.quantize(part, spec, key=part_key, amax=amax)
             if text := difference(whole.codes[start : start + part.shape[0]], wanted.codes):
                 return f"{name}, rows from {start}: {text}"
@@ -213,7 +213,8 @@ def check_large() -> str | None:
     spec = SPECS["nvfp4 hadamard stochastic"]
     whole = kernels.quantize(wide.T, spec, key=KEY, amax=wide_amax.cuda())
     start = rows - 16
-    wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=KEY.shifted(start, 0), amax=wide_amax)
+    part_key = replace(KEY, row_offset=KEY.row_offset + start)
+    wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=part_key, amax=wide_amax)
     return difference(whole.codes[start:], wanted.codes)
 
 

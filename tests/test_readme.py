@@ -32,7 +32,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
     words = command[1:]
     if words and "=" not in words[0] and not words[0].startswith("-"):
         assert words.pop(0) in {"plan", "swap", "compare", "formats"}
-    settings = [w for w in words if "=" in w and not w.startswith(("resume=", "at="))]
+    settings = [w for w in words if w.startswith("-") or ("=" in w and not w.startswith(("resume=", "at=")))]
     overrides.check(settings)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, plain, save_figure, style
 from fp4train.analysis.history import Floats, History, Series, read_history
 from fp4train.errors import UserError
+from fp4train.words import tabulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,14 +80,7 @@ class Comparison:
             ]
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in [header, ["-" * width for width in widths], *cells]
-        ]
+        lines = tabulate([header, *cells], right=range(2, len(header)))
         window = self.histories[0].series("train/loss").window
         of = "validation loss" if self.key == "val/loss" else "training loss"
         lines.append(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp4train.analysis.hardware import Gpu
-from fp4train.precision.plan import align
+from fp4train.words import tabulate
 
 if TYPE_CHECKING:
     from fp4train.analysis.cost import CostEstimate, GemmCost, StretchCost
@@ -34,7 +34,7 @@ def _describe(gpu: Gpu) -> str:
 
 def _render(stretch: StretchCost) -> str:
     header = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
-    lines = align([header, *_fold(_merge(stretch.rows))])
+    lines = tabulate([header, *_fold(_merge(stretch.rows))])
     total = f"a step: BF16 {_time(stretch.bf16)}, as planned {_time(stretch.total)}{_faster(stretch)}"
     if stretch.quantise:
         total += f", of which quantising {_time(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"

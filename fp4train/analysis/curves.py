@@ -91,7 +91,8 @@ def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
     low = min(float(curve.min()) for curve in finite)
     high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
     margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - margin, high + margin
+    # The axis is logarithmic where no loss is below 0, and so must its end be above it.
+    return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
 
 
 def _figure(history: History) -> "Figure":

@@ -16,12 +16,13 @@ GB300      NVIDIA GB300 NVL72 data sheet, a GPU at 1400 W.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
+
+from fp4train.words import near_miss
 
 _T: Final = 1e12
 _GB: Final = 1e9
@@ -168,9 +169,9 @@ def find_gpu(name: str) -> Gpu:
     if found is not None:
         return found
     names = [gpu.name for gpu in GPUS]
-    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"gpu={name!r} is not a GPU whose peak rates are known{hint} (known: {', '.join(names)})")
+    raise ValueError(
+        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(wanted, names)} (known: {', '.join(names)})"
+    )
 
 
 def detect(device_name: str) -> Gpu | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fp4train.errors import UserError
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
+from fp4train.words import near_miss
 
 Floats = NDArray[np.float64]
 
@@ -128,7 +129,9 @@ def read_history(run: Path) -> History:
     """
     run = Path(run)
     if not run.is_dir():
-        raise UserError(f"{run} is not a run directory: there is no such folder")
+        beside = sorted(p.name for p in run.parent.iterdir() if p.is_dir()) if run.parent.is_dir() else []
+        why = "it is a file" if run.exists() else f"there is no such folder{near_miss(run.name, beside)}"
+        raise UserError(f"{run} is not a run directory: {why}")
     if not (run / METRICS).exists():
         raise UserError(f"{run} is not a run directory: it has no {METRICS}")
     history = History(path=run, lines=read_metrics(run / METRICS))

@@ -1,12 +1,12 @@
 """Finding the files that a path of the user's means, with errors that suggest the near miss."""
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from fp4train.data.errors import DataError
+from fp4train.words import nearest
 
 
 def expanded(path: str, key: str) -> Path:
@@ -33,8 +33,8 @@ def existing_path(path: str, key: str) -> Path:
         there = sorted(os.listdir(parent))
     except OSError:
         there = []
-    near = difflib.get_close_matches(wanted, there, n=1, cutoff=0.5)
-    hint = f" Did you mean {parent / near[0]}?" if near else f" {parent} holds no {wanted}."
+    near = nearest(wanted, there)
+    hint = f" Did you mean {parent / near}?" if near else f" {parent} holds no {wanted}."
     raise DataError(f"{key}={path} does not exist.{hint}")
 
 

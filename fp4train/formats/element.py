@@ -10,7 +10,6 @@ Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E
     have neither.
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4train.formats.grid import grid_code, grid_position
+from fp4train.words import near_miss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,7 @@ def get_format(name: str) -> ElementFormat:
         if fmt.name == name:
             return fmt
     names = [fmt.name for fmt in ELEMENT_FORMATS]
-    close = difflib.get_close_matches(str(name).lower(), names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"element format {name!r} is unknown{hint}; allowed: {', '.join(names)}")
+    raise ValueError(f"element format {name!r} is unknown{near_miss(str(name), names)} (known: {', '.join(names)})")
 
 
 def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:

@@ -15,6 +15,7 @@ from fp4train.gemm import emulate, native, reference
 from fp4train.gemm.matmul import matmul
 from fp4train.gemm.widening import widened
 from fp4train.quantize import QuantSpec
+from fp4train.words import check_choice
 
 __all__ = ["BACKENDS", "matmul", "select", "widened"]
 
@@ -33,8 +34,7 @@ def select(backend: str, first: QuantSpec | None, second: QuantSpec | None, devi
     Raises:
         ValueError: there is no such backend.
     """
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend={backend!r} is not one of auto, {', '.join(BACKENDS)}")
+    check_choice("backend", backend, ("auto", *BACKENDS))
     if first is None and second is None:
         return emulate, "high precision"
     if backend == "auto" and device == "cpu":

@@ -12,9 +12,6 @@ from fp4train.precision.autocast import Context
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import Form, QuantSpec, RandomKey
 
-# Words of the random key that tell the operands of a layer apart; 1 and 3 are the weight's.
-FPROP_X, DGRAD_DY, WGRAD_DY, WGRAD_X = 0, 2, 4, 5
-
 
 @dataclass(frozen=True, kw_only=True)
 class Call:

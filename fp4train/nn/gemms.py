@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.gemm import emulate, select
-from fp4train.nn.call import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X, Call
+from fp4train.nn.call import Call
 from fp4train.precision.autocast import Context
 from fp4train.quantize import Form, Operand, Quantized, both_operands, operand_and_codes, quantize
+from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
 @dataclass(frozen=True, kw_only=True)

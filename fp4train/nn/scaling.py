@@ -55,7 +55,11 @@ class DelayedScaling:
 def largest_over_ranks(amax: Tensor) -> Tensor:
     """The maximum of `amax` over the ranks of the default process group, so that all of them scale alike.
 
-    All ranks must run the same layers in the same order, as data parallelism does.
+    One all-reduce of four bytes for each tensor that enters its history: x and dy of every layer once a microbatch, w
+    once a step. Each costs a collective's latency and no bandwidth to speak of; TE joins those of a whole forward or
+    backward pass into one. All ranks of the group must run the same layers in the same order, as data parallelism does:
+    one that leaves a layer out, or evaluates while others train, leaves them waiting. Ranks that hold other layers
+    (pipeline stages) must not be in the default group.
     """
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from fp4train.gemm import emulate
 from fp4train.quantize import Operand, Quantized, QuantSpec
+from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 if TYPE_CHECKING:
     from fp4train.nn.call import Call
-
-# Words of the random key.
-_FPROP_W, _DGRAD_W = 1, 3
 
 
 class PreparedWeights:
@@ -77,7 +75,7 @@ class PreparedWeights:
         if slot not in self._forms:
             # Quantised from the master weight, rounded once; a weight in high precision takes the recipe's dtype.
             w = w.to(dtype) if spec is None else w
-            key = call.weight_key(_DGRAD_W if transposed else _FPROP_W)
+            key = call.weight_key(DGRAD_W if transposed else FPROP_W)
             self._forms[slot] = gemm.prepare(w.T if transposed else w, spec, key=key, amax=amax)
         return self._forms[slot]
 

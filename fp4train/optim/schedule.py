@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fp4train.words import check_choice
+
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
@@ -90,8 +92,7 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         _steps("cooldown", self.cooldown, 1)
-        if self.decay not in _DECAYS:
-            raise ValueError(f"schedule.decay={self.decay!r} is not one of {', '.join(_DECAYS)}")
+        check_choice("schedule.decay", self.decay, _DECAYS)
 
     def cooldown_start(self, steps: int) -> int:
         warmup, cooldown = _steps("warmup", self.warmup, steps), _steps("cooldown", self.cooldown, steps)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from fp4train.precision.layers import Layer
 from fp4train.precision.phases import Timeline
 from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import GEMMS, SHORT, Operands, Recipe, align
+from fp4train.precision.recipe import GEMMS, SHORT, Operands, Recipe
+from fp4train.words import tabulate
 
-__all__ = ["COLUMNS", "Explain", "Plan", "Row", "align", "elements", "make_plan"]
+__all__ = ["COLUMNS", "Explain", "Plan", "Row", "elements", "make_plan"]
 
 Explain = Callable[[Layer, Recipe, str], tuple[str, str]]
 """(layer, its recipe, GEMM) → (backend, why that backend)."""
@@ -68,7 +69,7 @@ class Plan:
         for start, title in self.titles.items():
             rows = [row.cells()[1:] for row in self.rows if row.start == start]
             rows = rows if full else _fold(rows)
-            lines = align([COLUMNS[1:], *rows])
+            lines = tabulate([COLUMNS[1:], *rows])
             shares = ", ".join(f"{name} {share:.1%}" for name, share in self.shares(start).items())
             parts.append("\n".join([title, *lines, f"multiply-adds of linear layers: {shares}"]))
         return "\n\n".join(parts)

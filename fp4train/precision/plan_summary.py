@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
+from fp4train.words import columns
 
 _NAMED = 3
 """So many kinds of layers of a block are named; more are "blocks"."""
@@ -31,12 +32,11 @@ def summarise(plan: Plan) -> str:
             share = f"{sum(row.macs for row in group) / total:6.1%}"
             where = _where([row.layer for row in group], [row.layer for row in rows])
             found.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
-    widths = [max(len(cells[i]) for cells in found) for i in range(6)] if found else []
     lines = []
-    for index, cells in enumerate(found):
+    for index, line in enumerate(columns(found)):
         if index in titles:
             lines.append(titles[index])
-        lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        lines.append(f"  {line}")
     return "\n".join(lines)
 
 

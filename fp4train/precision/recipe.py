@@ -15,12 +15,13 @@ in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fp4train.quantize import QuantSpec
+from fp4train.words import check_choice, tabulate
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
@@ -59,8 +60,7 @@ class Recipe:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
+        check_choice("dtype", self.dtype, _DTYPES)
         if isinstance(self.high_precision, str):
             object.__setattr__(self, "high_precision", (self.high_precision,))
         unknown = [g for g in self.high_precision if g not in GEMMS]
@@ -126,15 +126,7 @@ class Recipe:
         for gemm, operands in self.table().items():
             for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
                 rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
-        return "\n".join([self.name, *align(rows)])
-
-
-def align(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of aligned columns, the first one underlined."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("─" * w for w in widths), *lines[1:]]
+        return "\n".join([self.name, *tabulate(rows)])
 
 
 def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False) -> tuple[str, ...]:

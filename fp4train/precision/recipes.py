@@ -9,11 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fp4train.precision.recipe import GEMMS, HIGH_PRECISION, LossScaling, Operands, Recipe
 from fp4train.quantize import Delayed, Hadamard, QuantSpec
-
-
-def _choice(field_name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field_name}={value!r} is not one of {', '.join(map(str, allowed))}")
+from fp4train.words import check_choice
 
 
 def _by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
@@ -90,9 +86,9 @@ class NVFP4(Recipe):
 
     def __post_init__(self) -> None:
         scopes = ("none", "weights", "activations", "all")
-        _choice("four_over_six", self.four_over_six, scopes)
-        _choice("four_over_six_bound", self.four_over_six_bound, scopes)
-        _choice("four_over_six_error", self.four_over_six_error, ("mae", "mse"))
+        check_choice("four_over_six", self.four_over_six, scopes)
+        check_choice("four_over_six_bound", self.four_over_six_bound, scopes)
+        check_choice("four_over_six_error", self.four_over_six_error, ("mae", "mse"))
         if self.four_over_six in ("activations", "all") and self.hadamard:
             raise ValueError(
                 f"four_over_six={self.four_over_six!r} with hadamard=True: choose hadamard=false "
@@ -148,7 +144,7 @@ class MXFP8(Recipe):
     two_d_weights: bool = False
 
     def operands(self) -> dict[str, Operands]:
-        _choice("element", self.element, ("e4m3", "hybrid"))
+        check_choice("element", self.element, ("e4m3", "hybrid"))
         x = _mx("e4m3", self.scale_rounding)
         w = _mx("e4m3", self.scale_rounding, (32, 32)) if self.two_d_weights else x
         return _by_tensor(x, w, _mx("e5m2" if self.element == "hybrid" else "e4m3", self.scale_rounding))
@@ -169,7 +165,7 @@ class MXFP6(Recipe):
 
     def operands(self) -> dict[str, Operands]:
         for name in ("element", "gradient_element"):
-            _choice(name, getattr(self, name), ("e2m3", "e3m2"))
+            check_choice(name, getattr(self, name), ("e2m3", "e3m2"))
         x = _mx(self.element, self.scale_rounding)
         return _by_tensor(x, x, _mx(self.gradient_element, self.scale_rounding))
 
@@ -214,7 +210,7 @@ class FP8Current(Recipe):
     power_of_two: bool = False
 
     def operands(self) -> dict[str, Operands]:
-        _choice("element", self.element, ("hybrid", "e4m3"))
+        check_choice("element", self.element, ("hybrid", "e4m3"))
         scale = "pow2" if self.power_of_two else "fp32"
         x = _fp8("e4m3", (None, None), scale)
         return _by_tensor(x, x, _fp8("e5m2" if self.element == "hybrid" else "e4m3", (None, None), scale))
@@ -239,7 +235,7 @@ class FP8Delayed(Recipe):
     margin: int = 0
 
     def operands(self) -> dict[str, Operands]:
-        _choice("element", self.element, ("hybrid", "e4m3"))
+        check_choice("element", self.element, ("hybrid", "e4m3"))
         delayed = Delayed(history=self.history, algorithm=self.algorithm, margin=self.margin)
         x = replace(_fp8("e4m3", (None, None)), delayed=delayed)
         return _by_tensor(x, x, replace(x, element="e5m2" if self.element == "hybrid" else "e4m3"))
@@ -266,7 +262,7 @@ class FP8Block(Recipe):
     power_of_two: bool = True
 
     def operands(self) -> dict[str, Operands]:
-        _choice("element", self.element, ("e4m3", "hybrid"))
+        check_choice("element", self.element, ("e4m3", "hybrid"))
         scale = "pow2" if self.power_of_two else "fp32"
         dy = _fp8("e5m2" if self.element == "hybrid" else "e4m3", (1, 128), scale)
         return _by_tensor(_fp8("e4m3", (1, 128), scale), _fp8("e4m3", (128, 128), scale), dy)

@@ -13,6 +13,7 @@ from fp4train.quantize.quantized import Form, Operand, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.spec import QuantSpec
+from fp4train.words import check_choice
 
 KERNELS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,8 +111,7 @@ def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tens
 
 
 def _implementation(x_RC: Tensor, spec: QuantSpec, kernel: str) -> ModuleType:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel={kernel!r}: allowed are {', '.join(KERNELS)}")
+    check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return reference
     chosen = kernel if kernel != "auto" else "triton" if x_RC.is_cuda else "cpu"

@@ -6,7 +6,7 @@ neighbours in a row share one call and take 16 bits each. The same element gets 
 activation recomputation, after a resume, and however the tensor is sharded (the offsets place a shard in the whole).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
 LANES = 8  # elements served by one Philox call
+
+FPROP_X, FPROP_W, DGRAD_DY, DGRAD_W, WGRAD_DY, WGRAD_X, MEASUREMENT = range(7)
+"""Values of `RandomKey.operand`: the six of a recipe's table, and measurements, which draw other bits than the step."""
 
 _LIMITS = {
     "seed": 1 << 64,
@@ -50,10 +53,6 @@ class RandomKey:
             raise ValueError(
                 f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
             )
-
-    def shifted(self, rows: int, cols: int) -> "RandomKey":
-        """The key of a part of the tensor that starts `rows` and `cols` further on."""
-        return replace(self, row_offset=self.row_offset + rows, col_offset=self.col_offset + cols)
 
 
 def philox4x32(

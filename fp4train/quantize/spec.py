@@ -15,6 +15,7 @@ from typing import Final
 from fp4train.formats import ElementFormat, get_format
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
+from fp4train.words import check_choice
 
 SCALES: Final = ("e4m3", "e8m0", "fp32", "pow2")
 SCALE_ROUNDINGS: Final = ("floor", "rceil", "even", "ceil")
@@ -24,11 +25,6 @@ FORMULAS: Final = ("te2.14", "te2.13")
 ROUNDINGS: Final = ("nearest", "stochastic")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
-
-
-def _check(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field}={value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class Delayed:
     def __post_init__(self) -> None:
         if not isinstance(self.history, int) or self.history < 1:
             raise ValueError(f"history={self.history!r}: delayed scaling allows integers >= 1")
-        _check("algorithm", self.algorithm, DELAYED_ALGORITHMS)
+        check_choice("algorithm", self.algorithm, DELAYED_ALGORITHMS)
         if not isinstance(self.margin, int) or not -64 <= self.margin <= 64:
             raise ValueError(f"margin={self.margin!r}: delayed scaling allows integers from -64 to 64")
 
@@ -88,16 +84,16 @@ class QuantSpec:
         get_format(self.element)
         object.__setattr__(self, "block", tuple(self.block))
         self._check_block()
-        _check("scale", self.scale, SCALES)
-        _check("formula", self.formula, FORMULAS)
-        _check("rounding", self.rounding, ROUNDINGS)
-        _check("four_over_six", self.four_over_six, ERROR_METRICS)
-        _check("global_scale", self.global_scale, GLOBAL_SCALES)
-        _check("global_bound", self.global_bound, GLOBAL_BOUNDS)
+        check_choice("scale", self.scale, SCALES)
+        check_choice("formula", self.formula, FORMULAS)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("four_over_six", self.four_over_six, ERROR_METRICS)
+        check_choice("global_scale", self.global_scale, GLOBAL_SCALES)
+        check_choice("global_bound", self.global_bound, GLOBAL_BOUNDS)
         if self.scale == "e8m0":
             if self.scale_rounding is None:
                 object.__setattr__(self, "scale_rounding", "rceil")
-            _check("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+            check_choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         elif self.scale_rounding is not None:
             raise ValueError(f"scale_rounding={self.scale_rounding!r}: only scale='e8m0' has one; use None")
         self._check_scale()

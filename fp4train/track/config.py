@@ -12,6 +12,7 @@ from typing import Any
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tracker import NullTracker, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
+from fp4train.words import check_choice
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +49,7 @@ class WandbTracking:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", tuple(self.tags))  # a list in YAML
-        if self.mode not in ("auto", "offline"):
-            raise ValueError(f"track.mode={self.mode!r}: allowed are auto, offline")
+        check_choice("track.mode", self.mode, ("auto", "offline"))
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 

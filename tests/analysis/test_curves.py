@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp4train.analysis.curves as curves
-from fp4train.analysis.curves import draw_curves, shades
+from fp4train.analysis.curves import draw_curves, loss_limits, shades
 from fp4train.analysis.history import Series, Span, read_history
 from fp4train.errors import UserError
 from fp4train.track import MetricsLog
@@ -104,6 +104,14 @@ def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
     values[500] = np.nan
     smooth = series.smoothed().values
     assert np.isnan(smooth[500:520]).all() and np.isfinite(smooth[520:]).all() and np.isfinite(smooth[:500]).all()
+
+
+def test_a_loss_that_falls_to_almost_nothing_is_drawn_on_its_logarithmic_axis(tmp_path: Path) -> None:
+    """Three per cent of the fall below the lowest loss would be less than nothing."""
+    falling = [{"step": step, "train/loss": 6.0 * 0.9**step, "train/lr": 1e-3} for step in range(1, 60)]
+    assert draw_curves(write_run(tmp_path / "run", falling)).stat().st_size > 10_000
+    low, high = loss_limits([np.array([line["train/loss"] for line in falling])]) or (0.0, 0.0)
+    assert 0 < low < falling[-1]["train/loss"] < high
 
 
 def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path
 
 def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no_token"))
     with pytest.raises(DataError, match=r"somebody/nothing: .* cannot be reached. Give the path .* data/tokenizer=bpe"):
         Pretrained(name="somebody/nothing").build(documents, tmp_path)
     with pytest.raises(DataError, match="neither a file nor a hub name"):

@@ -8,12 +8,12 @@ import pytest
 from safetensors import safe_open
 from torch import Tensor
 
-DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "golden"
+FOLDER = Path(os.environ.get("FP4TRAIN_GOLDEN", Path(__file__).resolve().parents[3] / "shared" / "golden"))
 
 
 def load_golden(name: str) -> tuple[dict[str, Tensor], list[dict]]:
     """(tensors, cases) of a golden file; skips the test where the folder is absent."""
-    path = Path(os.environ.get("FP4TRAIN_GOLDEN", DEFAULT)) / f"{name}.safetensors"
+    path = FOLDER / f"{name}.safetensors"
     if not path.exists():
         pytest.skip(f"no golden vectors at {path.parent}; set FP4TRAIN_GOLDEN", allow_module_level=True)
     with safe_open(path, "pt") as file:

@@ -10,7 +10,7 @@ import json
 
 import pytest
 import torch
-from golden import load_golden
+from golden import FOLDER, load_golden
 from safetensors import safe_open
 
 from fp4train.gemm import BACKENDS
@@ -66,8 +66,5 @@ def test_a_layer_rounds_the_reference_once(case: str, backend: str) -> None:
 
 
 def test_all_golden_products_are_compared() -> None:
-    from golden import DEFAULT
-
-    path = DEFAULT / "nvfp4_reference.safetensors"
-    with safe_open(path, "pt") as file:
+    with safe_open(FOLDER / "nvfp4_reference.safetensors", "pt") as file:
         assert len(json.loads(file.metadata()["gemms"])) == len(GEMMS) > 0

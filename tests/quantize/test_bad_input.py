@@ -194,7 +194,7 @@ def test_other_shapes_and_dtypes_say_what_to_do(function, x: torch.Tensor, messa
         ({}, {"amax": torch.ones(2)}, "amax has 2 values: this spec takes 1"),
         ({"global_scale": "row"}, {"amax": torch.ones(1)}, "amax has 1 values: this spec takes 4"),
         ({**FP8, "block": (None, None), "delayed": Delayed()}, {}, "amax=None: delayed scaling takes it from history"),
-        ({}, {"kernel": "cuda"}, "kernel='cuda': allowed are auto, reference, cpu, triton"),
+        ({}, {"kernel": "cuda"}, "kernel='cuda' is not one of auto, reference, cpu, triton"),
     ],
 )
 def test_arguments_that_do_not_fit_the_spec(fields: dict, arguments: dict, message: str) -> None:

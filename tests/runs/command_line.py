@@ -17,6 +17,9 @@ from fp4train.cli import main
 
 StopAt = Callable[[int], None]
 
+PATIENCE = 180.0
+"""Seconds after which a process hangs; it starts, and draws its curves, in a tenth of them even on a machine in use."""
+
 TINY = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
     *("train.steps=6", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "data=text", "track=jsonl"),
@@ -85,8 +88,9 @@ class Cli:
 
 
 def lines(run: Path | str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The lines of a run's metrics, of a running one's those that are whole."""
+    *whole, _ = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in whole]
 
 
 def losses(run: Path | str) -> dict[int, tuple[Any, ...]]:
@@ -109,9 +113,9 @@ def events(run: Path | str, name: str) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line.get("event") == name]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     """Until `condition` holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)

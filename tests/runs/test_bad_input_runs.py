@@ -252,8 +252,45 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         ),
         (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
         (["experiment=techniqes"], "did you mean 'techniques'?"),
+        (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
+        (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
+        (["resume="], "resume= names no run"),
+        (["--recipe=bf16"], "--recipe=bf16: keys are written without dashes, recipe=bf16"),
+        (["--recipe", "bf16"], "--recipe: keys are written without dashes, recipe=…"),
+        (["-train.steps=5"], "keys are written without dashes, train.steps=5"),
+        (["recipe", "=", "bf16"], "unknown verb 'recipe'"),
+        (["train", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values: -m sweeps over them"),
+        (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
+        (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
+        (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
+        (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
+        (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.formula'? (known: hadamard"),
+        (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
+        (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
+        (["plan", "--config-dir"], "--config-dir needs a folder"),
+        (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
+        (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
+        (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
+        (["compare", "runs/a", "runs/b", "out="], "out=: the picture is a PNG"),
+        (["compare", "runs/a", "runs/b", "out=gap.pdf"], "out=gap.pdf: the picture is a PNG"),
     ],
 )
 def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) -> None:
     ended = cli.raw(*arguments)
     assert ended.code == 1 and message in ended.message
+
+
+def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    below = "runs/a/checkpoints/step_00000001"
+    assert cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
+    assert "no key=value; a run goes on with resume=runs/a" in cli.raw("plan", "runs/a").message
+    said = cli.raw("compare", "runs/a", "runs/aa").message
+    assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
+    assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+
+
+def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2").code == 0
+    assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0
+    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["a", "b-recipe=bf16", "b-recipe=mxfp8"]

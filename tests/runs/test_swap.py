@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, StopAt, events, lines, losses, wait_for
+from command_line import PATIENCE, Cli, StopAt, events, lines, losses, wait_for
 
 import fp4train.train as loop
 
@@ -24,6 +24,12 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], 
 
     monkeypatch.setattr(loop, "pick_up_swaps", pick_up_swaps)
     return acts.__setitem__
+
+
+def own_recipe() -> None:
+    """A user's own folder of configurations, mine, with a recipe house in it."""
+    Path("mine/recipe").mkdir(parents=True)
+    Path("mine/recipe/house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
 
 
 def recorded(run: str) -> list[tuple[int, str]]:
@@ -134,11 +140,18 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
         (["runs/a", "recipe=bf16", "policy.last=0"], "changes the recipe only"),
         (["runs/a", "recipe=mxfp8", "recipe.hadamard=false"], "unknown key 'recipe.hadamard'"),
         (["runs/a", "recipe=mxfp8", "recipe.element=e9m9"], "e9m9"),
+        (["runs/a", "recipe=house"], "there is no such recipe"),
+        (["runs/a", "recipe=huose", "--config-dir", "mine"], "did you mean 'house'?"),
+        (["runs/a", "recipe=house", "--config-dir=nowhere"], "--config-dir nowhere: there is no such folder"),
+        (["runs/a", "recipe=house", "--config-dir"], "--config-dir needs a folder"),
+        (["runs/a", "recipe=bf16", "--now"], "swap knows no flag --now"),
+        (["runs/a", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_the_terminal(cli: Cli, arguments: list[str], message: str) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("run: {name: a}\ntrain: {steps: 2}\n")
+    own_recipe()
     ended = cli.raw("swap", *arguments)
     assert ended.code == 1 and message in ended.message
     assert not Path("runs/a/swap_requests").exists()
@@ -152,6 +165,27 @@ def test_a_request_to_a_run_that_stands_waits_for_its_resume(cli: Cli, stop_at: 
     assert asked.code == 0 and "picked up on resume=runs/a" in asked.out
     assert cli("resume=runs/a").code == 0
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 4 + ["BF16"]
+
+
+def test_a_swap_takes_a_recipe_of_the_users_own_folder(cli: Cli, stop_at: StopAt) -> None:
+    own_recipe()
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=2", "train.steps=4", *STEADY).code == 137
+    stop_at(-1)
+    assert cli.raw("swap", "--config-dir", "mine", "runs/a", "recipe=house", "at=3").code == 0
+    assert cli("resume=runs/a").code == 0
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["MXFP8(element=hybrid)"]
+
+
+def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None:
+    """Such a name holds "=", as overrides do."""
+    assert cli("-m", "optim.lr=0.001,0.002", "train.steps=2", *STEADY).code == 0
+    run = "runs/llama_tiny-nvfp4-lr=0.002"
+    asked = cli.raw("swap", run, "recipe=bf16")
+    assert asked.code == 0 and f"picked up on resume={run} train.steps=…" in asked.out
+    assert cli.raw("swap", run, "recipe=bf16", "at=1").message == f"at=1 is past: {run} has done 2 steps"
+    assert cli(f"resume={run}", "train.steps=3").code == 0
+    assert [v[-1] for v in losses(run).values()] == ["NVFP4", "NVFP4", "BF16"]
 
 
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
@@ -182,7 +216,7 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
         assert "is in use" in cli("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY).message
         wait_for(lambda: any(line.get("precision/recipe") == "BF16" for line in lines("runs/a")))
         process.terminate()
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
