@@ -26,4 +26,4 @@ def test_a_tensor_of_a_size_that_was_freed_costs_no_page_faults() -> None:
     ).stdout.split()
     if kept == "False":
         pytest.skip("the C library has no mallopt")
-    assert int(faults) < 100
+    assert int(faults) < 13107, "a tenth: the system may take pages back that look unused"
