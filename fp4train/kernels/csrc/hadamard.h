@@ -40,10 +40,18 @@ INLINE I hadamard_16_max(F *x, uint32_t signs) {
 }
 #undef STAGE
 
-/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows. */
+/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows.
+ * `inside`: the rows exist and are neighbours in memory. */
 INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
+    if (inside && col + 16 <= x->cols) { /* lane n is row + n */
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) tile[i] = column_of(x, row, col + i, wide, inside);
+        for (int i = 0; i < 16; i++) tile[i] = load_floats(x->data, row + (col + i) * x->stride_col, wide);
+    } else {
+        float lanes[16][16];
+        gather_columns(x, row, col, lanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) tile[i] = f_load(lanes[i]);
+    }
     if (wide && hadamard)
         for (int i = 0; i < 16; i++) tile[i] = f_bits(round_to_bf16(tile[i]));
 }

@@ -33,16 +33,16 @@ INLINE F load_floats(const void *p, int64_t at, int wide) {
     return f_bits(i_shl(i_load_u16((const uint16_t *)p + at), 16));
 }
 
-/* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
- * They are float32 where `wide`, else BF16. */
-INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+/* What the fast paths below leave over is rare, and is kept out of line: inlined, it would be most of the code. */
+#define RARE static __attribute__((noinline))
+
+RARE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
     const int64_t size = wide ? 4 : 2;
     if (x->stride_col == 1 && x->input != INPUT_F16) {
-        const char *at = (const char *)x->data + (row * x->stride_row + col) * size;
-        if (col + width <= x->cols) return at;
         memset(stage, 0, (size_t)(width * size));
-        if (col < x->cols) memcpy(stage, at, (size_t)((x->cols - col) * size));
-        return stage;
+        if (col < x->cols)
+            memcpy(stage, (const char *)x->data + (row * x->stride_row + col) * size, (size_t)((x->cols - col) * size));
+        return;
     }
     for (int64_t i = 0; i < width; i++) {
         const float value = col + i < x->cols ? element_at(x, row, col + i) : 0.0f;
@@ -51,16 +51,22 @@ INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t wid
         if (wide) ((float *)stage)[i] = value;
         else ((uint16_t *)stage)[i] = (uint16_t)(bits >> 16);
     }
+}
+
+/* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
+ * They are float32 where `wide`, else BF16. */
+INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+    if (x->stride_col == 1 && x->input != INPUT_F16 && col + width <= x->cols)
+        return (const char *)x->data + (row * x->stride_row + col) * (wide ? 4 : 2);
+    stage_row(x, row, col, width, wide, stage);
     return stage;
 }
 
-/* Column `col` of sixteen rows, lane n being row + n. `inside`: they all exist and are neighbours in memory. */
-INLINE F column_of(const Matrix *x, int64_t row, int64_t col, int wide, int inside) {
-    float lanes[16];
-    if (col >= x->cols) return f_set(0.0f);
-    if (inside) return load_floats(x->data, row + col * x->stride_col, wide);
-    for (int n = 0; n < 16; n++) lanes[n] = row + n < x->rows ? element_at(x, row + n, col) : 0.0f;
-    return f_load(lanes);
+/* Columns col.. of sixteen rows one by one, where some do not exist or are no neighbours in memory. */
+RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    for (int i = 0; i < 16; i++)
+        for (int n = 0; n < 16; n++)
+            lanes[i][n] = row + n < x->rows && col + i < x->cols ? element_at(x, row + n, col + i) : 0.0f;
 }
 INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
