@@ -251,6 +251,15 @@ def test_both_forms_of_a_tensor_that_one_read_cannot_serve() -> None:
         assert_same_codes(codes, reference.quantize(y.T, TOKENS))
 
 
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits(isa: str) -> None:
+    for spec in (replace(NVFP4, rounding="stochastic"), replace(MXFP8, rounding="stochastic")):
+        for cols in (32, 96, 128, 384, 544, 992):
+            for rows in (48, 130, 7):
+                x = draw_values("normal", rows, cols, cols).bfloat16()
+                assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=2))
+
+
 def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw_values("normal", 130, 512, 5).bfloat16()
     monkeypatch.setattr(kernels, "STREAM_BYTES", 0)
