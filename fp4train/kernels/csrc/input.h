@@ -72,6 +72,15 @@ INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
 }
 
+RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
+
+/* memcpy for whole lines of 64 bytes; what the compiler makes of it where it does not know the size starts slowly. */
+INLINE void copy_bytes(void *to, const void *from, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) i_store((int32_t *)((char *)to + i), i_load((const int32_t *)((const char *)from + i)));
+    if (i < bytes) copy_rest((char *)to + i, (const char *)from + i, bytes - i);
+}
+
 /* The rectangle copied to `scratch`, where its columns lie close together: rows of a large tensor are often a multiple of 4096 bytes
  * apart, and then compete for the same few lines of a cache. A kernel indexes the result like x. */
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128, SCRATCH_STRIDE = TILE_ROWS + 32 };
@@ -80,8 +89,8 @@ INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0,
     Matrix copy = *x;
     if (x->stride_row != 1 || x->input == INPUT_F16 || row1 - row0 > TILE_ROWS || col1 - col0 > TILE_COLUMNS) return copy;
     for (int64_t col = col0; col < col1; col++)
-        memcpy((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
-               (const char *)x->data + (row0 + col * x->stride_col) * size, (size_t)((row1 - row0) * size));
+        copy_bytes((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
+                   (const char *)x->data + (row0 + col * x->stride_col) * size, (row1 - row0) * size);
     copy.data = (const char *)scratch - (row0 + col0 * SCRATCH_STRIDE) * size;
     copy.stride_col = SCRATCH_STRIDE;
     return copy;
@@ -103,8 +112,8 @@ INLINE I magnitude_bits(F x) { return i_and(i_bits(x), i_set(INT32_MAX)); }
 /* To BF16, ties to even, in the upper half of each lane. The fast one is wrong for a NaN with bits in the lower half. */
 INLINE I round_to_bf16_fast(F x) {
     const I bits = i_bits(x);
-    const I odd = i_and(i_shr(bits, 16), i_set(1));
-    return i_and(i_add(i_add(bits, i_set(0x7fff)), odd), i_set((int32_t)0xffff0000));
+    const I up = i_add_where(i_any(bits, i_set(0x10000)), i_add(bits, i_set(0x7fff)), i_set(1));
+    return i_and(up, i_set((int32_t)0xffff0000));
 }
 INLINE I round_to_bf16(F x) { return i_pick(f_nan(x), i_set(0x7fc00000), round_to_bf16_fast(x)); }
 #endif
