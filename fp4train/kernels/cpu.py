@@ -142,8 +142,8 @@ class Scheme:
 
 class Output(NamedTuple):
     """values: BF16 or float32 [R, C], without the global scale. codes: uint8 [R, Cp] or, packed, [R, Cp/2]. scales:
-    uint8 or float32, one a block. amax: as asked for, or as measured; global_decode: 1 / S_enc in its shape, beside
-    values that lack it."""
+    uint8 or float32, one a block. amax: as given, or, beside codes, as measured; global_decode: 1 / S_enc, 0-d or [R,
+    1], beside values that lack it."""
 
     values: Tensor | None
     codes: Tensor | None
@@ -200,20 +200,21 @@ def _job(x_RC: Tensor, request: Request) -> tuple[tuple[object, ...], Output]:
     """The extension's tuple, and the tensors it will fill."""
     scheme, amax, measure, random, own_cols, wants_values, wants_codes = request
     rows, cols = x_RC.shape
-    wide, coded = scheme.value_width(cols), scheme.code_width(cols)
+    wide, coded = scheme.value_width(cols), 0
     values = codes = scales = decode = None
-    if measure is not None:
-        amax = x_RC.new_empty((rows, 1) if measure == "row" else (), dtype=torch.float32)
+    amax_shape: tuple[int, ...] = (rows, 1) if measure == "row" else () if amax is None else amax.shape
+    if measure == "row" or (measure is not None and wants_codes):
+        amax = x_RC.new_empty(amax_shape, dtype=torch.float32)
     if wants_values:
         values = x_RC.new_empty((rows, wide), dtype=torch.float32 if scheme.values_f32 else torch.bfloat16)
-        if amax is not None and scheme.scale == "e4m3":
-            decode = torch.empty_like(amax)
+        if scheme.scale == "e4m3":
+            decode = x_RC.new_empty(amax_shape, dtype=torch.float32)
     if wants_codes:
+        coded = scheme.code_width(cols)
         codes = x_RC.new_empty((rows, coded // 2 if scheme.element == "e2m1" else coded), dtype=torch.uint8)
         if scheme.scale != "given":
-            shape = (-(-rows // scheme.block[0]), coded // scheme.block[1])
-            dtype = torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32
-            scales = x_RC.new_empty(shape, dtype=dtype)
+            blocks = (-(-rows // scheme.block[0]), coded // scheme.block[1])
+            scales = x_RC.new_empty(blocks, dtype=torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32)
     job = (
         *_matrix(x_RC),
         scheme.numbers,

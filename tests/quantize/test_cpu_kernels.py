@@ -216,7 +216,8 @@ def test_an_amax_from_elsewhere_is_used() -> None:
     for amax in (0.0, 0.5, 40.0):
         assert_equals_reference(x, NVFP4, cpu.HERE, amax=torch.tensor(amax))
         assert_equals_reference(x, FP8, cpu.HERE, amax=torch.tensor(amax))
-    assert_equals_reference(x, replace(NVFP4, global_scale="row"), cpu.HERE, amax=torch.rand(40, 1))
+    for rows in (40, 1):
+        assert_equals_reference(x[:rows], replace(NVFP4, global_scale="row"), cpu.HERE, amax=torch.rand(rows, 1))
 
 
 ROW_SPECS = (NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, FP8, replace(NVFP4, block=(16, 16)))

@@ -25,7 +25,7 @@ typedef struct {
     int64_t block_rows, block_cols;
     float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
-    int measure;          /* `amax` is not known yet, and filled first */
+    int measure;          /* `amax` is not known yet, and filled first; NULL where nobody asks for that of the tensor */
     float *global_decode; /* SCALE_E4M3: where 1 / S_enc goes, one for each amax; or NULL */
     float largest;     /* the magnitude that scales aim at: the element's, for NVFP4 times the guard */
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */

@@ -134,14 +134,15 @@ static void run_amax(const Kernels *kernels, const AmaxJob *rows, const AmaxJob 
 
 static int64_t amax_count(const Job *job) { return job->amax_stride ? job->x.rows : 1; }
 
-/* Fills the amax of the jobs that want theirs measured. */
-static void measure(const Kernels *kernels, const Job *rows, const Job *columns, int threads) {
-    const Job *jobs[2] = {rows, columns};
+/* Fills the amax of the jobs that want theirs measured; `unasked` has room for those that nobody asked to see. */
+static void measure(const Kernels *kernels, Job *rows, Job *columns, float unasked[2], int threads) {
+    Job *const jobs[2] = {rows, columns};
     AmaxJob amax[2];
     const AmaxJob *wanted[2] = {NULL, NULL};
     for (int i = 0; i < 2; i++) {
-        const Job *job = jobs[i];
+        Job *job = jobs[i];
         if (!job || !job->measure) continue;
+        if (!job->amax) job->amax = &unasked[i];
         memset(job->amax, 0, sizeof(float) * (size_t)amax_count(job));
         amax[i] = (AmaxJob){job->x, job->hadamard, job->signs, (uint32_t *)job->amax, job->amax_stride};
         wanted[i] = &amax[i];
@@ -165,6 +166,7 @@ static PyObject *quantize(PyObject *self, PyObject *arguments) {
     PyObject *row_tuple, *column_tuple;
     Job jobs[2];
     int threads, isa, not_finite = 0;
+    float unasked[2];
     (void)self;
     if (!PyArg_ParseTuple(arguments, "OOii", &row_tuple, &column_tuple, &threads, &isa)) return NULL;
     if (row_tuple != Py_None && !parse_job(row_tuple, &jobs[0])) return NULL;
@@ -177,7 +179,7 @@ static PyObject *quantize(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, call.kernels ? "quantize: both jobs are None" : "this CPU lacks the instruction set");
         return NULL;
     }
-    measure(call.kernels, call.rows, call.columns, threads);
+    measure(call.kernels, call.rows ? &jobs[0] : NULL, call.columns ? &jobs[1] : NULL, unasked, threads);
     call.grid = grid_for(call.rows ? &call.rows->x : NULL, call.rows ? call.rows->block_rows : 1,
                          call.rows ? call.rows->block_cols : 16, call.columns ? &call.columns->x : NULL, threads);
     run(quantize_tile, &call, threads);
