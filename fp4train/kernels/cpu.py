@@ -11,9 +11,9 @@ is built with the package and optional: `unavailable()` says why it is missing.
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 """From the slowest to the fastest."""
 
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in INPUTS}
 ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
 SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "given": 4}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
@@ -107,6 +108,22 @@ class Scheme:
     stochastic: bool
     signs: int | None
 
+    @cached_property
+    def numbers(self) -> tuple[object, ...]:
+        """As the extension takes it."""
+        return (
+            ELEMENTS[self.element],
+            SCALES[self.scale],
+            SCALE_ROUNDINGS[self.scale_rounding],
+            FORMULAS[self.formula],
+            *self.block,
+            self.largest,
+            self.bound,
+            self.stochastic,
+            0 if self.signs is None else 16,
+            self.signs or 0,
+        )
+
     @property
     def values_f32(self) -> bool:
         """Element times float32 block scale is not exact in BF16."""
@@ -123,20 +140,25 @@ class Scheme:
         return cols if self.signs is None else -(-cols // 16) * 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Output:
+class Output(NamedTuple):
     """values: BF16 or float32 [R, C], without the global scale. codes: uint8 [R, Cp] or, packed, [R, Cp/2]. scales:
-    uint8 or float32, one a block."""
+    uint8 or float32, one a block. amax: as given, or, beside codes, as measured; global_decode: 1 / S_enc, 0-d or [R,
+    1], beside values that lack it."""
 
     values: Tensor | None
     codes: Tensor | None
     scales: Tensor | None
+    amax: Tensor | None
+    global_decode: Tensor | None
 
     def with_rows(self, rows: int) -> "Output":
         """The same memory seen as `rows` rows."""
-        if next(t for t in (self.values, self.codes) if t is not None).shape[0] == rows:
-            return self
-        return Output(**{name: None if t is None else t.view(rows, -1) for name, t in vars(self).items()})
+        parts = {
+            name: tensor.view(rows, -1)
+            for name in ("values", "codes", "scales")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return self._replace(**parts)
 
 
 Random = tuple[int, int, int, int, int]
@@ -144,13 +166,19 @@ Random = tuple[int, int, int, int, int]
 NO_RANDOM: Final[Random] = (0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A form of a tensor that is wanted. amax: float32, one value or R, the global amax or the given scales."""
+class Request(NamedTuple):
+    """A form of a tensor that is wanted.
+
+    amax: float32, one value or R, the global amax or the given scales. measure: where amax is None, which to take from
+        x first: the amax of the "tensor" or of each "row".
+    own_cols: a row of x is several rows of the tensor, this wide, and the random bits are those of its elements there.
+    """
 
     scheme: Scheme
-    amax: Tensor | None
+    amax: Tensor | None = None
+    measure: str | None = None
     random: Random = NO_RANDOM
+    own_cols: int = 0
     values: bool = True
     codes: bool = False
 
@@ -164,52 +192,50 @@ def _matrix(x_RC: Tensor) -> tuple[int, int, int, int, int, int]:
     return (x_RC.data_ptr(), INPUTS[x_RC.dtype], *x_RC.shape, *x_RC.stride())
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _job(x_RC: Tensor, request: Request) -> tuple[tuple[object, ...], Output]:
     """The extension's tuple, and the tensors it will fill."""
-    scheme = request.scheme
+    scheme, amax, measure, random, own_cols, wants_values, wants_codes = request
     rows, cols = x_RC.shape
-    wide, coded = scheme.value_width(cols), scheme.code_width(cols)
-    packed = scheme.element == "e2m1"
-    values = codes = scales = None
-    if request.values:
-        values = _empty(x_RC, (rows, wide), torch.float32 if scheme.values_f32 else torch.bfloat16)
-    if request.codes:
-        codes = _empty(x_RC, (rows, coded // 2 if packed else coded), torch.uint8)
+    wide, coded = scheme.value_width(cols), 0
+    values = codes = scales = decode = None
+    amax_shape: tuple[int, ...] = (rows, 1) if measure == "row" else () if amax is None else amax.shape
+    if measure == "row" or (measure is not None and wants_codes):
+        amax = x_RC.new_empty(amax_shape, dtype=torch.float32)
+    if wants_values:
+        values = x_RC.new_empty((rows, wide), dtype=torch.float32 if scheme.values_f32 else torch.bfloat16)
+        if scheme.scale == "e4m3":
+            decode = x_RC.new_empty(amax_shape, dtype=torch.float32)
+    if wants_codes:
+        coded = scheme.code_width(cols)
+        codes = x_RC.new_empty((rows, coded // 2 if scheme.element == "e2m1" else coded), dtype=torch.uint8)
         if scheme.scale != "given":
-            shape = (-(-rows // scheme.block[0]), coded // scheme.block[1])
-            scales = _empty(x_RC, shape, torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32)
-    amax = request.amax
+            blocks = (-(-rows // scheme.block[0]), coded // scheme.block[1])
+            scales = x_RC.new_empty(blocks, dtype=torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32)
     job = (
         *_matrix(x_RC),
-        ELEMENTS[scheme.element],
-        SCALES[scheme.scale],
-        SCALE_ROUNDINGS[scheme.scale_rounding],
-        FORMULAS[scheme.formula],
-        *scheme.block,
-        0 if amax is None else amax.data_ptr(),
+        scheme.numbers,
+        _address(amax),
         0 if amax is None or amax.numel() == 1 else 1,
-        scheme.largest,
-        scheme.bound,
-        torch.finfo(x_RC.dtype).max,
-        scheme.stochastic,
-        *request.random,
-        0 if scheme.signs is None else 16,
-        scheme.signs or 0,
-        0 if values is None else values.data_ptr(),
+        measure is not None,
+        _address(decode),
+        LARGEST[x_RC.dtype],
+        random,
+        own_cols,
+        _address(values),
         scheme.values_f32,
         wide,
-        0 if codes is None else codes.data_ptr(),
+        _address(codes),
         0 if codes is None else codes.shape[1],
         coded,
-        0 if scales is None else scales.data_ptr(),
+        _address(scales),
         0 if scales is None else scales.shape[1],
-        x_RC.numel() * 2 >= STREAM_BYTES,
+        rows * cols * 2 >= STREAM_BYTES,
     )
-    return job, Output(values=values, codes=codes, scales=scales)
+    return job, Output(values, codes, scales, amax, decode)
 
 
 def quantize(x_RC: Tensor, request: Request, machine: Machine) -> Output | None:
@@ -222,37 +248,21 @@ def quantize(x_RC: Tensor, request: Request, machine: Machine) -> Output | None:
 def quantize_both(
     x_MK: Tensor, rowwise: Request, columnwise: Request, machine: Machine
 ) -> tuple[Output, Output] | None:
-    """The row-wise form of x [M, K] and the column-wise form of x.T [K, M], from one read of x."""
+    """The row-wise form of x [M, K] and the column-wise form of x.T [K, M], from one read of x (two with amaxes that
+    are to be measured)."""
     row_job, row_output = _job(x_MK, rowwise)
     column_job, column_output = _job(x_MK.T, columnwise)
     not_finite = _cpu().quantize(row_job, column_job, *machine.resolve())
     return None if not_finite else (row_output, column_output)
 
 
-def _amax_job(x_RC: Tensor, signs: int | None, out: Tensor) -> tuple[object, ...]:
-    return (
-        *_matrix(x_RC),
-        0 if signs is None else 16,
-        signs or 0,
-        out.data_ptr(),
-        0 if out.ndim == 0 else 1,
-    )
-
-
-def amax(x_RC: Tensor, machine: Machine, *, signs: int | None = None, rowwise: bool = False) -> Tensor:
-    """max|x| as float32, 0-d or [R, 1], after the Hadamard transform with `signs`. NaN where x has one."""
+def amax(x_RC: Tensor, machine: Machine, *, rowwise: bool = False) -> Tensor:
+    """max|x| as float32, 0-d or [R, 1]. NaN where x has one."""
     out = torch.zeros((x_RC.shape[0], 1) if rowwise else (), dtype=torch.float32)
-    job = _amax_job(x_RC, signs, out)
-    columns = signs is not None or (x_RC.stride(1) != 1 and x_RC.stride(0) == 1)
+    job = (*_matrix(x_RC), out.data_ptr(), 1 if rowwise else 0)
+    columns = x_RC.stride(1) != 1 and x_RC.stride(0) == 1
     _cpu().amax(*((None, job) if columns else (job, None)), *machine.resolve())
     return out
-
-
-def amax_both(x_MK: Tensor, machine: Machine, *, signs: int | None = None) -> tuple[Tensor, Tensor]:
-    """max|x| and the amax of the transformed x.T, float32 0-d, from one read."""
-    plain, transformed = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
-    _cpu().amax(_amax_job(x_MK, None, plain), _amax_job(x_MK.T, signs, transformed), *machine.resolve())
-    return plain, transformed
 
 
 def global_decode(amax: Tensor, bound: float) -> Tensor:
@@ -277,7 +287,7 @@ def decode(
     codes: uint8 [R, Cp] or packed [R, Cp/2]; scales: one a block, or None with scale `given` (the codes' own values).
     """
     rows = codes.shape[0]
-    values = _empty(codes, (rows, cols), torch.float32 if scale == "fp32" else torch.bfloat16)
+    values = codes.new_empty((rows, cols), dtype=torch.float32 if scale == "fp32" else torch.bfloat16)
     job = (
         ELEMENTS[element],
         SCALES[scale],

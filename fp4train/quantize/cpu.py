@@ -7,7 +7,7 @@ first.
 
 import math
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from fp4train.quantize.transform import Hadamard, hadamard_signs
 
 HERE: Final = Machine()
 """The fastest instruction set of this CPU, with torch's number of threads."""
+
+
+_GivenScales = tuple[Tensor, Tensor]
+"""The amax and scale_inv of FP8 with one scale for the tensor or for each row."""
+
+
+class _Result(NamedTuple):
+    output: Output
+    given: _GivenScales | None
 
 
 PAIR_BYTES = 1 << 25
@@ -103,6 +112,7 @@ def _readable(x_RC: Tensor, spec: QuantSpec) -> Tensor:
     return x_RC.contiguous()
 
 
+@cache
 def _amax_shape(spec: QuantSpec) -> str | None:
     """Of what a global amax is needed: tensor, row, or None where only blocks count."""
     if spec.global_scale is not None:
@@ -110,14 +120,9 @@ def _amax_shape(spec: QuantSpec) -> str | None:
     return None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
 
 
-def _amax(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, machine: Machine) -> Tensor | None:
-    """The global amax in the shape that `Quantized` holds; None where only blocks count."""
-    shape = _amax_shape(spec)
-    if shape is None:
-        return None
-    if amax is None:
-        return cpu.amax(x_RC, machine, signs=_scheme(spec).signs, rowwise=shape == "row")
-    return amax.to(torch.float32).reshape((-1, 1) if shape == "row" else ()).contiguous()
+def _float32_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """An amax from elsewhere in the shape that `Quantized` holds."""
+    return amax.to(torch.float32).reshape((-1, 1) if _amax_shape(spec) == "row" else ()).contiguous()
 
 
 def _given_scales(amax: Tensor, x_RC: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -126,63 +131,73 @@ def _given_scales(amax: Tensor, x_RC: Tensor, spec: QuantSpec) -> tuple[Tensor, 
     return scales_float(amax.reshape(-1, 1), spec.format, x_RC.dtype, pow2=spec.scale == "pow2", margin=margin)
 
 
-def _prepare(
+def _request(
     x_RC: Tensor,
     spec: QuantSpec,
     key: RandomKey | None,
     amax: Tensor | None,
+    machine: Machine,
     *,
     values: bool,
-) -> tuple[Request, Tensor | None]:
-    """The request for one form of x, whose global amax is known, and FP8's scale_inv."""
-    inverse = None
-    if amax is not None and None in spec.block:
-        amax, inverse = _given_scales(amax, x_RC, spec)
-    return Request(scheme=_scheme(spec), amax=amax, random=_random(key), values=values, codes=not values), inverse
+    own_cols: int = 0,
+) -> tuple[Request, _GivenScales | None]:
+    """The request for one form of x, and what FP8 with one scale for the tensor or a row knows before it."""
+    scheme, measure, given = _scheme(spec), _amax_shape(spec), None
+    if amax is not None:
+        amax, measure = _float32_amax(amax, spec), None
+    if scheme.scale == "given":
+        if amax is None:
+            amax, measure = cpu.amax(x_RC, machine, rowwise=measure == "row"), None
+        factors, inverse = _given_scales(amax, x_RC, spec)
+        given, amax = (amax, inverse), factors
+    return Request(scheme, amax, measure, _random(key), own_cols, values, not values), given
 
 
 def _run(
     x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tensor | None, machine: Machine, *, values: bool
-) -> tuple[Output, Tensor | None, Tensor | None] | None:
-    """(output, global amax, scale_inv of FP8), or None where x is not finite."""
-    rows = x_RC.shape[0]
-    x_RC = _wide(_readable(x_RC, spec), spec)
-    amax = _amax(x_RC, spec, amax, machine)
-    request, inverse = _prepare(x_RC, spec, key, amax, values=values)
+) -> _Result | None:
+    """The result, or None where x is not finite."""
+    rows, cols = x_RC.shape
+    x_RC = _readable(x_RC, spec)
+    together = _together(x_RC, spec)
+    if together > 1:
+        x_RC = x_RC.view(rows // together, cols * together)
+    own_cols = cols if together > 1 and spec.rounding == "stochastic" else 0
+    request, given = _request(x_RC, spec, key, amax, machine, values=values, own_cols=own_cols)
     output = cpu.quantize(x_RC, request, machine)
-    return None if output is None else (output.with_rows(rows), amax, inverse)
+    if output is None:
+        return None
+    return _Result(output.with_rows(rows) if together > 1 else output, given)
 
 
-def _wide(x_RC: Tensor, spec: QuantSpec) -> Tensor:
-    """x with several rows seen as one, where blocks do not care: the kernel takes 16 blocks of a row at a time."""
+def _together(x_RC: Tensor, spec: QuantSpec) -> int:
+    """How many rows of x the kernel gets as one: it takes strips of 16 blocks of a row, and narrow rows fill few."""
     rows, cols = x_RC.shape
     block = spec.block[1]
-    if block is None or cols >= 16 * block or cols % block or spec.block[0] != 1 or not x_RC.is_contiguous():
-        return x_RC
-    if spec.global_scale == "row" or spec.rounding == "stochastic" or spec.hadamard is not None:
-        return x_RC
-    together = math.gcd(rows, 16)
-    return x_RC.view(rows // together, cols * together)
+    if block is None or cols % block or cols % (16 * block) == 0 or cols >= 128 * block:
+        return 1
+    if spec.block[0] != 1 or spec.global_scale == "row" or spec.hadamard is not None or not x_RC.is_contiguous():
+        return 1
+    return math.gcd(rows, 16)
 
 
-def _quantized(
-    shape: torch.Size, spec: QuantSpec, output: Output, amax: Tensor | None, inverse: Tensor | None
-) -> Quantized:
-    scales = output.scales if inverse is None else inverse
+def _quantized(shape: torch.Size, spec: QuantSpec, result: _Result) -> Quantized:
+    output, given = result
+    amax, scales = (output.amax, output.scales) if given is None else given
     assert output.codes is not None and scales is not None
     return Quantized(spec, (shape[0], shape[1]), output.codes, scales, amax)
 
 
-def _operand(spec: QuantSpec, output: Output, amax: Tensor | None, inverse: Tensor | None) -> Operand:
+def _operand(spec: QuantSpec, result: _Result) -> Operand:
+    output, given = result
     assert output.values is not None
-    return Operand(output.values, _left_to_the_product(spec, amax, inverse), spec.transposable)
+    left = output.global_decode if given is None else _one_scale(given[1], spec)
+    return Operand(output.values, left, spec.transposable)
 
 
-def _left_to_the_product(spec: QuantSpec, amax: Tensor | None, inverse: Tensor | None) -> Tensor | None:
-    """The float32 factor that the values lack: 0-d, [R, 1] or None."""
-    if inverse is not None:
-        return inverse.reshape(()) if spec.block[0] is None else inverse
-    return None if amax is None else cpu.global_decode(amax, _scheme(spec).bound)
+def _one_scale(inverse: Tensor, spec: QuantSpec) -> Tensor:
+    """FP8's scale_inv as the product takes it: 0-d for the tensor, [R, 1] for rows."""
+    return inverse.reshape(()) if spec.block[0] is None else inverse
 
 
 def quantize(
@@ -197,7 +212,7 @@ def quantize(
     result = _run(x_RC, spec, key, amax, machine, values=False)
     if result is None:
         return reference.quantize(x_RC, spec, key=key, amax=amax)
-    return _quantized(x_RC.shape, spec, *result)
+    return _quantized(x_RC.shape, spec, result)
 
 
 def quantize_dequantize(
@@ -212,7 +227,7 @@ def quantize_dequantize(
     result = _run(x_RC, spec, key, amax, machine, values=True)
     if result is None:
         return reference.quantize_dequantize(x_RC, spec, key=key, amax=amax)
-    return _operand(spec, *result)
+    return _operand(spec, result)
 
 
 def operand(quantized: Quantized, *, machine: Machine = HERE) -> Operand:
@@ -231,7 +246,10 @@ def operand(quantized: Quantized, *, machine: Machine = HERE) -> Operand:
         cols=operand_width(spec, cols),
         machine=machine,
     )
-    left = _left_to_the_product(spec, quantized.amax, quantized.scales if given else None)
+    if given:
+        left: Tensor | None = _one_scale(quantized.scales, spec)
+    else:
+        left = None if quantized.amax is None else cpu.global_decode(quantized.amax, scheme.bound)
     return Operand(values, left, spec.transposable)
 
 
@@ -242,7 +260,7 @@ def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form, *, machine: Mac
     """
     both = _run_both(x_MK, rowwise, columnwise, machine, values=True)
     if both is not None:
-        return _operand(rowwise.spec, *both[0]), _operand(columnwise.spec, *both[1])
+        return _operand(rowwise.spec, both[0]), _operand(columnwise.spec, both[1])
     return (
         quantize_dequantize(x_MK, rowwise.spec, key=rowwise.key, amax=rowwise.amax, machine=machine),
         quantize_dequantize(x_MK.T, columnwise.spec, key=columnwise.key, amax=columnwise.amax, machine=machine),
@@ -255,14 +273,11 @@ def operand_and_codes(
     """The operand of x [M, K] and the codes of x.T [K, M]: what forward multiplies, and what it keeps for backward."""
     both = _run_both(x_MK, rowwise, columnwise, machine, values=False)
     if both is not None:
-        return _operand(rowwise.spec, *both[0]), _quantized(x_MK.T.shape, columnwise.spec, *both[1])
+        return _operand(rowwise.spec, both[0]), _quantized(x_MK.T.shape, columnwise.spec, both[1])
     return (
         quantize_dequantize(x_MK, rowwise.spec, key=rowwise.key, amax=rowwise.amax, machine=machine),
         quantize(x_MK.T, columnwise.spec, key=columnwise.key, amax=columnwise.amax, machine=machine),
     )
-
-
-_Result = tuple[Output, Tensor | None, Tensor | None]
 
 
 def _run_both(
@@ -277,21 +292,10 @@ def _run_both(
         return None
     if cpu.PAIR_ROWS % (row_spec.block[0] or 1):
         return None
-    row_amax, column_amax = _amax_both(x_MK, rowwise, columnwise, machine)
-    row_request, row_inverse = _prepare(x_MK, row_spec, rowwise.key, row_amax, values=True)
-    column_request, column_inverse = _prepare(x_MK, column_spec, columnwise.key, column_amax, values=values)
+    row_request, row_given = _request(x_MK, row_spec, rowwise.key, rowwise.amax, machine, values=True)
+    amax = columnwise.amax
+    if amax is None and row_given is not None and row_spec.block == column_spec.block == (None, None):
+        amax = row_given[0]  # that of x.T too
+    column_request, column_given = _request(x_MK.T, column_spec, columnwise.key, amax, machine, values=values)
     outputs = cpu.quantize_both(x_MK, row_request, column_request, machine)
-    if outputs is None:
-        return None
-    return (outputs[0], row_amax, row_inverse), (outputs[1], column_amax, column_inverse)
-
-
-def _amax_both(x_MK: Tensor, rowwise: Form, columnwise: Form, machine: Machine) -> tuple[Tensor | None, Tensor | None]:
-    """Both global amaxes, with one read where both are unknown and of the whole tensor."""
-    forms = (rowwise, columnwise)
-    if all(form.amax is None and _amax_shape(form.spec) == "tensor" for form in forms):
-        return cpu.amax_both(x_MK, machine, signs=_scheme(columnwise.spec).signs)
-    return (
-        _amax(x_MK, rowwise.spec, rowwise.amax, machine),
-        _amax(x_MK.T, columnwise.spec, columnwise.amax, machine),
-    )
+    return None if outputs is None else (_Result(outputs[0], row_given), _Result(outputs[1], column_given))

@@ -115,8 +115,7 @@ def _implementation(x_RC: Tensor, spec: QuantSpec, kernel: str) -> ModuleType:
     if kernel == "reference":
         return reference
     chosen = kernel if kernel != "auto" else "triton" if x_RC.is_cuda else "cpu"
-    # Imported here and not above: the reference needs neither, and Triton is not on every machine.
-    module = importlib.import_module(f"fp4train.quantize.{chosen}")
+    module = _module(chosen)
     transform = spec.hadamard
     reason = f"{transform} is for comparison" if isinstance(transform, Rotation) else module.why_not(x_RC, spec)
     if reason is None:
@@ -125,6 +124,12 @@ def _implementation(x_RC: Tensor, spec: QuantSpec, kernel: str) -> ModuleType:
         raise ValueError(f"kernel={kernel!r} cannot quantise this: {reason}. Use kernel='auto' or 'reference'")
     _log_fallback(chosen, reason)
     return reference
+
+
+@cache
+def _module(kernel: str) -> ModuleType:
+    """Imported when first needed: the reference needs neither, and Triton is not on every machine."""
+    return importlib.import_module(f"fp4train.quantize.{kernel}")
 
 
 @cache

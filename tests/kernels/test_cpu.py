@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,8 +45,22 @@ def test_amax_propagates_nan_and_infinity(machine: Machine) -> None:
         x[3, 3] = -float("nan")
         assert cpu.amax(x, machine).isnan()
         assert cpu.amax(x.T, machine).isnan()
-        assert cpu.amax(x.T, machine, signs=5).isnan()
-        assert cpu.amax_both(x, machine, signs=5)[0].isnan()
+        nan_or_inf = Request(scheme=replace(NVFP4, signs=5), measure="tensor")
+        assert cpu.quantize(x.T, nan_or_inf, machine) is None, "reported, from the amax after the transform"
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_measured_amax_is_that_of_an_amax_given(machine: Machine) -> None:
+    x = torch.randn(150, 530).bfloat16()
+    for y, scheme in ((x, NVFP4), (x.T, NVFP4), (x.T, replace(NVFP4, signs=5))):
+        measured = cpu.quantize(y, Request(scheme=scheme, measure="tensor", codes=True), machine)
+        assert measured is not None and measured.amax is not None
+        given = cpu.quantize(y, Request(scheme=scheme, amax=measured.amax.clone()), machine)
+        assert given is not None
+        if scheme.signs is None:
+            assert torch.equal(measured.amax, y.abs().amax().float())
+        for a, b in ((measured.values, given.values), (measured.global_decode, given.global_decode)):
+            assert a is not None and b is not None and torch.equal(a, b)
 
 
 def test_machine_refuses_what_the_cpu_lacks() -> None:
@@ -75,7 +90,7 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "spec.loader.exec_module(module)\n"
         "x = array.array('f', [float(i) for i in range(300000)])\n"
         "out = array.array('f', [0.0])\n"
-        "job = (x.buffer_info()[0], 1, 300, 1000, 1000, 1, 0, 0, out.buffer_info()[0], 0)\n"
+        "job = (x.buffer_info()[0], 1, 300, 1000, 1000, 1, out.buffer_info()[0], 0)\n"
         "module.amax(job, None, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )

@@ -16,12 +16,16 @@ INLINE uint32_t largest_lane(I x) {
     return (uint32_t)largest;
 }
 
+enum { PREFETCH_BYTES = 8192 };
+
 INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
     uint8_t stage[4 * 256];
     I all = i_set(0);
     for (int64_t row = row0; row < row1; row++) {
         for (int64_t col = col0; col < col1; col += 256) {
             const void *x = row_of(&job->x, row, col, 256, wide, stage);
+            for (int i = 0; i < 512; i += 64) /* the CPU itself fetches ahead too, but within pages of 4096 bytes */
+                __builtin_prefetch((const void *)((uintptr_t)x + PREFETCH_BYTES + (uintptr_t)i), 0, 3);
             I a = i_set(0), b = i_set(0); /* two chains */
             if (wide) {
                 for (int i = 0; i < 256; i += 32) {
@@ -53,6 +57,7 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
     I all = i_set(0);
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch);
+    const Signs signs = signs_of(job->signs);
     for (int64_t row = row0; row < row1; row += 16) {
         const int inside = columns_inside(&job->x, row);
         prefetch_ahead(&job->x, row0, row1, col0, col1, wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
@@ -60,7 +65,7 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
             F tile[16];
             load_columns(&x, row, col, wide, inside, job->hadamard, tile);
             if (job->hadamard) {
-                all = i_max(all, hadamard_16_max(tile, job->signs));
+                all = i_max(all, hadamard_16_max(tile, &signs));
             } else {
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) all = i_max(all, magnitude_bits(tile[i]));

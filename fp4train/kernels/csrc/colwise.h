@@ -22,7 +22,7 @@ typedef struct {
 /* What the compiler may take as constant. */
 typedef struct {
     int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
-    int wide, stochastic, values, codes;
+    int wide, stochastic, hadamard, values, codes;
 } ColumnVariant;
 
 /* Sixteen columns onto the grid. Two of their BF16 values fill a word of a lane, as do eight or four codes. */
@@ -49,7 +49,7 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
             const F y0 = f_mul(even.value, scale->decode), y1 = f_mul(odd.value, scale->decode);
             const I bits0 = exact ? i_bits(y0) : round_to_bf16(y0), bits1 = exact ? i_bits(y1) : round_to_bf16(y1);
             if (f32) values[i] = bits0, values[i + 1] = bits1;
-            else values[i / 2] = i_or(i_shr(bits0, 16), bits1);
+            else values[i / 2] = i_upper_halves(bits0, bits1);
         }
         if (v.codes && packed) {
             const I byte = i_or(even.code, i_shl(odd.code, 4));
@@ -75,14 +75,15 @@ typedef struct {
     Scale scale;
 } Block;
 
-INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, Block *block, ColumnVariant v) {
+INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, const Signs *signs,
+                          Block *block, ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I largest = i_set(0);
     for (int j = 0; j < tiles; j++) {
         F tile[16];
-        load_columns(&job->x, row, col + 16 * j, v.wide, inside, job->hadamard, tile);
+        load_columns(&job->x, row, col + 16 * j, v.wide, inside, v.hadamard, tile);
         /* padding to blocks comes after the transform: it has no signs */
-        if (job->hadamard && col + 16 * j < job->x.cols) hadamard_16(tile, job->signs);
+        if (v.hadamard && (v.nvfp4 || col + 16 * j < job->x.cols)) hadamard_16(tile, signs);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
             largest = i_max(largest, magnitude_bits(tile[i]));
@@ -106,7 +107,7 @@ INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, co
 
 INLINE void copy_out(char *to, const uint8_t *from, int64_t bytes, int stream) {
     if (!stream || ((uintptr_t)to & 63) || (bytes & 63)) {
-        memcpy(to, from, (size_t)bytes);
+        copy_bytes(to, from, bytes);
         return;
     }
     for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
@@ -137,7 +138,8 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
                      packed ? codes / 2 : codes, job->stream);
         if (!job->scales) continue;
         const int64_t blocks = coded / block, at = (row + n) * job->scales_stride + col / block;
-        if (bytes) memcpy((uint8_t *)job->scales + at, scales[n], (size_t)blocks);
+        if (bytes && blocks == CHUNK / 16) memcpy((uint8_t *)job->scales + at, scales[n], CHUNK / 16);
+        else if (bytes) copy_rest((uint8_t *)job->scales + at, scales[n], blocks);
         else for (int64_t b = 0; b < blocks; b++) ((int32_t *)job->scales)[at + b] = out->scales[b][n];
     }
 }
@@ -153,6 +155,7 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     Job local = *job;
     const Matrix *x = &job->x;
+    const Signs signs = signs_of(job->signs);
     local.x = compact(x, row0, row1, col0, col1, v.wide, scratch);
     job = &local;
     for (int64_t row = row0; row < row1; row += 16) {
@@ -164,9 +167,9 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
         const Global global = row_scale(job, f_load(given));
         for (int64_t col = col0; col < end; col += CHUNK) {
             const int64_t coded = end - col < CHUNK ? end - col : CHUNK;
-            prepare_block(job, row, col, global, inside, &blocks[0], v);
+            prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
             for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
-                if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &blocks[i ^ 1], v);
+                if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &signs, &blocks[i ^ 1], v);
                 round_block(job, row, col + at, at, &blocks[i], &out, v);
             }
             flush_columns(job, row, col, real - col < CHUNK ? real - col : CHUNK, coded, &out);
@@ -178,17 +181,18 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
 static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
     const int wide = job->x.input != INPUT_BF16, s = job->stochastic;
     const int nvfp4 = job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16;
-    const int values = job->values != NULL, codes = job->codes != NULL;
+    const int values = job->values != NULL, codes = job->codes != NULL, h = job->hadamard != 0;
     if (!wide && nvfp4) {
-#define CASE(s, v, c)                                                                                                  \
-    if (job->stochastic == s && values == v && codes == c)                                                             \
-        return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){1, 0, s, v, c});
-        CASE(0, 1, 0) CASE(0, 0, 1) CASE(0, 1, 1) CASE(1, 1, 0) CASE(1, 0, 1) CASE(1, 1, 1)
+#define CASE(s, h, v, c)                                                                                               \
+    if (job->stochastic == s && !job->hadamard == !h && values == v && codes == c)                                     \
+        return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){1, 0, s, h, v, c});
+        CASE(0, 1, 1, 0) CASE(0, 1, 0, 1) CASE(1, 1, 1, 0) CASE(1, 1, 0, 1)
+        CASE(0, 0, 1, 0) CASE(0, 0, 0, 1) CASE(1, 0, 1, 0) CASE(1, 0, 0, 1)
 #undef CASE
     }
-    if (wide && s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 1, values, codes});
-    if (wide) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 0, values, codes});
-    if (s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 1, values, codes});
-    columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 0, values, codes});
+    if (wide && s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 1, h, values, codes});
+    if (wide) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 1, 0, h, values, codes});
+    if (s) return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 1, h, values, codes});
+    columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){0, 0, 0, h, values, codes});
 }
 #endif

@@ -6,19 +6,35 @@
 #define FP4_HADAMARD_H
 #include "input.h"
 
+/* +1 or -1 for each of the sixteen, in all lanes. */
+typedef struct {
+    F of[16];
+} Signs;
+
+INLINE Signs signs_of(uint32_t bits) {
+    Signs signs;
+    for (int i = 0; i < 16; i++) signs.of[i] = f_set(bits >> i & 1 ? -1.0f : 1.0f);
+    return signs;
+}
+
+/* Sums on the adders, differences on the multipliers: both are full. */
 #define STAGE(stride) \
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & stride)) { \
         const F a = x[i], b = x[i + stride]; \
         x[i] = f_add(a, b); \
-        x[i + stride] = f_sub(a, b); \
+        x[i + stride] = f_sub_by_multiplier(a, b); \
     }
-INLINE void apply_signs(F *x, uint32_t signs) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) x[i] = f_bits(i_xor(i_bits(x[i]), i_set((int32_t)(signs >> i << 31))));
+/* The signs and the stage of stride 1: the sign of every second input comes free. */
+INLINE void first_stage(F *x, const Signs *signs) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        const F a = f_mul(x[i], signs->of[i]), b = x[i + 1], sign = signs->of[i + 1];
+        x[i] = f_add_exact_product(a, b, sign);
+        x[i + 1] = f_sub_exact_product(a, b, sign);
+    }
 }
-INLINE void hadamard_16(F *x, uint32_t signs) { /* the loops are unrolled, so that x stays in registers */
-    apply_signs(x, signs);
-    STAGE(1)
+INLINE void hadamard_16(F *x, const Signs *signs) { /* the loops are unrolled, so that x stays in registers */
+    first_stage(x, signs);
     STAGE(2)
     STAGE(4)
     STAGE(8)
@@ -27,10 +43,9 @@ INLINE void hadamard_16(F *x, uint32_t signs) { /* the loops are unrolled, so th
 }
 /* max|y| of the sixteen, as float bits, 4 times too large and not rounded: both are monotonic and can be done to the maximum.
  * max(|a + b|, |a - b|) = |a| + |b| spares half of the last stage. */
-INLINE I hadamard_16_max(F *x, uint32_t signs) {
+INLINE I hadamard_16_max(F *x, const Signs *signs) {
     I largest = i_set(0);
-    apply_signs(x, signs);
-    STAGE(1)
+    first_stage(x, signs);
     STAGE(2)
     STAGE(4)
 #pragma GCC unroll 8
@@ -40,10 +55,18 @@ INLINE I hadamard_16_max(F *x, uint32_t signs) {
 }
 #undef STAGE
 
-/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows. */
+/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows.
+ * `inside`: the rows exist and are neighbours in memory. */
 INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
+    if (inside && col + 16 <= x->cols) { /* lane n is row + n */
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) tile[i] = column_of(x, row, col + i, wide, inside);
+        for (int i = 0; i < 16; i++) tile[i] = load_floats(x->data, row + (col + i) * x->stride_col, wide);
+    } else {
+        float lanes[16][16];
+        gather_columns(x, row, col, lanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) tile[i] = f_load(lanes[i]);
+    }
     if (wide && hadamard)
         for (int i = 0; i < 16; i++) tile[i] = f_bits(round_to_bf16(tile[i]));
 }

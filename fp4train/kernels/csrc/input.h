@@ -33,16 +33,16 @@ INLINE F load_floats(const void *p, int64_t at, int wide) {
     return f_bits(i_shl(i_load_u16((const uint16_t *)p + at), 16));
 }
 
-/* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
- * They are float32 where `wide`, else BF16. */
-INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+/* What the fast paths below leave over is rare, and is kept out of line: inlined, it would be most of the code. */
+#define RARE static __attribute__((noinline))
+
+RARE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
     const int64_t size = wide ? 4 : 2;
     if (x->stride_col == 1 && x->input != INPUT_F16) {
-        const char *at = (const char *)x->data + (row * x->stride_row + col) * size;
-        if (col + width <= x->cols) return at;
         memset(stage, 0, (size_t)(width * size));
-        if (col < x->cols) memcpy(stage, at, (size_t)((x->cols - col) * size));
-        return stage;
+        if (col < x->cols)
+            memcpy(stage, (const char *)x->data + (row * x->stride_row + col) * size, (size_t)((x->cols - col) * size));
+        return;
     }
     for (int64_t i = 0; i < width; i++) {
         const float value = col + i < x->cols ? element_at(x, row, col + i) : 0.0f;
@@ -51,19 +51,34 @@ INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t wid
         if (wide) ((float *)stage)[i] = value;
         else ((uint16_t *)stage)[i] = (uint16_t)(bits >> 16);
     }
+}
+
+/* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
+ * They are float32 where `wide`, else BF16. */
+INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+    if (x->stride_col == 1 && x->input != INPUT_F16 && col + width <= x->cols)
+        return (const char *)x->data + (row * x->stride_row + col) * (wide ? 4 : 2);
+    stage_row(x, row, col, width, wide, stage);
     return stage;
 }
 
-/* Column `col` of sixteen rows, lane n being row + n. `inside`: they all exist and are neighbours in memory. */
-INLINE F column_of(const Matrix *x, int64_t row, int64_t col, int wide, int inside) {
-    float lanes[16];
-    if (col >= x->cols) return f_set(0.0f);
-    if (inside) return load_floats(x->data, row + col * x->stride_col, wide);
-    for (int n = 0; n < 16; n++) lanes[n] = row + n < x->rows ? element_at(x, row + n, col) : 0.0f;
-    return f_load(lanes);
+/* Columns col.. of sixteen rows one by one, where some do not exist or are no neighbours in memory. */
+RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    for (int i = 0; i < 16; i++)
+        for (int n = 0; n < 16; n++)
+            lanes[i][n] = row + n < x->rows && col + i < x->cols ? element_at(x, row + n, col + i) : 0.0f;
 }
 INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
+}
+
+RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
+
+/* memcpy for whole lines of 64 bytes; what the compiler makes of it where it does not know the size starts slowly. */
+INLINE void copy_bytes(void *to, const void *from, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) i_store((int32_t *)((char *)to + i), i_load((const int32_t *)((const char *)from + i)));
+    if (i < bytes) copy_rest((char *)to + i, (const char *)from + i, bytes - i);
 }
 
 /* The rectangle copied to `scratch`, where its columns lie close together: rows of a large tensor are often a multiple of 4096 bytes
@@ -74,8 +89,8 @@ INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0,
     Matrix copy = *x;
     if (x->stride_row != 1 || x->input == INPUT_F16 || row1 - row0 > TILE_ROWS || col1 - col0 > TILE_COLUMNS) return copy;
     for (int64_t col = col0; col < col1; col++)
-        memcpy((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
-               (const char *)x->data + (row0 + col * x->stride_col) * size, (size_t)((row1 - row0) * size));
+        copy_bytes((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
+                   (const char *)x->data + (row0 + col * x->stride_col) * size, (row1 - row0) * size);
     copy.data = (const char *)scratch - (row0 + col0 * SCRATCH_STRIDE) * size;
     copy.stride_col = SCRATCH_STRIDE;
     return copy;
@@ -97,8 +112,8 @@ INLINE I magnitude_bits(F x) { return i_and(i_bits(x), i_set(INT32_MAX)); }
 /* To BF16, ties to even, in the upper half of each lane. The fast one is wrong for a NaN with bits in the lower half. */
 INLINE I round_to_bf16_fast(F x) {
     const I bits = i_bits(x);
-    const I odd = i_and(i_shr(bits, 16), i_set(1));
-    return i_and(i_add(i_add(bits, i_set(0x7fff)), odd), i_set((int32_t)0xffff0000));
+    const I up = i_add_where(i_any(bits, i_set(0x10000)), i_add(bits, i_set(0x7fff)), i_set(1));
+    return i_and(up, i_set((int32_t)0xffff0000));
 }
 INLINE I round_to_bf16(F x) { return i_pick(f_nan(x), i_set(0x7fc00000), round_to_bf16_fast(x)); }
 #endif

@@ -23,14 +23,17 @@ typedef struct {
     Matrix x;
     int element, scale, scale_rounding, formula;
     int64_t block_rows, block_cols;
-    const float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
+    float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
+    int measure;          /* `amax` is not known yet, and filled first; NULL where nobody asks for that of the tensor */
+    float *global_decode; /* SCALE_E4M3: where 1 / S_enc goes, one for each amax; or NULL */
     float largest;     /* the magnitude that scales aim at: the element's, for NVFP4 times the guard */
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
     float scale_limit; /* SCALE_F32, SCALE_POW2: what an infinite scale becomes */
     int stochastic;
     uint64_t seed;
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
+    int64_t own_cols; /* a row of x is several rows of the tensor, this wide, and the counter is that of the tensor; 0: it is one */
     int hadamard;                                          /* 0 or 16 */
     uint32_t signs;                                        /* bit i: column i of sixteen is negated */
     void *values;       /* BF16 or float32 [rows, cols], without the global scale; or NULL */

@@ -7,11 +7,13 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 #include "job.h"
 #include "threads.h"
 
-enum { TILE_ELEMENTS = 1 << 16, WIDE_TILE = 4096, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
+enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 16, TILES_A_THREAD = 4 };
+enum { WIDE_TILE = 4096, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
 
 static const Kernels *kernels_of(int isa) {
     switch (isa) {
@@ -37,8 +39,11 @@ typedef struct {
     int64_t rows, cols, tile_rows, tile_cols;
 } Grid;
 
-static Grid wide_grid(int64_t rows, int64_t cols, int64_t block_rows) {
-    const int64_t tile_rows = most(1, TILE_ELEMENTS / least(cols, WIDE_TILE) / block_rows) * block_rows;
+/* Small tensors are cut small enough for all threads to have their share. */
+static Grid wide_grid(int64_t rows, int64_t cols, int64_t block_rows, int threads) {
+    const int64_t share = rows * cols / ((int64_t)threads * TILES_A_THREAD);
+    const int64_t elements = least(most(share, MIN_TILE_ELEMENTS), MAX_TILE_ELEMENTS);
+    const int64_t tile_rows = most(1, elements / least(cols, WIDE_TILE) / block_rows) * block_rows;
     return (Grid){rows, cols, tile_rows, WIDE_TILE};
 }
 static int64_t grid_size(const Grid *g) { return ceil_div(g->rows, g->tile_rows) * ceil_div(g->cols, g->tile_cols); }
@@ -96,8 +101,8 @@ static void decode_tile(void *context, int64_t index) {
 }
 
 /* Both halves of a tile should find x in the cache: 128 tokens by 256 channels (or a strip, if that is wider). */
-static Grid grid_for(const Matrix *rows, int64_t block_rows, int64_t block_cols, const Matrix *columns) {
-    if (!columns) return wide_grid(rows->rows, rows->cols, block_rows);
+static Grid grid_for(const Matrix *rows, int64_t block_rows, int64_t block_cols, const Matrix *columns, int threads) {
+    if (!columns) return wide_grid(rows->rows, rows->cols, block_rows, threads);
     return (Grid){columns->cols, columns->rows, PAIR_TOKENS, most(COLUMN_TILE_ROWS, rows ? 16 * block_cols : 0)};
 }
 
@@ -112,12 +117,47 @@ static void run(Tile tile, Call *call, int threads) {
 #define MATRIX_OF(m) &(m).data, &(m).input, &(m).rows, &(m).cols, &(m).stride_row, &(m).stride_col
 
 static int parse_job(PyObject *tuple, Job *job) {
-    return PyArg_ParseTuple(tuple, MATRIX "iiiiLLKLfffiKIIIIiIKiLKLLKLi", MATRIX_OF(job->x), &job->element, &job->scale,
-                            &job->scale_rounding, &job->formula, &job->block_rows, &job->block_cols, &job->amax,
-                            &job->amax_stride, &job->largest, &job->bound, &job->scale_limit, &job->stochastic,
-                            &job->seed, &job->row_offset, &job->col_offset8, &job->step_operand, &job->layer,
-                            &job->hadamard, &job->signs, &job->values, &job->values_f32, &job->values_stride,
-                            &job->codes, &job->codes_stride, &job->code_cols, &job->scales, &job->scales_stride, &job->stream);
+    return PyArg_ParseTuple(tuple, MATRIX "(iiiiLLffpiI)KLpKf(KIIII)LKpLKLLKLp", MATRIX_OF(job->x), &job->element, &job->scale,
+                            &job->scale_rounding, &job->formula, &job->block_rows, &job->block_cols, &job->largest,
+                            &job->bound, &job->stochastic, &job->hadamard, &job->signs, &job->amax, &job->amax_stride,
+                            &job->measure, &job->global_decode, &job->scale_limit, &job->seed, &job->row_offset,
+                            &job->col_offset8, &job->step_operand, &job->layer, &job->own_cols, &job->values,
+                            &job->values_f32, &job->values_stride, &job->codes, &job->codes_stride, &job->code_cols,
+                            &job->scales, &job->scales_stride, &job->stream);
+}
+
+static void run_amax(const Kernels *kernels, const AmaxJob *rows, const AmaxJob *columns, int threads) {
+    Call call = {.kernels = kernels, .amax_rows = rows, .amax_columns = columns};
+    call.grid = grid_for(rows ? &rows->x : NULL, 1, 16, columns ? &columns->x : NULL, threads);
+    run(amax_tile, &call, threads);
+}
+
+static int64_t amax_count(const Job *job) { return job->amax_stride ? job->x.rows : 1; }
+
+/* Fills the amax of the jobs that want theirs measured; `unasked` has room for those that nobody asked to see. */
+static void measure(const Kernels *kernels, Job *rows, Job *columns, float unasked[2], int threads) {
+    Job *const jobs[2] = {rows, columns};
+    AmaxJob amax[2];
+    const AmaxJob *wanted[2] = {NULL, NULL};
+    for (int i = 0; i < 2; i++) {
+        Job *job = jobs[i];
+        if (!job || !job->measure) continue;
+        if (!job->amax) job->amax = &unasked[i];
+        memset(job->amax, 0, sizeof(float) * (size_t)amax_count(job));
+        amax[i] = (AmaxJob){job->x, job->hadamard, job->signs, (uint32_t *)job->amax, job->amax_stride};
+        wanted[i] = &amax[i];
+    }
+    if (wanted[0] || wanted[1]) run_amax(kernels, wanted[0], wanted[1], threads);
+}
+
+static void write_global_decode(const float *amax, float *out, int64_t count, float bound) {
+    for (int64_t i = 0; i < count; i++) {
+        float encode = bound / amax[i];
+        if (encode > FLT_MAX) encode = FLT_MAX;
+        if (amax[i] == 0) encode = 1;
+        if (!(amax[i] <= FLT_MAX)) encode = NAN;
+        out[i] = 1 / encode;
+    }
 }
 
 PyDoc_STRVAR(quantize_doc, "quantize(row_job, column_job, threads, isa) -> bool\n\n"
@@ -126,6 +166,7 @@ static PyObject *quantize(PyObject *self, PyObject *arguments) {
     PyObject *row_tuple, *column_tuple;
     Job jobs[2];
     int threads, isa, not_finite = 0;
+    float unasked[2];
     (void)self;
     if (!PyArg_ParseTuple(arguments, "OOii", &row_tuple, &column_tuple, &threads, &isa)) return NULL;
     if (row_tuple != Py_None && !parse_job(row_tuple, &jobs[0])) return NULL;
@@ -138,15 +179,19 @@ static PyObject *quantize(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, call.kernels ? "quantize: both jobs are None" : "this CPU lacks the instruction set");
         return NULL;
     }
+    measure(call.kernels, call.rows ? &jobs[0] : NULL, call.columns ? &jobs[1] : NULL, unasked, threads);
     call.grid = grid_for(call.rows ? &call.rows->x : NULL, call.rows ? call.rows->block_rows : 1,
-                         call.rows ? call.rows->block_cols : 16, call.columns ? &call.columns->x : NULL);
+                         call.rows ? call.rows->block_cols : 16, call.columns ? &call.columns->x : NULL, threads);
     run(quantize_tile, &call, threads);
+    for (const Job *job = jobs; job < jobs + 2; job++)
+        if ((job == call.rows || job == call.columns) && job->global_decode)
+            write_global_decode(job->amax, job->global_decode, amax_count(job), job->bound);
     return PyBool_FromLong(not_finite);
 }
 
 static int parse_amax_job(PyObject *tuple, AmaxJob *job) {
-    return PyArg_ParseTuple(tuple, MATRIX "iIKL", MATRIX_OF(job->x), &job->hadamard, &job->signs, &job->amax,
-                            &job->amax_stride);
+    job->hadamard = 0;
+    return PyArg_ParseTuple(tuple, MATRIX "KL", MATRIX_OF(job->x), &job->amax, &job->amax_stride);
 }
 
 PyDoc_STRVAR(amax_doc, "amax(row_job, column_job, threads, isa)\n\n"
@@ -159,15 +204,13 @@ static PyObject *amax(PyObject *self, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOii", &row_tuple, &column_tuple, &threads, &isa)) return NULL;
     if (row_tuple != Py_None && !parse_amax_job(row_tuple, &jobs[0])) return NULL;
     if (column_tuple != Py_None && !parse_amax_job(column_tuple, &jobs[1])) return NULL;
-    Call call = {.kernels = kernels_of(isa)};
-    if (row_tuple != Py_None) call.amax_rows = &jobs[0];
-    if (column_tuple != Py_None) call.amax_columns = &jobs[1];
-    if (!call.kernels || !(call.amax_rows || call.amax_columns)) {
-        PyErr_SetString(PyExc_ValueError, call.kernels ? "amax: both jobs are None" : "this CPU lacks the instruction set");
+    const Kernels *kernels = kernels_of(isa);
+    const AmaxJob *rows = row_tuple == Py_None ? NULL : &jobs[0], *columns = column_tuple == Py_None ? NULL : &jobs[1];
+    if (!kernels || !(rows || columns)) {
+        PyErr_SetString(PyExc_ValueError, kernels ? "amax: both jobs are None" : "this CPU lacks the instruction set");
         return NULL;
     }
-    call.grid = grid_for(call.amax_rows ? &call.amax_rows->x : NULL, 1, 16, call.amax_columns ? &call.amax_columns->x : NULL);
-    run(amax_tile, &call, threads);
+    run_amax(kernels, rows, columns, threads);
     Py_RETURN_NONE;
 }
 
@@ -187,7 +230,7 @@ static PyObject *decode(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "this CPU lacks the instruction set");
         return NULL;
     }
-    call.grid = wide_grid(job.rows, job.cols, 1);
+    call.grid = wide_grid(job.rows, job.cols, 1, threads);
     run(decode_tile, &call, threads);
     Py_RETURN_NONE;
 }
@@ -200,13 +243,7 @@ static PyObject *global_decode(PyObject *self, PyObject *arguments) {
     long long count;
     (void)self;
     if (!PyArg_ParseTuple(arguments, "KKLf", &amax, &out, &count, &bound)) return NULL;
-    for (long long i = 0; i < count; i++) {
-        float encode = bound / amax[i];
-        if (encode > FLT_MAX) encode = FLT_MAX;
-        if (amax[i] == 0) encode = 1;
-        if (!(amax[i] <= FLT_MAX)) encode = NAN;
-        out[i] = 1 / encode;
-    }
+    write_global_decode(amax, out, count, bound);
     Py_RETURN_NONE;
 }
 

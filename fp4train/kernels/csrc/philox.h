@@ -22,19 +22,10 @@ typedef struct {
 INLINE uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
 INLINE uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
 
-/* All rounds from `round` on, of four times eight counters: one vector alone would wait for its multiplies. The first of these
- * rounds needs half the work. */
-INLINE void philox_4(const Half *half, Counters *c, uint64_t seed, int round) {
-    const Q m0 = q_set(multiplier0), m1 = q_set(multiplier1), none = q_set(0);
-    for (int i = 0; i < 4; i++) {
-        const uint64_t p0 = multiplier0 * half[i].w0;
-        const Q p1 = q_mul_low(half[i].w2, m1);
-        c[i].w[0] = q_xor3(q_shr32(p1), q_set(half[i].w1 ^ round_key0(seed, round)), none);
-        c[i].w[1] = p1;
-        c[i].w[2] = q_xor3(half[i].w3, q_set((p0 >> 32) ^ round_key1(seed, round)), none);
-        c[i].w[3] = q_set(p0);
-    }
-    for (round++; round < ROUNDS; round++) {
+/* All rounds from `round` on, of four times eight counters: one vector alone would wait for its multiplies. */
+INLINE void philox_rounds(Counters *c, uint64_t seed, int round) {
+    const Q m0 = q_set(multiplier0), m1 = q_set(multiplier1);
+    for (; round < ROUNDS; round++) {
         const Q k0 = q_set(round_key0(seed, round)), k1 = q_set(round_key1(seed, round));
         for (int i = 0; i < 4; i++) {
             const Q p0 = q_mul_low(c[i].w[0], m0), p1 = q_mul_low(c[i].w[2], m1);
@@ -46,23 +37,60 @@ INLINE void philox_4(const Half *half, Counters *c, uint64_t seed, int round) {
     }
 }
 
-/* Bits of the 256 elements that start at column `col` (a multiple of 8) of row `row`. */
-INLINE void random_row_256(const Job *job, int64_t row, int64_t col, uint16_t *bits) {
-    /* lane i = 2 L + k holds counter 4 k + L, where q_store_pairs writes it */
-    static const uint64_t lane[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    const uint64_t first = (uint64_t)(col / 8) + job->col_offset8;
-    const Q low = q_set(0xffffffffu);
-    /* round 0, where only the first word differs between counters */
+/* The same from halves: the first of these rounds needs half the work. */
+INLINE void philox_4(const Half *half, Counters *c, uint64_t seed, int round) {
+    const Q m1 = q_set(multiplier1), none = q_set(0);
+    for (int i = 0; i < 4; i++) {
+        const uint64_t p0 = multiplier0 * half[i].w0;
+        const Q p1 = q_mul_low(half[i].w2, m1);
+        c[i].w[0] = q_xor3(q_shr32(p1), q_set(half[i].w1 ^ round_key0(seed, round)), none);
+        c[i].w[1] = p1;
+        c[i].w[2] = q_xor3(half[i].w3, q_set((p0 >> 32) ^ round_key1(seed, round)), none);
+        c[i].w[3] = q_set(p0);
+    }
+    philox_rounds(c, seed, round + 1);
+}
+
+/* Round 0 of counters along a row, where only the first word differs between them. */
+INLINE void start_row(const Job *job, int64_t row, const Q *group, Counters *c) {
     const uint64_t p1 = multiplier1 * job->step_operand;
     const uint32_t w0 = (uint32_t)(p1 >> 32) ^ (uint32_t)((uint64_t)row + job->row_offset) ^ round_key0(job->seed, 0);
     const Q key = q_set(job->layer ^ round_key1(job->seed, 0));
     Half half[4];
-    Counters c[4];
     for (int i = 0; i < 4; i++) {
-        const Q p0 = q_mul_low(q_add(q_load(lane), q_set(first + 8 * (uint64_t)i)), q_set(multiplier0));
+        const Q p0 = q_mul_low(q_add(group[i], q_set(job->col_offset8)), q_set(multiplier0));
         half[i] = (Half){w0, (uint32_t)p1, q_xor3(q_shr32(p0), key, q_set(0)), p0};
     }
     philox_4(half, c, job->seed, 1);
+}
+
+/* The same where a row of x is several rows of the tensor: the group's number divided by the groups of one gives the row. */
+INLINE void start_rows(const Job *job, int64_t row, const Q *group, Counters *c) {
+    const uint64_t seed = job->seed, groups = (uint64_t)job->own_cols / 8, p1 = multiplier1 * job->step_operand;
+    const uint64_t first = (uint64_t)row * (uint64_t)(job->x.cols / job->own_cols) + job->row_offset;
+    const Q inverse = q_set((1ull << 32) / groups + 1); /* exact while a row of x has less than 2^32 / groups groups */
+    for (int i = 0; i < 4; i++) {
+        const Q down = q_shr32(q_mul_low(group[i], inverse));
+        const Q along = q_add(q_add(group[i], q_set(job->col_offset8)), q_mul_low(down, q_set((uint32_t)-groups)));
+        const Q p0 = q_mul_low(along, q_set(multiplier0));
+        c[i].w[0] = q_xor3(q_add(down, q_set(first)), q_set((p1 >> 32) ^ round_key0(seed, 0)), q_set(0));
+        c[i].w[1] = q_set(p1);
+        c[i].w[2] = q_xor3(q_shr32(p0), q_set(job->layer ^ round_key1(seed, 0)), q_set(0));
+        c[i].w[3] = p0;
+    }
+    philox_rounds(c, seed, 1);
+}
+
+/* Bits of the 256 elements that start at column `col` (a multiple of 8) of row `row`. */
+INLINE void random_row_256(const Job *job, int64_t row, int64_t col, uint16_t *bits) {
+    /* lane i = 2 L + k holds counter 4 k + L, where q_store_pairs writes it */
+    static const uint64_t lane[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const Q low = q_set(0xffffffffu);
+    Q group[4];
+    Counters c[4];
+    for (int i = 0; i < 4; i++) group[i] = q_add(q_load(lane), q_set((uint64_t)(col / 8 + 8 * i)));
+    if (job->own_cols) start_rows(job, row, group, c);
+    else start_row(job, row, group, c);
     for (int i = 0; i < 4; i++)
         q_store_pairs((uint8_t *)(bits + 64 * i), q_or(q_and(c[i].w[0], low), q_shl32(c[i].w[1])),
                       q_or(q_and(c[i].w[2], low), q_shl32(c[i].w[3])));

@@ -78,8 +78,7 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant
         }
         if (v.values) {
             const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);
-            const I low = i_shr(exact ? i_bits(y0) : round_to_bf16(y0), 16);
-            const I both = i_or(low, exact ? i_bits(y1) : round_to_bf16(y1));
+            const I both = exact ? i_upper_halves(i_bits(y0), i_bits(y1)) : i_upper_halves(round_to_bf16(y0), round_to_bf16(y1));
             if (out.stream) i_stream(out.values + 2 * i, both);
             else i_store((int32_t *)(out.values + 2 * i), both);
         }

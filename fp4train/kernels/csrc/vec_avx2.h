@@ -27,6 +27,9 @@ F2(f_sub, _mm256_sub_ps)
 F2(f_mul, _mm256_mul_ps)
 F2(f_div, _mm256_div_ps)
 F2(f_min, _mm256_min_ps)
+INLINE F f_sub_by_multiplier(F x, F y) { return f_sub(x, y); }
+INLINE F f_add_exact_product(F x, F y, F z) { return f_add(x, f_mul(y, z)); }
+INLINE F f_sub_exact_product(F x, F y, F z) { return f_sub(x, f_mul(y, z)); }
 INLINE F f_floor(F x) { return (F){_mm256_floor_ps(x.a), _mm256_floor_ps(x.b)}; }
 INLINE I i_bits(F x) { return (I){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 INLINE F f_bits(I x) { return (F){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
@@ -56,6 +59,10 @@ INLINE I i_shr_by(I x, int n) { return i_shr(x, n); }
 INLINE I i_shl_by(I x, int n) { return i_shl(x, n); }
 
 I2(i_max_u16, _mm256_max_epu16)
+INLINE I i_upper_halves(I x, I y) {
+    const I low = i_shr(x, 16);
+    return (I){_mm256_blend_epi16(low.a, y.a, 0xaa), _mm256_blend_epi16(low.b, y.b, 0xaa)};
+}
 INLINE I i_blend_bits(I mask, I x, I y) {
     return (I){_mm256_or_si256(_mm256_and_si256(mask.a, x.a), _mm256_andnot_si256(mask.a, y.a)),
                _mm256_or_si256(_mm256_and_si256(mask.b, x.b), _mm256_andnot_si256(mask.b, y.b))};
@@ -73,6 +80,7 @@ INLINE K f_gt(F x, F y) { return (K){F_GT(x.a, y.a), F_GT(x.b, y.b)}; }
 INLINE K f_nan(F x) { return (K){F_NAN(x.a, x.a), F_NAN(x.b, x.b)}; }
 I2(i_eq, _mm256_cmpeq_epi32)
 I2(i_gt, _mm256_cmpgt_epi32)
+INLINE K i_any(I x, I y) { return i_eq(i_eq(i_and(x, y), i_set(0)), i_set(0)); }
 INLINE int k_bits(K k) {
     return _mm256_movemask_ps(_mm256_castsi256_ps(k.a)) | _mm256_movemask_ps(_mm256_castsi256_ps(k.b)) << 8;
 }
@@ -90,6 +98,7 @@ INLINE F f_add_up_where(K k, F x, F y) { /* x < y, so that sum - y is exact */
 }
 INLINE F f_sub_where(K k, F x, F y) { return f_pick(k, f_sub(x, y), x); }
 INLINE I i_sub_where(K k, I x, I y) { return i_pick(k, i_sub(x, y), x); }
+INLINE I i_add_where(K k, I x, I y) { return i_add(x, i_and(k, y)); }
 INLINE F f_add_where(K k, F x, F y) { return f_pick(k, f_add(x, y), x); }
 
 INLINE I i_load_u16(const uint16_t *p) {

@@ -26,6 +26,9 @@ INLINE F f_sub(F a, F b) { return _mm512_sub_ps(a, b); }
 INLINE F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 INLINE F f_div(F a, F b) { return _mm512_div_ps(a, b); }
 INLINE F f_min(F a, F b) { return _mm512_min_ps(a, b); }
+INLINE F f_sub_by_multiplier(F a, F b) { return _mm512_fnmadd_ps(b, _mm512_set1_ps(1.0f), a); }
+INLINE F f_add_exact_product(F a, F b, F c) { return _mm512_fmadd_ps(b, c, a); }
+INLINE F f_sub_exact_product(F a, F b, F c) { return _mm512_fnmadd_ps(b, c, a); }
 INLINE F f_floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 INLINE I i_bits(F a) { return _mm512_castps_si512(a); }
 INLINE F f_bits(I a) { return _mm512_castsi512_ps(a); }
@@ -56,6 +59,12 @@ INLINE I i_max_u16(I a, I b) { return _mm512_max_epu16(a, b); }
 INLINE I i_blend_bits(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
 INLINE F f_min_magnitude(F a, F b) { return _mm512_range_ps(a, b, 0x0a); }
 INLINE I i_blend_not(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0x3a); }
+INLINE I i_upper_halves(I a, I b) {
+    const __m512i order = _mm512_add_epi16(_mm512_set1_epi32(0x00210001), _mm512_setr_epi32(
+        0x00000000, 0x00020002, 0x00040004, 0x00060006, 0x00080008, 0x000a000a, 0x000c000c, 0x000e000e,
+        0x00100010, 0x00120012, 0x00140014, 0x00160016, 0x00180018, 0x001a001a, 0x001c001c, 0x001e001e));
+    return _mm512_permutex2var_epi16(a, order, b);
+}
 INLINE void i_stream(void *p, I x) { _mm512_stream_si512(p, x); }
 
 /* masks */
@@ -63,6 +72,7 @@ INLINE K f_gt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 INLINE K f_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 INLINE K i_eq(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE K i_gt(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
+INLINE K i_any(I a, I b) { return _mm512_test_epi32_mask(a, b); }
 INLINE int k_bits(K k) { return k; }
 INLINE I i_pick(K k, I yes, I no) { return _mm512_mask_blend_epi32(k, no, yes); }
 INLINE F f_pick(K k, F yes, F no) { return _mm512_mask_blend_ps(k, no, yes); }
@@ -71,6 +81,7 @@ INLINE F f_add_up_where(K k, F a, F b) {
 }
 INLINE F f_sub_where(K k, F a, F b) { return _mm512_mask_sub_ps(a, k, a, b); }
 INLINE I i_sub_where(K k, I a, I b) { return _mm512_mask_sub_epi32(a, k, a, b); }
+INLINE I i_add_where(K k, I a, I b) { return _mm512_mask_add_epi32(a, k, a, b); }
 INLINE F f_add_where(K k, F a, F b) { return _mm512_mask_add_ps(a, k, a, b); }
 
 /* narrow memory */

@@ -29,6 +29,9 @@ LANEWISE(f_sub, F, F, a.v[i] - b.v[i])
 LANEWISE(f_mul, F, F, a.v[i] * b.v[i])
 LANEWISE(f_div, F, F, a.v[i] / b.v[i])
 LANEWISE(f_min, F, F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]) /* b where either is NaN, as minps */
+INLINE F f_sub_by_multiplier(F a, F b) { return f_sub(a, b); } /* the same, where another unit of the CPU can do it */
+INLINE F f_add_exact_product(F a, F b, F c) { return f_add(a, f_mul(b, c)); } /* b * c is exact, so fusing changes nothing */
+INLINE F f_sub_exact_product(F a, F b, F c) { return f_sub(a, f_mul(b, c)); }
 INLINE F f_floor(F a) { LANES(i) a.v[i] = floorf(a.v[i]); return a; }
 INLINE I i_bits(F a) { I r; memcpy(&r, &a, sizeof r); return r; }
 INLINE F f_bits(I a) { F r; memcpy(&r, &a, sizeof r); return r; }
@@ -62,6 +65,10 @@ INLINE I i_max_u16(I a, I b) { /* of thirty-two unsigned 16-bit lanes */
     memcpy(&a, x, sizeof x);
     return a;
 }
+INLINE I i_upper_halves(I a, I b) { /* of a into the lower halves, of b into the upper ones */
+    LANES(i) a.v[i] = (int32_t)((uint32_t)a.v[i] >> 16 | ((uint32_t)b.v[i] & 0xffff0000u));
+    return a;
+}
 INLINE I i_blend_bits(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE I i_blend_not(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & ~a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE F f_min_magnitude(F a, F b) { LANES(i) a.v[i] = fabsf(a.v[i]) < b.v[i] ? fabsf(a.v[i]) : b.v[i]; return a; } /* b > 0 */
@@ -71,6 +78,7 @@ LANEWISE(f_gt, K, F, a.v[i] > b.v[i])
 INLINE K f_nan(F a) { K r; LANES(i) r.v[i] = a.v[i] != a.v[i]; return r; }
 LANEWISE(i_eq, K, I, a.v[i] == b.v[i])
 LANEWISE(i_gt, K, I, a.v[i] > b.v[i])
+LANEWISE(i_any, K, I, (a.v[i] & b.v[i]) != 0)
 INLINE int k_bits(K k) { int r = 0; LANES(i) r |= k.v[i] << i; return r; } /* bit i: lane i */
 INLINE I i_pick(K k, I yes, I no) { LANES(i) yes.v[i] = k.v[i] ? yes.v[i] : no.v[i]; return yes; }
 INLINE F f_pick(K k, F yes, F no) { LANES(i) yes.v[i] = k.v[i] ? yes.v[i] : no.v[i]; return yes; }
@@ -87,6 +95,7 @@ INLINE F f_add_up_where(K k, F a, F b) {
 }
 INLINE F f_sub_where(K k, F a, F b) { LANES(i) a.v[i] = k.v[i] ? a.v[i] - b.v[i] : a.v[i]; return a; }
 INLINE I i_sub_where(K k, I a, I b) { LANES(i) a.v[i] = k.v[i] ? a.v[i] - b.v[i] : a.v[i]; return a; }
+INLINE I i_add_where(K k, I a, I b) { LANES(i) a.v[i] = k.v[i] ? a.v[i] + b.v[i] : a.v[i]; return a; }
 INLINE F f_add_where(K k, F a, F b) { LANES(i) a.v[i] = k.v[i] ? a.v[i] + b.v[i] : a.v[i]; return a; }
 
 INLINE I i_load_u16(const uint16_t *p) { I r; LANES(i) r.v[i] = p[i]; return r; }
