@@ -68,8 +68,8 @@ def final(directory: Path) -> dict[str, float]:
     return {"val": last["val/loss"], "recipe": last["val/loss_recipe"], "speed": speeds[len(speeds) // 2]}
 
 
-def table(results: dict[tuple[str, str], dict[str, float]]) -> str:
-    """Markdown, a row a recipe."""
+def table(recipes: list[str], results: dict[tuple[str, str], dict[str, float]]) -> str:
+    """Markdown, a row a recipe; dashes for the runs that there are no results of."""
     base = results[BASELINE, "default"]["val"]
     # What a run is judged by: its weights in high precision, or, bare, the recipe that it would be used in.
     kinds = {kind: key for kind, key in (("default", "val"), ("bare", "recipe")) if any(k == kind for _, k in results)}
@@ -77,7 +77,7 @@ def table(results: dict[tuple[str, str], dict[str, float]]) -> str:
         "| recipe |" + "".join(f" {kind} | gap |" for kind in kinds),
         "|---|" + "---|---|" * len(kinds),
     ]
-    for recipe in dict.fromkeys(name for name, _ in results):
+    for recipe in recipes:
         cells = [f"| {recipe} |"]
         for kind, key in kinds.items():
             found = results.get((recipe, kind))
@@ -95,9 +95,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=["default", "bare"], choices=["default", "bare"])
     parser.add_argument("overrides", nargs="*", help="for every run")
     args = parser.parse_intermixed_args()
-    names = args.recipes or groups()["recipe"]
-    # Kind by kind: a script that is stopped leaves a row for every recipe, with dashes for the bare runs it lacks.
-    wanted = [(name, kind) for kind in args.kinds for name in names if name != BASELINE]
+    recipes = list(dict.fromkeys([BASELINE, *(args.recipes or groups()["recipe"])]))
+    # Kind by kind: a script that is stopped leaves the default runs first.
+    wanted = [(recipe, kind) for kind in args.kinds for recipe in recipes if recipe != BASELINE]
     results: dict[tuple[str, str], dict[str, float]] = {}
     for recipe, kind in [(BASELINE, "default"), *wanted]:
         results[recipe, kind] = final(run(recipe, kind, args.overrides))
@@ -106,7 +106,7 @@ def main() -> None:
             made_by=made_by, machine=machine(), threads=torch.get_num_threads(), torch=torch.__version__
         )
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + table(results) + "\n")
+        args.out.write_text(text + table(recipes, results) + "\n")
 
 
 if __name__ == "__main__":
