@@ -55,7 +55,8 @@ class TrainSettings:
         microbatch: sequences a forward pass; None: the whole batch. The gradient is that of the whole batch.
         seq_len: tokens a sequence.
         compile: let torch.compile fuse what lies between the GEMMs of each block. Worth its time (a minute on a CPU) in
-            long runs on GPUs. It rounds less often, so that numbers differ from a run without it.
+            long runs on GPUs. It rounds less often, so that numbers differ from a run without it; and layers that read
+            the same tensor (queries, keys and values) then quantise it each for itself.
     """
 
     steps: int

@@ -92,14 +92,7 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
             before the step.
     """
     config, optim = run.config.train, run.config.optim
-    # A model's own random numbers (dropout) depend on the step alone, so that a resumed run draws the same ones.
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step) % 2**63)
-    share = (config.microbatch or config.batch_size) / config.batch_size
-    total = torch.zeros((), device=run.device)
-    for loss in losses(run, recipe):
-        (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach() * share
-    mean_loss = float(total)
+    mean_loss = float(forward_and_backward(run, recipe))
     if not math.isfinite(mean_loss):
         with run.eagerly():
             where = first_non_finite_output(run.model, losses(run, recipe))
@@ -133,12 +126,28 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
     return values
 
 
+def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
+    """Gradients of the current step's batch, times the loss scale, added to the parameters'; the mean loss."""
+    # A model's own random numbers (dropout) depend on the step alone, so that a resumed run draws the same ones.
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step) % 2**63)
+    config, total = run.config.train, torch.zeros((), device=run.device)
+    share = (config.microbatch or config.batch_size) / config.batch_size
+    for loss in losses(run, recipe):
+        (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach() * share
+    return total
+
+
 def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
-    """`train_step`, and what quantising cost each operand of each layer in it (`eval.errors_every`)."""
+    """`train_step`, and before it a pass that measures what quantising costs each operand of each layer in it."""
     key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
+    scaling = run.scaling()
     with run.eagerly(), probe((module.layer, module) for module in run.linears()) as seen:
-        values = train_step(run, recipe)
-    return values | seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)
+        forward_and_backward(run, recipe)
+    run.optimizer.zero_grad(set_to_none=True)
+    run.load_scaling(scaling)
+    errors = seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)
+    return train_step(run, recipe) | errors
 
 
 def losses(run: Run, recipe: Recipe) -> Iterator[Tensor]:

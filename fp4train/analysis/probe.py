@@ -1,7 +1,7 @@
 """Quantisation errors inside a real run: for each layer and operand, what quantising cost at one step.
 
 Hooks take the tensors of one forward and backward pass, x [M, K] and dy [M, N], as they reach each linear layer; with
-the weight they make the six operands, and each is measured against its quantised self. Nothing about the step changes.
+the weight they make the six operands, and each is measured against its quantised self.
 """
 
 from __future__ import annotations

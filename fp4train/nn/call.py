@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.autocast import Context
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import Form, QuantSpec, RandomKey
 
@@ -18,8 +17,9 @@ class Call:
     """One call of a layer: everything that its forward and backward need besides tensors."""
 
     recipe: Recipe
-    context: Context
+    seed: int
     step: int
+    token_offset: int
     layer_key: int
     backend: str
     device: str
@@ -31,16 +31,16 @@ class Call:
     @property
     def position(self) -> tuple[int, int]:
         """Seed and step: weights do not change while it stays the same."""
-        return self.context.seed, self.step
+        return self.seed, self.step
 
     def key(self, operand: int, *, along_tokens: bool = False) -> RandomKey:
         """The random bits of x or dy, whose tokens are rows or, `along_tokens`, columns."""
-        offset = self.context.token_offset
+        offset = self.token_offset
         # Eight neighbouring columns share one draw of the generator. An offset inside such a group is spread out, to
         # where no other one reaches.
         column = offset if offset % 8 == 0 else (1 << 34) + offset * 8
         return RandomKey(
-            seed=self.context.seed,
+            seed=self.seed,
             step=self.step,
             layer=self.layer_key,
             operand=operand,
@@ -59,7 +59,7 @@ class Call:
 
     def weight_key(self, operand: int) -> RandomKey:
         """The random bits of the weight: the same for all tokens of a step."""
-        return RandomKey(seed=self.context.seed, step=self.step, layer=self.layer_key, operand=operand)
+        return RandomKey(seed=self.seed, step=self.step, layer=self.layer_key, operand=operand)
 
     def amax(self, name: str, spec: QuantSpec | None, tensor: Tensor) -> Tensor | None:
         """The amax that scales `tensor` where its spec uses a delayed one: both its forms take the same."""

@@ -7,13 +7,16 @@ when the graph is traced, and checked as a guard each time before it runs. A cha
 alone, NVFP4 to MXFP8, compiles nothing anew.
 
 An operator may not keep a graph's tensors: the compiler puts other values into them. So layers share nothing that they
-made of the same input here, and an x that wgrad needs in high precision is saved by the graph.
+made of the same input here, only a layer's own parameter is prepared once a step, and an x that wgrad needs in high
+precision is saved by the graph. To the compiler the operator is a function of its arguments: two equal calls of one
+layer in a graph are one call, a call whose result nobody uses is none.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +26,7 @@ from torch._opaque_base import OpaqueBase
 
 from fp4train.nn.call import Call
 from fp4train.nn.gemms import Gradients, backward, forward, without_torchs_autocast
+from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.autocast import Context, current, in_stray_recomputation, once
 from fp4train.quantize import Quantized
 
@@ -32,14 +36,15 @@ if TYPE_CHECKING:
 # What Python decides at each call, random bits above all, must not be replayed from a recording.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Kind = Literal["plain", "torch", "te", "operator"]
+Kind = Literal["plain", "torch", "operator", "eager"]
 
 
 class Route(NamedTuple):
     """What a graph has to know of a layer."""
 
     kind: Kind
-    """`plain`: nn.Linear, outside of a context; `torch`: a recipe that quantises nothing; `te`; or the `operator`."""
+    """`plain`: nn.Linear, outside of a context; `torch`: a recipe that quantises nothing; `operator`; `eager`: not in
+    the graph, because Transformer Engine runs it or because it raises an error."""
     dtype: torch.dtype | None = None
     """The recipe's."""
     keeps_x: bool = False
@@ -47,21 +52,39 @@ class Route(NamedTuple):
 
 
 class Handle(OpaqueBase):
-    """A linear layer as torch.compile sees it."""
+    """A linear layer as torch.compile sees it; the layer owns it, not the other way round."""
 
     def __init__(self, layer: Linear) -> None:
-        self.layer = layer
+        self._layer = weakref.ref(layer)
+
+    @property
+    def layer(self) -> Linear:
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return Handle(memo[id(self.layer)])
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """For the compiler's cache keys, to which all layers are alike: graphs hold nothing of one but its route."""
+        return str, (Handle.__qualname__,)
 
     def route(self) -> Route:
         """The layer's route in the current context."""
         context, layer = current(), self.layer
+        if layer.is_stray(context):
+            return Route("eager")
         if context is None:
             return Route("plain")
-        recipe = context.recipe_for(layer.layer)
+        try:
+            recipe = context.recipe_for(layer.layer)
+        except ValueError:
+            return Route("eager")
         if not recipe.quantised:
             return Route("torch", recipe.torch_dtype)
         if layer.why_not_te(recipe, layer.weight.device.type) is None:
-            return Route("te")
+            return Route("eager")
         return Route("operator", recipe.torch_dtype, recipe.table()["wgrad"].second is None)
 
 
@@ -77,6 +100,13 @@ class Saved(OpaqueBase):
     call: Call | None = None
     gradients: Gradients | None = None
     x: Quantized | None = None
+    calls: list[Call] = field(default_factory=list)
+    """Where the call is recorded for recomputation."""
+
+    def release(self) -> None:
+        """After backward: the graph itself lives as long as the loss."""
+        self.calls[:] = [call for call in self.calls if call is not self.call]
+        self.call = self.gradients = self.x = None
 
 
 register_opaque_type(Saved, typ="reference")
@@ -101,17 +131,15 @@ def linear(
         wanted: of x, w and bias, which gradients backward will be asked for.
         keeps_x: whether backward is given x by the graph.
     """
-    device = x_MK.device.type
-    with without_torchs_autocast(device):
-        call = _call(layer.layer, context, device, training)
-        gradients = Gradients.of((x_MK, w_NK, bias_N), tuple(wanted))
-        y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=None)
-    return y_MN, Saved(call, gradients, x if isinstance(x, Quantized) else None)
+    calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
+    call = _call(layer.layer, calls, w_NK, context, x_MK.device.type, training)
+    gradients = Gradients.of((x_MK, w_NK, bias_N), tuple(wanted))
+    y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=None)
+    return y_MN, Saved(call, gradients, x if isinstance(x, Quantized) else None, calls)
 
 
-def _call(layer: Linear, context: Context, device: str, training: bool) -> Call:
+def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, device: str, training: bool) -> Call:
     """A new call, or, where a graph recomputes activations in its backward, the one of its forward."""
-    calls: list[Call] = context.compiled_calls.setdefault(layer, [])
     if in_stray_recomputation():
         if len(calls) != 1:
             raise RuntimeError(
@@ -120,8 +148,13 @@ def _call(layer: Linear, context: Context, device: str, training: bool) -> Call:
             )
         return calls[0]
     recipe = context.recipe_for(layer.layer)
-    calls.append(once(layer, lambda: layer.new_call(context, recipe, device, training)))
-    return calls[-1]
+    call = once(layer, lambda: layer.new_call(context, recipe, device, training))
+    own = layer._parameters.get("weight")
+    if own is None or own.data_ptr() != w_NK.data_ptr():
+        call = replace(call, weights=PreparedWeights())
+    if training:
+        calls.append(call)
+    return call
 
 
 @linear.register_fake
@@ -146,6 +179,8 @@ def linear_backward(
     assert saved.call is not None and saved.gradients is not None
     with without_torchs_autocast(dy_MN.device.type):
         dx, dw, dbias = backward(dy_MN, w_NK, saved.x if x_MK is None else x_MK, saved.call, saved.gradients)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        saved.release()
     nothing = dy_MN.new_empty(0)
     return (
         nothing if dx is None else dx,

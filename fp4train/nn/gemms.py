@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.gemm import emulate, select
 from fp4train.nn.call import Call
-from fp4train.precision.autocast import Context
+from fp4train.precision.autocast import Context, current
 from fp4train.quantize import Form, Operand, Quantized, both_operands, operand_and_codes, quantize
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
@@ -143,7 +143,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
         gradients = Gradients.of((x_MK, w_NK, bias_N), ctx.needs_input_grad[:3])
-        y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=call.context)
+        y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=current())
         tensors = (x.codes, x.scales, x.amax) if isinstance(x, Quantized) else (x, None, None)
         ctx.save_for_backward(w_NK if gradients.x else None, *tensors)
         ctx.form = (x.spec, x.shape) if isinstance(x, Quantized) else None

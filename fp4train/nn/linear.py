@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import zlib
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +123,12 @@ class Linear(nn.Linear):
         if torch.compiler.is_dynamo_compiling():
             return self._traced(input)
         context = current()
-        self._check_recomputation(context)
+        if self.is_stray(context):
+            raise RuntimeError(
+                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
+                "fp4train.precision.checkpoint, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
+                "context_fn=fp4train.precision.checkpoint_contexts)."
+            )
         if context is None:
             return super().forward(input)
         recipe, device = context.recipe_for(self.layer), input.device.type
@@ -142,8 +148,8 @@ class Linear(nn.Linear):
         route = self._handle.route()
         if route.kind == "plain":
             return super().forward(input)
-        if route.kind == "te":
-            return _untraced(self, input)  # its modules are no graph's business
+        if route.kind == "eager":
+            return _untraced(self, input)
         x_MK, out_dtype, shape = self._matrix(input)
         assert route.dtype is not None
         with without_torchs_autocast(input.device.type):
@@ -179,8 +185,9 @@ class Linear(nn.Linear):
             self._calls += training
         return Call(
             recipe=recipe,
-            context=context,
+            seed=context.seed,
             step=self._calls if context.step is None else context.step,
+            token_offset=context.token_offset,
             layer_key=self._layer_key,
             backend=self._off_te,
             device=device,
@@ -190,15 +197,19 @@ class Linear(nn.Linear):
             training=training,
         )
 
-    def _check_recomputation(self, context: Context | None) -> None:
-        if not in_stray_recomputation():
-            self._was_in_context = context is not None
-        elif self._was_in_context or context is not None:
-            raise RuntimeError(
-                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
-                "fp4train.precision.checkpoint, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
-                "context_fn=fp4train.precision.checkpoint_contexts)."
-            )
+    def is_stray(self, context: Context | None) -> bool:
+        """Whether this call recomputes one that was made in another context; asked once a call."""
+        if in_stray_recomputation():
+            return self._was_in_context or context is not None
+        self._was_in_context = context is not None
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = compiled.Handle(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
         """What delayed scaling has seen, which a checkpoint must hold beside the state dict; empty without it."""
@@ -206,6 +217,7 @@ class Linear(nn.Linear):
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `scaling_state` gave."""
+        self._weights = PreparedWeights()  # which knows whether a weight's amax has entered the history in this step
         self.scaling.load({k: v for k, v in state.items() if not k.startswith("te.")})
         self.te.load_state({k.removeprefix("te."): v for k, v in state.items() if k.startswith("te.")})
 

@@ -12,8 +12,8 @@ or torch's own with `context_fn=checkpoint_contexts`, brings it back together wi
 number of a call, a delayed scale); a layer that is recomputed without it raises instead of computing something else.
 
 To torch.compile a context is an opaque object that a graph takes as an input: a graph reads the context that is current
-when it runs, and holds for others whose `guarded` values are the same. The graph's backward has that input too, so that
-what it recomputes needs nothing else.
+when it runs, and holds for others whose `activation_dtype` is the same. The graph's backward has that input too, so
+that what it recomputes needs nothing else.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class Context(OpaqueBase):
                 self.policy.check(layer.names)
             self._recipes[layer] = self.policy.recipe_for(layer, self.recipe)
         return self._recipes[layer]
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """For the compiler's cache keys, to which all contexts are alike: graphs hold nothing of one but its dtype."""
+        return str, (Context.__qualname__,)
 
     def activation_dtype(self) -> torch.dtype:
         """In which a model carries its activations."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import shutil
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe, autocast
+from fp4train.precision import BF16, FP16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe, autocast
+from fp4train.precision.autocast import activation_dtype, current
+from fp4train.quantize import Quantized
 
 pytestmark = [  # all are the compiler's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -216,6 +222,195 @@ def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None
     compiled = torch.compile(model, fullgraph=True)
     for ours, expected in zip(step(compiled, model, recipe, x), step(model, model, recipe, x), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+class Gated(nn.Module):
+    """No x can be written where the y before it was, so that it is written where the x before that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            value, gate = layer(x).chunk(2, -1)
+            x = value * gate.sin()
+        return x
+
+
+class Reweighted(nn.Module):
+    """One layer whose weight the graph computes, other values at the same place each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+        self.start = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.start.sin()
+        for _ in range(3):
+            x = torch.func.functional_call(self.layer, {"weight": w}, (x,))
+            w = (w * x.mean(0)).sin()
+        return x
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("kind", [Gated, Reweighted])
+@torch.no_grad()
+def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(kind: type[nn.Module]) -> None:
+    """Neither a shared input nor a prepared weight, known by address and version, which the compiler leaves alone."""
+    model = f4.convert(kind())
+    x = torch.randn(64, 32 if kind is Gated else 64)
+    compiled = torch.compile(model, fullgraph=True)
+    with autocast(NVFP4(), step=1):
+        expected = model(x)
+        ours = compiled(x)
+    assert float((ours - expected).norm() / expected.norm()) < 0.1
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
+def test_compiled_blocks_inside_of_recomputed_regions_draw_what_the_first_pass_drew(recipe: Recipe) -> None:
+    """Without a step each call draws its own bits and enters its amax: recomputing must repeat the call."""
+    results = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = llama(recompute=True)
+        if compile_it:
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.compile(backend="aot_eager")
+        torch.manual_seed(1)
+        found = [step(model, model, recipe, *tokens(), at=None, policy=POLICY) for _ in range(2)]
+        scaling = [m.scaling_state() for m in model.modules() if isinstance(m, f4.nn.Linear)]
+        results.append((found, scaling))
+    (eager, eager_scaling), (compiled, compiled_scaling) = results
+    assert all(same(a, b) for a, b in zip(eager, compiled, strict=True))
+    assert all(same((*a.values(),), (*b.values(),)) for a, b in zip(eager_scaling, compiled_scaling, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_without_the_context_is_refused_as_in_eager_mode(reentrant: bool) -> None:
+    model = f4.convert(pair())
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(8, 16, requires_grad=True)
+    with autocast(NVFP4(), step=0):
+        y = torch_checkpoint(compiled, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="is recomputed in backward without the autocast context"):
+        y.sum().backward()  # type: ignore[union-attr]
+
+
+def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
+    model, x = f4.convert(pair()), torch.randn(64, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast(NVFP4()), torch.no_grad():
+        compiled(x)
+    step(compiled, model, NVFP4(), x)  # now both graphs are there, which hold on to the contexts they were traced in
+    gc.collect()
+    gc.disable()
+    try:
+        with autocast(NVFP4(), step=None):
+            seen = weakref.ref(current())  # type: ignore[arg-type]
+            loss = compiled(x).sum()
+            with torch.no_grad():
+                compiled(x)
+        assert len(codes_alive()) == 2
+        loss.backward()
+        assert codes_alive() == [], "although the loss, and with it the graph, is still there"
+        del loss
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def codes_alive() -> list[Quantized]:
+    return [each for each in gc.get_objects() if type(each) is Quantized]
+
+
+def test_backward_twice_through_a_retained_graph_gives_the_same_twice() -> None:
+    model, x = f4.convert(pair()), torch.randn(8, 16)
+    with autocast(NVFP4(), step=0):
+        loss = torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    loss.backward()
+    assert same(tuple(once), tuple(p.grad for p in model.parameters()))  # type: ignore[misc]
+
+
+def test_one_context_serves_several_forward_and_backward_passes_of_a_recomputing_graph() -> None:
+    model = f4.convert(pair())
+    compiled, x = torch.compile(Checkpointed(model), backend="aot_eager"), torch.ones(8, 16)
+    with autocast(NVFP4(), step=0):
+        for _ in range(2):
+            with torch.no_grad():
+                compiled(x)
+            compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torchs_autocast_does_not_reach_into_the_gemms(backend: str) -> None:
+    model, x = f4.convert(pair()), torch.randn(8, 16)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+    def run(module: nn.Module) -> tuple[Tensor, ...]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16), autocast(NVFP4(), step=0):
+            y = module(x)
+            y.float().square().sum().backward()  # inside, as it should not be
+        return (y.detach(), *(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]
+
+    assert same(run(compiled), run(model))
+
+
+def test_a_function_that_only_asks_for_the_activation_dtype_gets_the_current_one() -> None:
+    compiled = torch.compile(lambda x: x.to(activation_dtype(torch.float32)) + 1, backend="eager", fullgraph=True)
+    for recipe in (None, BF16(), FP16(), BF16(), None):
+        with autocast(recipe or BF16(), enabled=recipe is not None):
+            assert compiled(torch.ones(3)).dtype == (torch.float32 if recipe is None else recipe.torch_dtype)
+
+
+def test_a_policy_that_matches_nothing_says_so_in_compiled_code_too() -> None:
+    compiled = torch.compile(f4.convert(pair()), backend="eager")
+    with (
+        pytest.raises(ValueError, match="matches no"),
+        autocast(NVFP4(), policy=LayerPolicy(last=0, keep=("nowhere",))),
+    ):
+        compiled(torch.randn(8, 16))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_compilers_cache_keys_hold_no_weights() -> None:
+    """A parametrized layer refuses to be pickled; a large one would take gigabytes."""
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16))
+    f4.convert(model)
+    torch.nn.utils.parametrizations.weight_norm(model[1])
+    with autocast(NVFP4(), step=0):
+        torch.compile(model, fullgraph=True)(torch.randn(8, 16)).sum().backward()
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+
+
+def test_copies_and_pickles_of_a_layer_have_handles_of_their_own() -> None:
+    model = f4.convert(pair())
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    parametrized = copy.deepcopy(torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(model)[0]))
+    for layer in (
+        copy.copy(model[0]),
+        copy.deepcopy(model)[0],
+        torch.load(stored, weights_only=False)[0],
+        parametrized,
+    ):
+        assert layer._handle.layer is layer
+
+
+def test_a_layer_and_its_weight_are_freed_at_once() -> None:
+    layer = f4.convert(nn.Linear(16, 16))
+    weight = weakref.ref(layer.weight)
+    gc.disable()
+    try:
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_settings_changed_after_compiling_are_seen() -> None:

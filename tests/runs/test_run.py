@@ -35,6 +35,14 @@ def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measure
     assert cli("resume=runs/compiled", "train.compile=false", "train.steps=6").code == 0
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_measuring_errors_changes_nothing_of_a_run(cli: Cli, recipe: str) -> None:
+    for name, every in (("a", 0), ("b", 1)):
+        assert cli(f"run.name={name}", f"recipe={recipe}", f"eval.errors_every={every}").code == 0
+    assert losses("runs/a") == losses("runs/b")
+    assert any(key.startswith("error/") for line in lines("runs/b") for key in line)
+
+
 def test_compiling_without_a_compiler_is_refused_before_the_run_begins(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
