@@ -2,9 +2,11 @@
 
     python scripts/benchmark.py [quantize] [linear] [step] [startup] [scaling] --out benchmarks/NAME
 
-Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Writes NAME.json with all
-figures, NAME.md with the table, NAME.png with throughput over size beside the copy's. Run it on an idle machine: one
-busy core makes threaded code many times slower.
+Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Where a process's memory
+happens to lie moves ratios by several percent, so each part runs in several fresh processes (`--processes`), and the
+table holds the median of theirs, with the range. Writes NAME.json with all figures, NAME.md with the table, NAME.png
+with throughput over size beside the copy's. Run it on an idle machine: one busy core makes threaded code many times
+slower.
 """
 
 from __future__ import annotations
@@ -50,11 +52,28 @@ class Report:
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(
-        self, what: str, value: float, target: float | None = None, *, at_least: bool = False, unit: str = "×"
+        self,
+        what: str,
+        values: float | list[float],
+        target: float | None = None,
+        *,
+        at_least: bool = False,
+        unit: str = "×",
     ) -> None:
+        """A row: one figure, or those of several processes, of which the median counts."""
+        values = values if isinstance(values, list) else [values]
+        value = statistics.median(values)
         met = None if target is None else (value >= target if at_least else value <= target)
         self.rows.append(
-            {"what": what, "value": value, "unit": unit, "target": target, "at_least": at_least, "met": met}
+            {
+                "what": what,
+                "value": value,
+                "values": values,
+                "unit": unit,
+                "target": target,
+                "at_least": at_least,
+                "met": met,
+            }
         )
         goal = (
             "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
@@ -62,11 +81,13 @@ class Report:
         print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
 
     def markdown(self, machine: str) -> str:
-        lines = [f"# Benchmarks: {machine}", "", "| what | measured | target | |", "|---|---|---|---|"]
+        lines = [f"# Benchmarks: {machine}", "", "| what | median | range | target | |", "|---|---|---|---|---|"]
         for row in self.rows:
             goal = "" if row["target"] is None else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
             state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
-            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {goal} | {state} |")
+            low, high = min(row["values"]), max(row["values"])  # type: ignore[call-overload]
+            span = "" if low == high else f"{low:.3f} – {high:.3f}"
+            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |")
         return "\n".join(lines) + "\n"
 
 
@@ -336,37 +357,66 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:
+    """Measure in this process."""
+    keep_freed_memory()
+    if "startup" in parts:
+        bench_startup(report)
+    if "quantize" in parts:
+        bench_quantize(report, device, 256 if quick else 4096)
+    if "scaling" in parts:
+        bench_scaling(report, device)
+    if "linear" in parts:
+        for size in [64] if quick else [512, 2048]:
+            bench_linear(report, device, 256 if quick else 2048, size)
+        report.add("bytes an NVFP4 linear saves for backward, an element of x", saved_bytes(), 0.6, unit="B")
+    if "step" in parts:
+        small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
+        bench_step(report, device, ["backend=emulate", *small], "default run", 1.25)
+        if not quick:
+            large = ["backend=emulate", "model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
+            bench_step(report, device, large, "llama_125m, 2048 tokens", 1.10)
+        if device.type == "cuda":
+            larger = ["model=llama_1b", "train.batch_size=8", "train.seq_len=2048"]
+            bench_large_step(report, device, larger, "llama_1b, 16384 tokens")
+
+
+def run_processes(report: Report, parts: list[str], processes: int, options: list[str]) -> None:
+    """Measure each part in `processes` fresh ones; a row is the median of theirs."""
+    for part in parts:
+        found = []
+        with tempfile.TemporaryDirectory() as folder:
+            for i in range(processes):
+                print(f"{part}: process {i + 1} of {processes}", file=sys.stderr, flush=True)
+                out = Path(folder) / "part"
+                command = [sys.executable, __file__, part, "--processes", "1", "--out", str(out), *options]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                found.append(json.loads(out.with_suffix(".json").read_text()))
+        for rows in zip(*(each["rows"] for each in found), strict=True):
+            values = [row["value"] for row in rows]
+            report.add(rows[0]["what"], values, rows[0]["target"], at_least=rows[0]["at_least"], unit=rows[0]["unit"])
+        for name in found[0]["curves"]:
+            points = zip(*(each["curves"][name] for each in found), strict=True)
+            report.curves[name] = [(same[0][0], statistics.median(seconds for _, seconds in same)) for same in points]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", type=Path, required=True, help="path without ending")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=3, help="fresh processes for each part")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     parts, device, report = args.parts or list(PARTS), torch.device(args.device), Report()
-    keep_freed_memory()
-    if "startup" in parts:
-        bench_startup(report)
-    if "quantize" in parts:
-        bench_quantize(report, device, 256 if args.quick else 4096)
-    if "scaling" in parts:
-        bench_scaling(report, device)
-    if "linear" in parts:
-        for size in [64] if args.quick else [512, 2048]:
-            bench_linear(report, device, 256 if args.quick else 2048, size)
-        report.add("bytes an NVFP4 linear saves for backward, an element of x", saved_bytes(), 0.6, unit="B")
-    if "step" in parts:
-        small = ["train.batch_size=2", "train.seq_len=32"] if args.quick else []
-        bench_step(report, device, ["backend=emulate", *small], "default run", 1.25)
-        if not args.quick:
-            large = ["backend=emulate", "model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
-            bench_step(report, device, large, "llama_125m, 2048 tokens", 1.10)
-        if device.type == "cuda":
-            larger = ["model=llama_1b", "train.batch_size=8", "train.seq_len=2048"]
-            bench_large_step(report, device, larger, "llama_1b, 16384 tokens")
+    if args.processes == 1:
+        run_parts(report, parts, device, quick=args.quick)
+    else:
+        options = ["--device", args.device, *(["--quick"] if args.quick else [])]
+        run_processes(report, parts, args.processes, options)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     name = machine_name(device)
     details = {

@@ -13,7 +13,7 @@ if command -v compute-sanitizer > /dev/null; then
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 step compute-sanitizer --error-exitcode 1 python scripts/gpu_kernels.py --sanitize
 fi
 step python scripts/te_selfcheck.py --out "$out-te.json"
-step python scripts/benchmark.py quantize scaling linear step --out "$out"
+step python scripts/benchmark.py quantize scaling linear step --processes 1 --out "$out"
 for recipe in bf16 nvfp4 mxfp8 fp8_current; do
   step python -m fp4train.cli model=llama_125m train.steps=200 train.batch_size=32 train.seq_len=1024 \
     "recipe=$recipe" "run.name=$(basename "$out")-$recipe" track=jsonl
