@@ -29,7 +29,7 @@ Final validation loss (nats a byte) of the default run in each recipe, and the r
 
 `default` is what `fp4train recipe=…` does: the last 15 % of the blocks in BF16, and the forward pass in BF16 during the
 cooldown. `bare`, where it was run, quantises every layer of every block until the last step and evaluates in the
-recipe; it shows what the policy and the cooldown phase are for. One seed, 1.2 M parameters: gaps of about one
+recipe; it shows what the policy and the cooldown phase are for. One seed, 1.2 M parameters: gaps of up to two
 percent, either way, say nothing.
 
 """
