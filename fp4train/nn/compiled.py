@@ -83,7 +83,8 @@ class Handle(OpaqueBase):
             return Route("eager")
         if not recipe.quantised:
             return Route("torch", recipe.torch_dtype)
-        if layer.why_not_te(recipe, layer.weight.device.type) is None:
+        device = next(layer.parameters()).device.type  # not `weight`, which a parametrization would compute anew
+        if layer.why_not_te(recipe, device) is None:
             return Route("eager")
         return Route("operator", recipe.torch_dtype, recipe.table()["wgrad"].second is None)
 
