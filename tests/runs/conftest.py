@@ -1,6 +1,7 @@
 """Fixtures of whole runs; see `command_line`."""
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, StopAt
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_as_in_a_terminal() -> None:
+    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
