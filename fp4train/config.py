@@ -54,9 +54,9 @@ class TrainSettings:
         batch_size: sequences a step.
         microbatch: sequences a forward pass; None: the whole batch. The gradient is that of the whole batch.
         seq_len: tokens a sequence.
-        compile: let torch.compile fuse what lies between the GEMMs of each block. Worth its time (a minute on a CPU) in
-            long runs on GPUs. It rounds less often, so that numbers differ from a run without it; and layers that read
-            the same tensor (queries, keys and values) then quantise it each for itself.
+        compile: let torch.compile fuse what lies between the GEMMs of each block. Compiling takes a minute or more on a
+            CPU; what it saves has not been measured yet. It rounds less often, so that numbers differ from a run
+            without it; and layers that read the same tensor (queries, keys and values) quantise it each for itself.
     """
 
     steps: int
