@@ -16,16 +16,12 @@ INLINE uint32_t largest_lane(I x) {
     return (uint32_t)largest;
 }
 
-enum { PREFETCH_BYTES = 8192 };
-
 INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
     uint8_t stage[4 * 256];
     I all = i_set(0);
     for (int64_t row = row0; row < row1; row++) {
         for (int64_t col = col0; col < col1; col += 256) {
             const void *x = row_of(&job->x, row, col, 256, wide, stage);
-            for (int i = 0; i < 512; i += 64) /* the CPU itself fetches ahead too, but within pages of 4096 bytes */
-                __builtin_prefetch((const void *)((uintptr_t)x + PREFETCH_BYTES + (uintptr_t)i), 0, 3);
             I a = i_set(0), b = i_set(0); /* two chains */
             if (wide) {
                 for (int i = 0; i < 256; i += 32) {
