@@ -262,12 +262,38 @@ def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits(isa:
                 assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=2))
 
 
-def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = draw_values("normal", 130, 512, 5).bfloat16()
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+def test_large_outputs_that_bypass_the_caches_are_the_same(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(instruction_set=isa, threads=2)
     monkeypatch.setattr(kernels, "STREAM_BYTES", 0)
-    for spec in (NVFP4, TOKENS, MXFP8):
-        assert_equals_reference(x, spec, cpu.HERE)
-        assert_equals_reference(x.T, spec, cpu.HERE)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = draw_values("normal", 130, 512, 5).to(dtype)
+        for spec in (NVFP4, TOKENS, MXFP8, replace(FP8, block=(1, 128))):
+            assert_equals_reference(x, spec, machine)
+        for spec in (NVFP4, TOKENS, MXFP8):
+            assert_equals_reference(x.T, spec, machine)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 140_000), (1, 400_000), (300, 8200)])
+def test_tiles_cover_wide_and_long_tensors(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = draw_values("normal", *shape, 6).to(dtype)
+    for threads in (1, 2, 3):
+        assert_equals_reference(x, NVFP4, Machine(threads=threads))
+
+
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("large", [3.0, 1.5 * 2.0**-100, 1.75 * 2.0**126])
+def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype, isa: str) -> None:
+    """All finite BF16 numbers up to `large`, which is in every block and sets its scale: no exponent is lost."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite() & (numbers.float().abs() <= large)]
+    numbers = torch.cat((numbers, numbers.new_zeros(-len(numbers) % 15))).view(-1, 15)
+    x = torch.cat((numbers, numbers.new_full((len(numbers), 1), large)), dim=1).to(dtype)
+    machine = Machine(instruction_set=isa, threads=2)
+    assert_equals_reference(x, NVFP4, machine)
+    assert_equals_reference(x.T.contiguous().T, NVFP4, machine)  # read across memory
 
 
 @pytest.mark.parametrize(

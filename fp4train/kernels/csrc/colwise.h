@@ -42,8 +42,8 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
             even = v.nvfp4 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
             odd = v.nvfp4 ? round_stochastic_e2m1(t1, high) : round_stochastic(t1, high, e);
         } else {
-            even = round_nearest(t0, e);
-            odd = round_nearest(t1, e);
+            even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
+            odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
         }
         if (v.values) {
             const F y0 = f_mul(even.value, scale->decode), y1 = f_mul(odd.value, scale->decode);

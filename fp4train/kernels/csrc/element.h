@@ -53,6 +53,17 @@ INLINE Rounded round_nearest(F t, Element e) {
                      with_sign(f_sub(sum, f_bits(anchor)), t)};
 }
 
+/* The same for E2M1. Its three anchors stand in a table, at the last three bits of the exponents 127 to 129, and end in the number of
+ * codes below their binade: the last bits of the sum are then the code. Below 1/4 another exponent may lead to any of the three;
+ * all round to 0, but the code is right only where smaller exponents are raised to 127 first. */
+INLINE Rounded round_nearest_e2m1(F t, int codes) {
+    static const float anchors[8] = {0x1p23f + 2, 0x1p24f + 8, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f};
+    const F magnitude = f_min_magnitude(t, f_set(6.0f));
+    const I bits = codes ? i_max(i_bits(magnitude), i_set(0x3f800000)) : i_bits(magnitude);
+    const F anchor = f_table8(anchors, i_shr(bits, 23)), sum = f_add(magnitude, anchor);
+    return (Rounded){i_blend_bits(i_set(7), i_bits(sum), i_shr(i_bits(t), 28)), with_sign(f_sub(sum, anchor), t)};
+}
+
 /* Random bits at 6..21 of a lane, with anything around them, from its low or its high half. */
 INLINE I random_low(I words) { return i_shl(words, 6); }
 INLINE I random_high(I words) { return i_shr(words, 10); }

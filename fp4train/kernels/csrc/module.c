@@ -13,7 +13,7 @@
 #include "threads.h"
 
 enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 17, TILES_A_THREAD = 4 };
-enum { TILE_UNIT = 2048, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
+enum { WIDEST_STRIP = 2048, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
 
 static const Kernels *kernels_of(int isa) {
     switch (isa) {
@@ -43,8 +43,8 @@ typedef struct {
 static Grid wide_grid(int64_t rows, int64_t cols, int64_t block_rows, int threads) {
     const int64_t share = rows * cols / ((int64_t)threads * TILES_A_THREAD);
     const int64_t elements = least(most(share, MIN_TILE_ELEMENTS), MAX_TILE_ELEMENTS);
-    const int64_t tile_cols = least(ceil_div(cols, TILE_UNIT) * TILE_UNIT, elements);
-    return (Grid){rows, cols, most(1, elements / tile_cols / block_rows) * block_rows, tile_cols};
+    const int64_t tile_cols = least(ceil_div(cols, WIDEST_STRIP), elements / WIDEST_STRIP) * WIDEST_STRIP;
+    return (Grid){rows, cols, most(1, elements / least(cols, tile_cols) / block_rows) * block_rows, tile_cols};
 }
 static int64_t grid_size(const Grid *g) { return ceil_div(g->rows, g->tile_rows) * ceil_div(g->cols, g->tile_cols); }
 

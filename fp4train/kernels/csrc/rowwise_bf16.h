@@ -59,8 +59,8 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant
         F encode, decode;
         Rounded even, odd;
         if (block == 16) {
-            encode = f_table(s->encode, pair);
-            decode = f_table(s->decode, pair);
+            encode = f_lanes(f_load(s->encode), pair);
+            decode = f_lanes(f_load(s->decode), pair);
             pair = i_add(pair, i_set(2));
         } else {
             encode = f_set(s->encode[i / block]);
@@ -73,14 +73,13 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant
             even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_stochastic(t0, random_low(bits), e);
             odd = v.nvfp4 ? round_stochastic_e2m1(t1, random_high(bits)) : round_stochastic(t1, random_high(bits), e);
         } else {
-            even = round_nearest(t0, e);
-            odd = round_nearest(t1, e);
+            even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
+            odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
         }
         if (v.values) {
             const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);
             const I both = exact ? i_upper_halves(i_bits(y0), i_bits(y1)) : i_upper_halves(round_to_bf16(y0), round_to_bf16(y1));
-            if (out.stream) i_stream(out.values + 2 * i, both);
-            else i_store((int32_t *)(out.values + 2 * i), both);
+            store_line(out.values + 2 * i, both, out.stream);
         }
         if (v.codes && packed) i_store_u8((uint8_t *)out.codes + i / 2, i_or(even.code, i_shl(odd.code, 4)));
         else if (v.codes) i_store_u16((uint16_t *)(out.codes + i), i_or(even.code, i_shl(odd.code, 8)));
@@ -113,7 +112,7 @@ INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0,
 }
 
 static void quantize_rows_bf16(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
-    const int nvfp4 = job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16;
+    const int nvfp4 = is_nvfp4(job);
     const int values = job->values != NULL, codes = job->codes != NULL;
 #define CASE(n, s, v, c)                                                                                               \
     if (nvfp4 == n && job->stochastic == s && values == v && codes == c)                                               \

@@ -33,6 +33,13 @@ INLINE Place next_place(Place p, const Job *job, int64_t row1, int64_t col0, int
     return first_place(job, p.row + p.rows, row1, col0);
 }
 
+INLINE int is_nvfp4(const Job *job) { return job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16; }
+
+INLINE void store_line(void *to, I x, int stream) {
+    if (stream) i_stream(to, x);
+    else i_store(to, x);
+}
+
 /* Where a row's values and codes go. */
 typedef struct {
     char *values_at, *codes_at; /* in the tensor; NULL: not wanted */

@@ -63,6 +63,10 @@ INLINE I i_upper_halves(I x, I y) {
     const I low = i_shr(x, 16);
     return (I){_mm256_blend_epi16(low.a, y.a, 0xaa), _mm256_blend_epi16(low.b, y.b, 0xaa)};
 }
+INLINE __m256i narrow_u16(I x) { /* values below 2**16 */
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
+}
+INLINE I i_joined_upper_halves(I x, I y) { return (I){narrow_u16(i_shr(x, 16)), narrow_u16(i_shr(y, 16))}; }
 INLINE I i_blend_bits(I mask, I x, I y) {
     return (I){_mm256_or_si256(_mm256_and_si256(mask.a, x.a), _mm256_andnot_si256(mask.a, y.a)),
                _mm256_or_si256(_mm256_and_si256(mask.b, x.b), _mm256_andnot_si256(mask.b, y.b))};
@@ -109,9 +113,6 @@ INLINE I i_load_u8(const uint8_t *p) {
     return (I){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
                _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
 }
-INLINE __m256i narrow_u16(I x) { /* values below 2**16 */
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
-}
 INLINE __m128i narrow_u8(I x) { /* values below 2**8 */
     const __m256i words = narrow_u16(x);
     return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -128,13 +129,14 @@ INLINE I i_load_nibbles(const uint8_t *p) {
     const __m128i nibbles = _mm_and_si128(_mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
     return (I){_mm256_cvtepu8_epi32(nibbles), _mm256_cvtepu8_epi32(_mm_srli_si128(nibbles, 8))};
 }
-INLINE F f_table(const float *table, I index) { /* the index's bit 3 chooses between the halves of the table */
-    const __m256 lower = _mm256_loadu_ps(table), upper = _mm256_loadu_ps(table + 8);
-    const I half = i_shl(index, 28);
-    return (F){_mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index.a), _mm256_permutevar8x32_ps(upper, index.a),
-                                _mm256_castsi256_ps(half.a)),
-               _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index.b), _mm256_permutevar8x32_ps(upper, index.b),
-                                _mm256_castsi256_ps(half.b))};
+INLINE __m256 lanes8(F x, __m256i index) { /* bit 3 chooses between the halves of x */
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(x.a, index), _mm256_permutevar8x32_ps(x.b, index),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+INLINE F f_lanes(F x, I index) { return (F){lanes8(x, index.a), lanes8(x, index.b)}; }
+INLINE F f_table8(const float *table, I index) {
+    const __m256 x = _mm256_loadu_ps(table);
+    return (F){_mm256_permutevar8x32_ps(x, index.a), _mm256_permutevar8x32_ps(x, index.b)};
 }
 
 INLINE __m256i reduce_max8(const I *v) { /* lane i: the largest of the sixteen lanes of v[i], i < 8 */

@@ -65,6 +65,12 @@ INLINE I i_upper_halves(I a, I b) {
         0x00100010, 0x00120012, 0x00140014, 0x00160016, 0x00180018, 0x001a001a, 0x001c001c, 0x001e001e));
     return _mm512_permutex2var_epi16(a, order, b);
 }
+INLINE I i_joined_upper_halves(I a, I b) {
+    const __m512i order = _mm512_add_epi16(_mm512_set1_epi32(0x00030001), _mm512_setr_epi32(
+        0x00000000, 0x00040004, 0x00080008, 0x000c000c, 0x00100010, 0x00140014, 0x00180018, 0x001c001c,
+        0x00200020, 0x00240024, 0x00280028, 0x002c002c, 0x00300030, 0x00340034, 0x00380038, 0x003c003c));
+    return _mm512_permutex2var_epi16(a, order, b);
+}
 INLINE void i_stream(void *p, I x) { _mm512_stream_si512(p, x); }
 
 /* masks */
@@ -99,8 +105,10 @@ INLINE I i_load_nibbles(const uint8_t *p) {
     return _mm512_and_si512(_mm512_or_si512(wide, _mm512_slli_epi64(wide, 28)), _mm512_set1_epi32(15));
 }
 
-/* a table of sixteen floats, such as the values of the E2M1 codes */
-INLINE F f_table(const float *table, I index) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }
+INLINE F f_lanes(F x, I index) { return _mm512_permutexvar_ps(index, x); }
+INLINE F f_table8(const float *table, I index) {
+    return _mm512_permutexvar_ps(index, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
+}
 
 /* lane i of the result is the largest lane of v[i] (signed) */
 INLINE I i_reduce_max(const I *v) {

@@ -69,6 +69,14 @@ INLINE I i_upper_halves(I a, I b) { /* of a into the lower halves, of b into the
     LANES(i) a.v[i] = (int32_t)((uint32_t)a.v[i] >> 16 | ((uint32_t)b.v[i] & 0xffff0000u));
     return a;
 }
+INLINE I i_joined_upper_halves(I a, I b) { /* of a in the first eight lanes, of b in the others */
+    I r;
+    for (int i = 0; i < 8; i++) {
+        r.v[i] = (int32_t)((uint32_t)a.v[2 * i] >> 16 | ((uint32_t)a.v[2 * i + 1] & 0xffff0000u));
+        r.v[8 + i] = (int32_t)((uint32_t)b.v[2 * i] >> 16 | ((uint32_t)b.v[2 * i + 1] & 0xffff0000u));
+    }
+    return r;
+}
 INLINE I i_blend_bits(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE I i_blend_not(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & ~a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE F f_min_magnitude(F a, F b) { LANES(i) a.v[i] = fabsf(a.v[i]) < b.v[i] ? fabsf(a.v[i]) : b.v[i]; return a; } /* b > 0 */
@@ -107,7 +115,9 @@ INLINE void i_store_nibbles(uint8_t *p, I x) {
     for (int i = 0; i < 8; i++) p[i] = (uint8_t)(x.v[2 * i] | x.v[2 * i + 1] << 4);
 }
 INLINE I i_load_nibbles(const uint8_t *p) { I r; LANES(i) r.v[i] = p[i / 2] >> 4 * (i & 1) & 15; return r; }
-INLINE F f_table(const float *table, I index) { F r; LANES(i) r.v[i] = table[index.v[i]]; return r; }
+/* the lanes of x that the last four bits of each index name; those of a table of eight, that the last three do */
+INLINE F f_lanes(F x, I index) { F r; LANES(i) r.v[i] = x.v[index.v[i] & 15]; return r; }
+INLINE F f_table8(const float *table, I index) { F r; LANES(i) r.v[i] = table[index.v[i] & 7]; return r; }
 
 /* lane i of the result is the largest lane of v[i] (signed) */
 INLINE I i_reduce_max(const I *v) {
