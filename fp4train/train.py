@@ -14,6 +14,7 @@ from torch import Tensor
 from fp4train.analysis.probe import probe
 from fp4train.build import Run, swap_recipe
 from fp4train.checkpoint import CheckpointError
+from fp4train.collector import CollectorBetweenSteps
 from fp4train.errors import UserError
 from fp4train.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
 from fp4train.precision import Recipe, autocast
@@ -54,7 +55,8 @@ def train(run: Run) -> Result:
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
     metrics: dict[str, float | str] = {}
     recipe, saved, kept = None, True, run.step
-    with stop_on_signals() as stop, Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s()) as progress:
+    shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
+    with stop_on_signals() as stop, CollectorBetweenSteps() as collector, shown as progress:
         while run.step < steps and stop.signal is None:
             pick_up_swaps(run)
             recipe = announce(run, recipe)
@@ -73,6 +75,7 @@ def train(run: Run) -> Result:
             metrics |= values
             if due(run.step, config.checkpoint.every, steps):
                 saved, kept = save(run), run.step
+            collector.after(run.step)
             progress.resume_timing()
         if run.step != kept:
             saved = save(run)

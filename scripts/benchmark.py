@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.build import Run, build
+from fp4train.collector import CollectorBetweenSteps
 from fp4train.config import to_config
 from fp4train.memory import keep_freed_memory
 from fp4train.nn import Linear
@@ -191,6 +192,7 @@ def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -
     plain = nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16)
     layer = Layer(name="linear", in_features=size, out_features=size, block=0, blocks=1)
     ours = Linear.from_linear(nn.Linear(size, size, bias=False, device=device), layer, "emulate")
+    nvfp4, mxfp8 = NVFP4(), MXFP8()
     step = 0
 
     def baseline() -> None:
@@ -207,8 +209,8 @@ def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -
 
     functions: dict[str, Callable[[], object]] = {
         "bf16": baseline,
-        "nvfp4": lambda: quantised(NVFP4()),
-        "mxfp8": lambda: quantised(MXFP8()),
+        "nvfp4": lambda: quantised(nvfp4),
+        "mxfp8": lambda: quantised(mxfp8),
     }
     times = in_turn(functions, device)
     shape = f"{tokens} tokens, {size}→{size}"
@@ -234,27 +236,29 @@ def saved_bytes() -> float:
 
 
 @contextmanager
-def built_run(device: torch.device, overrides: list[str]) -> Iterator[Run]:
-    """A run ready to train, in a directory that is removed afterwards."""
+def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run, Callable[[Recipe], None]]]:
+    """A run ready to train, in a directory that is removed afterwards, and one step of it as `fp4train` makes it."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
         assert isinstance(cfg, DictConfig)
         run = build(to_config(cfg), cfg)
-        try:
-            yield run
-        finally:
-            run.tracker.finish()
+        with CollectorBetweenSteps() as collector:
 
+            def step(recipe: Recipe) -> None:
+                run.tracker.log(run.step, train_step(run, recipe))
+                run.step += 1
+                collector.after(run.step)
 
-def step_in(run: Run, recipe: Recipe) -> None:
-    """One training step as `fp4train` makes it."""
-    run.tracker.log(run.step, train_step(run, recipe))
-    run.step += 1
+            try:
+                yield run, step
+            finally:
+                run.tracker.finish()
 
 
 def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
     """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
-    with built_run(device, overrides) as run:
+    bf16, nvfp4, mxfp8 = BF16(), NVFP4(), MXFP8()
+    with built_run(device, overrides) as (run, step):
         config = run.config
         torch.manual_seed(0)
         model = config.model.build(vocab_size=257, seq_len=config.train.seq_len).to(device)
@@ -276,9 +280,9 @@ def bench_step(report: Report, device: torch.device, overrides: list[str], name:
             steps += 1
 
         functions: dict[str, Callable[[], object]] = {
-            "bf16": lambda: step_in(run, BF16()),
-            "nvfp4": lambda: step_in(run, NVFP4()),
-            "mxfp8": lambda: step_in(run, MXFP8()),
+            "bf16": lambda: step(bf16),
+            "nvfp4": lambda: step(nvfp4),
+            "mxfp8": lambda: step(mxfp8),
             "bare": bare,
         }
         times = in_turn(functions, device, seconds=6.0)
@@ -293,18 +297,18 @@ def bench_large_step(report: Report, device: torch.device, overrides: list[str],
     for compiled in (False, True):
         how = f"{name}, {'compiled' if compiled else 'eager'}"
         settings = [*overrides, f"train.compile={str(compiled).lower()}"]
-        with built_run(device, [*settings, "backend=emulate"]) as run:
+        with built_run(device, [*settings, "backend=emulate"]) as (run, step):
             recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
-            times = in_turn({k: partial(step_in, run, r) for k, r in recipes.items()}, device, seconds=6.0)
+            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=6.0)
             peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
         report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
         if peak is not None:
             report.add(f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit="")
         report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
         report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
-        with built_run(device, [*settings, "backend=auto"]) as run:
+        with built_run(device, [*settings, "backend=auto"]) as (run, step):
             recipes = {"bf16": BF16(), "fp8": FP8Current()}
-            times = in_turn({k: partial(step_in, run, r) for k, r in recipes.items()}, device, seconds=6.0)
+            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=6.0)
         report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)
 
 

@@ -1,0 +1,77 @@
+"""Python's cyclic garbage collector stays out of training steps, which do not need it."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from fp4train import collector, train
+from fp4train.collector import CollectorBetweenSteps
+from tests.runs.command_line import Cli
+
+
+def unreachable_tensors() -> int:
+    """Tensors that a collection frees."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+def test_unreachable_tensors_are_seen() -> None:
+    knot: list[object] = [torch.ones(1)]
+    knot.append(knot)
+    del knot
+    assert unreachable_tensors() == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["train.microbatch=2", "model.recompute=true"], ["recipe=mxfp8"], ["recipe=fp8_delayed"], ["recipe=bf16"]],
+    ids=["nvfp4", "recomputed", "mxfp8", "delayed", "bf16"],
+)
+def test_a_step_leaves_no_cycles_that_would_hold_memory(
+    settings: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, found = train.train_step, []
+
+    def counted_step(run: Any, recipe: Any) -> Any:
+        values = real(run, recipe)
+        assert not gc.isenabled()
+        found.append(unreachable_tensors())
+        return values
+
+    monkeypatch.setattr(train, "train_step", counted_step)
+    assert cli(*cli.tiny(*settings)).code == 0
+    assert found == [0] * 6
+
+
+def test_cycles_that_a_model_does_leave_are_collected_every_few_steps() -> None:
+    class Node:
+        pass
+
+    with CollectorBetweenSteps() as between:
+        for step in range(1, collector.STEPS + 1):
+            node = Node()
+            node.itself = node  # type: ignore[attr-defined]
+            del node
+            before = sum(isinstance(each, Node) for each in gc.get_objects())
+            assert before == step
+            between.after(step)
+        assert not any(isinstance(each, Node) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_afterwards_the_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "isenabled", lambda: enabled)
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "enable", lambda: calls.append("enable"))
+    monkeypatch.setattr(gc, "disable", lambda: calls.append("disable"))
+    with pytest.raises(RuntimeError), CollectorBetweenSteps():
+        raise RuntimeError
+    assert calls == (["disable", "enable"] if enabled else ["disable"])
+    assert gc.get_freeze_count() == 0
