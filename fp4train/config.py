@@ -41,6 +41,12 @@ class RunSettings:
         object.__setattr__(self, "dir", Path(self.dir))
         if not self.name.strip():
             raise ValueError("run.name must not be empty: it names the run directory")
+        parts = Path(self.name).parts
+        if not parts or ".." in parts or Path(self.name).is_absolute():
+            raise ValueError(
+                f"run.name={self.name!r} must name a folder among the runs: without '..', not '.', no '/' at its "
+                "start; for another place give run.dir=…"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed={self.seed} must lie between 0 and 2**63 - 1")
 

@@ -50,6 +50,10 @@ WRONG = {
     "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     "a negative seed": (["run.seed=-1"], "run.seed=-1"),
     "an empty name": (["run.name=''"], "run.name must not be empty"),
+    "a name that leads out of the runs": (["run.name=../x"], "run.name='../x' must name a folder among the runs"),
+    "a name that leads out by a detour": (["run.name=a/../../x"], "for another place give run.dir=…"),
+    "a path for a name": (["run.name=/tmp/x"], "run.name='/tmp/x' must name a folder among the runs"),
+    "all runs for a name": (["run.name=."], "run.name='.' must name a folder among the runs"),
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
@@ -84,6 +88,7 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments
     assert ended.code == 1
     assert message in ended.message
     assert not Path("runs/a/config.yaml").exists(), "the name is free for the command as it was meant"
+    assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path("runs/config.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,12 @@ def test_a_file_that_holds_no_text_to_learn_from(cli: Cli, tmp_path: Path, conte
 def test_a_command_with_a_slip_can_be_given_again_without_it(cli: Cli) -> None:
     assert cli("run.name=a", "data.path=/nowhere").code == 1
     assert cli("run.name=a", "train.steps=1").code == 0
+
+
+def test_a_name_may_be_nested_and_another_place_is_the_directorys_to_say(cli: Cli) -> None:
+    assert cli("run.name=study/a", "train.steps=1").code == 0
+    assert cli("run.name=a", "run.dir=elsewhere/a", "train.steps=1").code == 0
+    assert sorted(str(p.parent) for p in Path().rglob("config.yaml")) == ["elsewhere/a", "runs/study/a"]
 
 
 def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
