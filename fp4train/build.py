@@ -240,7 +240,17 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
     """The checkpoint to go on from; None starts at step 0. Nothing is changed yet.
 
     Raises:
-        UserError: the run directory belongs to another configuration, or no checkpoint is usable.
+        UserError: as `find_source`, or no checkpoint is usable.
+    """
+    source = find_source(config, cfg)
+    return None if source is None else _load(source)
+
+
+def find_source(config: Config, cfg: DictConfig) -> Path | None:
+    """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
+
+    Raises:
+        UserError: the run directory, or the run to resume, belongs to another configuration; or it has no checkpoint.
     """
     directory = config.run.dir
     source = Path(config.resume) if config.resume else directory
@@ -260,7 +270,7 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
             raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
-            return _load(directory)
+            return directory
         if not config.resume and saved.get("resume"):
             raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
     if config.resume is None:
@@ -268,7 +278,7 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
     _check_same(run_directory.read_config(source), cfg, source, resuming=True)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
-    return _load(source)
+    return source
 
 
 def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:

@@ -257,7 +257,7 @@ def _summary(directory: Path, result: Result) -> str:
 
 def _plan(cfg: DictConfig) -> int:
     from fp4train.analysis.hardware import find_gpu
-    from fp4train.build import build_model, build_plan, build_timeline, choose_device, with_swap
+    from fp4train.build import build_model, build_plan, build_timeline, choose_device, find_source, with_swap
     from fp4train.data.vocabulary import planned_vocab_size
 
     settings, swap = _settings(cfg)
@@ -266,11 +266,11 @@ def _plan(cfg: DictConfig) -> int:
         gpu = find_gpu(config.gpu) if config.gpu else None
     except ValueError as error:
         raise UserError(str(error)) from error
-    source = Path(config.resume) if config.resume else None
+    source = find_source(config, settings) if config.resume else None
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
         done = checkpoint.steps(source / run_directory.CHECKPOINTS)
-        timeline = with_swap(timeline, run_directory.as_swap(done[-1] if done else 0, swap[1], swap[0]))
+        timeline = with_swap(timeline, run_directory.as_swap(done[-1], swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     plan = build_plan(config, model, timeline, choose_device(config.device))
     print(config.recipe, plan.render(), sep="\n\n")

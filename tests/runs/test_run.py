@@ -126,6 +126,19 @@ def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
     assert not Path("runs/a/swaps.json").exists()
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [["model.layers=4"], ["run.seed=5", "recipe=bf16"], ["run.overwrite=true"], ["run.name=b"]],
+    ids=["another model", "another seed", "a contradiction", "a name that is taken"],
+)
+def test_no_plan_of_a_resumed_run_that_training_would_refuse(cli: Cli, changed: list[str]) -> None:
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "train.steps=1").code == 0
+    planned = cli("plan", "resume=runs/a", "train.steps=2", *changed)
+    assert planned.code == 1 and planned.out == ""
+    assert planned.message == cli("resume=runs/a", "train.steps=2", *changed).message
+
+
 @pytest.mark.usefixtures("pictures")
 def test_runs_are_compared(cli: Cli) -> None:
     for recipe in ("bf16", "nvfp4"):
