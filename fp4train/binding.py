@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -43,7 +43,7 @@ def bind(node: Any, hint: Any, path: str) -> Any:
         UserError: a key is unknown or missing, a value is of another kind or refused by its class, or a `_target_` is
             not one of this package's dataclasses.
     """
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = _options(hint)
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
     if isinstance(node, Mapping):
@@ -54,6 +54,37 @@ def bind(node: Any, hint: Any, path: str) -> Any:
         ):
             return _bind_sequence((node,) if isinstance(node, str) else node, option, path)
     return _bind_scalar(node, options, path)
+
+
+def complete(node: Any, hint: Any) -> Any:
+    """`node` with what it leaves to its classes' defaults written out, and each class by its full name.
+
+    Nothing is checked: keys that no class knows stay, and those that must be given stay missing.
+    """
+    if not isinstance(node, Mapping):
+        return node
+    kind, hints = _described(node, hint)
+    found = {str(key): complete(value, hints(str(key))) for key, value in node.items()}
+    if kind is not None:
+        found["_target_"] = _full_name(kind)
+        for name, field in _fields(kind).items():
+            if name not in found and not _needed(field):
+                factory = field.default_factory
+                found[name] = _as_node(field.default if factory is dataclasses.MISSING else factory())
+    return found
+
+
+def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
+    """The full keys below `node`, which stands at key `path`, that its classes do not have."""
+    if not isinstance(node, Mapping):
+        return
+    kind, hints = _described(node, hint)
+    for key, value in node.items():
+        where = f"{path}.{key}" if path else str(key)
+        if kind is not None and key != "_target_" and key not in _fields(kind):
+            yield where
+        else:
+            yield from unknown_keys(value, hints(str(key)), where)
 
 
 def check_targets(node: Any, path: str = "") -> None:
@@ -97,6 +128,44 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _targets(value, f"{path}[{index}]")
 
 
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
+    """The dataclass, if any, that `node` describes where a `hint` is asked for, and what is asked for at its keys."""
+    options = _options(hint)
+    kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
+    if "_target_" in node:
+        kind = own_class(node["_target_"], "_target_")
+    if kind is not None:
+        hints = get_type_hints(kind)
+        return kind, lambda key: hints.get(key, Any)
+    item = next((get_args(o)[1] for o in options if get_origin(o) is Mapping), Any)
+    return None, lambda key: item
+
+
+def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """What a dataclass is made from, by name."""
+    return {f.name: f for f in dataclasses.fields(kind) if f.init}
+
+
+def _needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _as_node(value: Any) -> Any:
+    """A field's default as a configuration would give it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {name: _as_node(getattr(value, name)) for name in _fields(type(value))}
+        return {"_target_": _full_name(type(value)), **values}
+    return [_as_node(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:
     if "_target_" in node:
         found = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
@@ -124,7 +193,7 @@ def _parameters(kind: type, method: str) -> set[str]:
 
 
 def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    fields = _fields(kind)
     prefix = f"{path}." if path else ""
     for key in node:
         if key not in fields:
@@ -133,8 +202,7 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
                 f"(known: {', '.join(fields)})"
             )
     for name, field in fields.items():
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if needed and name not in node:
+        if _needed(field) and name not in node:
             raise UserError(f"{prefix}{name} is missing")
     hints = get_type_hints(kind)
     values = {str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()}

@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train import __version__, checkpoint, overrides, run_directory
-from fp4train.binding import bind
+from fp4train.binding import bind, unknown_keys
 from fp4train.config import CONFIGS, Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.precision import Recipe, Timeline
@@ -192,6 +192,7 @@ def _settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] |
         swap = str(HydraConfig.get().runtime.choices["recipe"]), plain(resolved)["recipe"]
     elif options := [key for key in changed if key.startswith("recipe.")]:
         raise UserError(f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)")
+    unknown = set(unknown_keys(plain(saved), Config))
     with open_dict(saved):
         saved.run.overwrite = False
         for key in changed:
@@ -199,6 +200,11 @@ def _settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] |
                 OmegaConf.update(saved, key, OmegaConf.select(resolved, key), merge=False, force_add=True)
         # In its own directory, unless a new name asks for a branch of the run.
         saved.run.dir = resolved.run.dir if {"run.name", "run.dir"} & set(changed) else str(source)
+    if gone := [key for key in unknown_keys(plain(saved), Config) if key in unknown]:
+        raise UserError(
+            f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: take it out of that file "
+            "to go on without it"
+        )
     return saved, swap
 
 

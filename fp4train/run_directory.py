@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train.binding import bind, check_targets
-from fp4train.config import plain
+from fp4train.binding import bind, check_targets, complete, unknown_keys
+from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.precision import Recipe, Swap
 from fp4train.track.config import METRICS
@@ -161,16 +161,21 @@ def _leaves(node: Any) -> Iterator[Any]:
 
 
 def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """What differs between two configurations besides the `allowed` keys (prefixes), as "key: old → new"."""
+    """What differs between two configurations besides the `allowed` keys (prefixes), as "key: old → new".
+
+    A key that one of them lacks has its class's default there: a run is older than options that came after it, and was
+    made as if they had that value.
+    """
 
     def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(cfg, dict) and cfg:
             return {k: v for key, value in cfg.items() for k, v in flat(value, f"{prefix}{key}.").items()}
         return {prefix.rstrip("."): cfg}
 
-    a, b = flat(plain(old)), flat(plain(new))
+    a, b = flat(complete(plain(old), Config)), flat(complete(plain(new), Config))
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
-    return [f"{k}: {a.get(k)} → {b.get(k)}" for k in keys]
+    gone = set(unknown_keys(plain(old), Config))
+    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
 
 
 @contextmanager

@@ -164,6 +164,20 @@ def test_a_saved_configuration_is_data(cli: Cli, damage: str, message: str) -> N
     assert not Path("hit").exists()
 
 
+def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    path = Path("runs/a/config.yaml")
+    path.write_text(path.read_text().replace("  seq_len: 32\n", "  seq_len: 32\n  shuffle: 3\n"))
+    said = cli("run.name=a", "train.steps=1").message
+    assert "runs/a belongs to another configuration (train.shuffle: 3 → no longer an option): choose another" in said
+    for verb in ("train", "plan"):
+        said = cli(verb, "resume=runs/a", "train.steps=2").message
+        assert said.startswith("runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out")
+    path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
+    assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
+    assert cli("resume=runs/a", "train.steps=2").code == 0
+
+
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=1").code == 0
     Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')

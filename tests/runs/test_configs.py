@@ -7,8 +7,9 @@ import torch
 from command_line import Cli
 
 from fp4train import overrides
+from fp4train.binding import bind, complete, unknown_keys
 from fp4train.build import build_model, build_plan, build_timeline
-from fp4train.config import CONFIGS, Config, to_config
+from fp4train.config import CONFIGS, Config, plain, to_config
 
 GIVEN = {
     "data=text": ["data.path=x"],
@@ -37,6 +38,24 @@ def test_it_is_planned(option: str) -> None:
     plan = build_plan(found, model, build_timeline(found), torch.device("cpu"))
     shares = plan.shares(0)
     assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_means_the_same_with_its_defaults_written_out(option: str) -> None:
+    node = plain(overrides.compose([option, *GIVEN.get(option, []), "run.name=x"]))
+    assert list(unknown_keys(node, Config)) == []
+    assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
+
+
+def test_defaults_are_written_out_as_the_classes_have_them() -> None:
+    node = plain(overrides.compose(["run.name=x"]))
+    for section in ("model", "data", "optim", "schedule", "recipe", "policy", "track"):
+        node[section] = {"_target_": node[section]["_target_"]}
+    written = complete(node, Config)
+    assert bind(written, Config, "") == bind(node, Config, "")
+    assert written["optim"]["betas"] == [0.9, 0.95] and written["train"]["compile"] is False
+    assert written["policy"]["recipe_for_kept"]["_target_"] == "fp4train.precision.recipes.BF16"
+    assert complete(written, Config) == written
 
 
 def test_the_plan_of_the_largest_model_takes_no_memory(cli: Cli) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import Cli, StopAt, events, losses
 
 CASES = {
@@ -59,6 +60,28 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(cli: Cli, stop_at
     stop_at(-1)
     assert cli("run.name=a").code == 0
     assert sorted(losses("runs/a")) == list(range(1, 7))
+
+
+def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: StopAt) -> None:
+    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    stop_at(5)
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "checkpoint.every=2").code == 137
+        path = Path(f"runs/{name}/config.yaml")
+        saved = yaml.safe_load(path.read_text())
+        for section, option in (("train", "compile"), ("recipe", "hadamard"), ("policy", "recipe_for_kept")):
+            del saved[section][option]
+        del saved["data"]["tokenizer"]
+        path.write_text(yaml.safe_dump(saved))
+    stop_at(-1)
+    said = cli("run.name=a", "train.compile=true", "recipe.hadamard=false").message
+    assert "another configuration (recipe.hadamard: True → False; train.compile: False → True)" in said
+    said = cli("run.name=a", "policy=mxfp8_tail").message
+    assert "(policy.recipe_for_kept._target_: fp4train.precision.recipes.BF16 → fp4train.precision.recipes.MX" in said
+    again = cli("run.name=a", "checkpoint.every=2")
+    assert again.code == 0 and "going on from step 4" in again.err
+    assert cli("resume=runs/b").code == 0
+    assert losses("runs/a") == losses("runs/b") == losses("runs/whole")
 
 
 def test_more_steps_go_on_where_a_finished_run_ended(cli: Cli) -> None:
