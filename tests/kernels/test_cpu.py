@@ -11,7 +11,7 @@ from fp4train.kernels import cpu
 from fp4train.kernels.cpu import NO_RANDOM, Machine, Request, Scheme
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_extension.py fails where that must not be
+    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
 
 NVFP4 = Scheme(
     element="e2m1",

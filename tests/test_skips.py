@@ -1,0 +1,50 @@
+"""What tests are skipped without is there where they must run: users may lack it, CI may not.
+
+In CI that is the C extension and all else that `make test` installs. The golden vectors and a C++ compiler are neither:
+a clean clone need not have them, and the tests that ask for them are skipped there, too.
+"""
+
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+
+import pytest
+
+from fp4train.kernels import cpu
+from fp4train.precision.te import availability
+
+PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb")
+"""What tests import or are skipped; Transformer Engine's wheel is asked for its version instead."""
+
+
+def compiler() -> str | None:
+    """The C compiler that setuptools would call, where there is one."""
+    command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    return shutil.which(command[0]) if command else None
+
+
+def test_the_kernels_are_built_in_ci_and_wherever_there_is_a_compiler() -> None:
+    reason = cpu.unavailable()
+    if reason is None:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"CI={os.environ['CI']} and {reason}: the CPU kernels would go untested")
+    if found := compiler():
+        pytest.fail(f"{found} could build it, but {reason} (python setup.py build_ext --inplace): kernels go untested")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_that_tests_are_skipped_without_are_installed_in_ci(package: str) -> None:
+    if not os.environ.get("CI") or (package == "triton" and sys.platform != "linux"):
+        return
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        pytest.fail(f"CI={os.environ['CI']} and {package} is not there ({error}): tests that need it are skipped")
+
+
+def test_transformer_engines_wheel_is_installed_in_ci() -> None:
+    if os.environ.get("CI") and (availability.version() or ()) < (2, 19):
+        pytest.fail(f"CI={os.environ['CI']} and no transformer_engine from 2.19 on is there: its tests are skipped")
