@@ -106,7 +106,7 @@ def in_turn(
         function()
         function()
     began = time.perf_counter()
-    while functions and (time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5):
+    while time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5:
         for name, function in functions.items():
             synchronize(device)
             start = time.perf_counter()
@@ -118,8 +118,6 @@ def in_turn(
 
 def bench_quantize(report: Report, device: torch.device, size: int) -> None:
     x = torch.randn(size, size, device=device).bfloat16()
-    with_glibcs_settings = in_turn(torchao_functions(x), device)
-    keep_freed_memory()
     y = torch.empty_like(x)
     recipe = NVFP4().table()
     rowwise, gradient, transposed = QuantSpec(), recipe["dgrad"].first, recipe["wgrad"].first
@@ -146,8 +144,6 @@ def bench_quantize(report: Report, device: torch.device, size: int) -> None:
             at_least=True,
         )
         report.add("… faster than torchao's eager", times["torchao eager"] / times["row"])
-        untuned = with_glibcs_settings["torchao compiled"]
-        report.add("… faster than torchao's compiled without fp4train's memory settings", untuned / times["row"])
     report.add(f"NVFP4 1×16 quantise-dequantise, {name}, over the copy", times["row"] / copy, 2.2)
     report.add(f"NVFP4 1×16 codes and scales, {name}, over the copy", times["codes"] / copy)
     report.add(f"both directions, Hadamard and stochastic rounding, {name}, over the copy", times["both"] / copy, 6)
@@ -367,11 +363,11 @@ def draw(report: Report, path: Path) -> None:
 
 def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:
     """Measure in this process."""
+    keep_freed_memory()
     if "startup" in parts:
         bench_startup(report)
     if "quantize" in parts:
         bench_quantize(report, device, 256 if quick else 4096)
-    keep_freed_memory()
     if "scaling" in parts:
         bench_scaling(report, device)
     if "linear" in parts:
