@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 
 from fp4train import collector, train
 from fp4train.collector import CollectorBetweenSteps
-from tests.runs.command_line import Cli
 
 
 def unreachable_tensors() -> int:
