@@ -21,7 +21,7 @@ setup(
                 "-std=gnu11",
                 "-O3",
                 "-ffp-contract=off",
-                "-fno-wrapv",  # Python's own flag: with it GCC leaves these loops 8 to 30 % slower
+                "-fno-wrapv",  # Python's own flag: with it GCC 12 leaves E2M1 to nearest 8 to 30 % slower
                 "-fvisibility=hidden",
                 "-g0",
                 "-Wno-maybe-uninitialized",

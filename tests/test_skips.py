@@ -1,7 +1,7 @@
 """What tests are skipped without is there where they must run: users may lack it, CI may not.
 
-In CI that is the C extension and all else that `make test` installs. The golden vectors and a C++ compiler are neither:
-a clean clone need not have them, and the tests that ask for them are skipped there, too.
+In CI that is the C extension, all else that `make test` installs, and a C++ compiler. The golden vectors are not: a
+clean clone need not have them, and the tests that ask for them are skipped there, too.
 """
 
 import importlib
@@ -33,6 +33,11 @@ def test_the_kernels_are_built_in_ci_and_wherever_there_is_a_compiler() -> None:
         pytest.fail(f"CI={os.environ['CI']} and {reason}: the CPU kernels would go untested")
     if found := compiler():
         pytest.fail(f"{found} could build it, but {reason} (python setup.py build_ext --inplace): kernels go untested")
+
+
+def test_inductors_compiler_is_there_in_ci() -> None:
+    if os.environ.get("CI") and shutil.which("g++") is None:
+        pytest.fail(f"CI={os.environ['CI']} and no g++ is there: what torch.compile makes of the layers goes untested")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

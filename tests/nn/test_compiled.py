@@ -28,6 +28,9 @@ pytestmark = [  # all are the compiler's own
 ]
 
 POLICY = LayerPolicy(last=1)
+needs_inductor = pytest.mark.skipif(  # test_skips.py fails where that must not be
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler, which no package brings"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +217,7 @@ class Sine(nn.Module):
         return x.sin()
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_inductor
 def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None:
     """The compiler writes new values into tensors that layers were given; wgrad in BF16 needs the old ones."""
     model = f4.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), Sine()) for _ in range(4))))
@@ -254,7 +257,7 @@ class Reweighted(nn.Module):
         return x
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.parametrize("kind", [Gated, Reweighted])
 @torch.no_grad()
 def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(kind: type[nn.Module]) -> None:
@@ -376,7 +379,7 @@ def test_a_policy_that_matches_nothing_says_so_in_compiled_code_too() -> None:
         compiled(torch.randn(8, 16))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_inductor
 def test_the_compilers_cache_keys_hold_no_weights() -> None:
     """A parametrized layer refuses to be pickled; a large one would take gigabytes."""
     model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16))

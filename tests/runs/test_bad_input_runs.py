@@ -52,7 +52,7 @@ WRONG = {
     "an empty name": (["run.name=''"], "run.name must not be empty"),
     "a name that leads out of the runs": (["run.name=../x"], "run.name='../x' must name a folder among the runs"),
     "a name that leads out by a detour": (["run.name=a/../../x"], "for another place give run.dir=…"),
-    "a path for a name": (["run.name=/tmp/x"], "run.name='/tmp/x' must name a folder among the runs"),
+    "a path for a name": (["run.name=/nowhere/x"], "run.name='/nowhere/x' must name a folder among the runs"),
     "all runs for a name": (["run.name=."], "run.name='.' must name a folder among the runs"),
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),

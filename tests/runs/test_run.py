@@ -19,7 +19,9 @@ from fp4train import checkpoint
 from fp4train.build import Run
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)  # see test_skips.py
 def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
     small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
