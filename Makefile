@@ -21,7 +21,7 @@ check: $(VENV)/.ready
 
 # torch first: what comes after it then finds its requirement met and does not pull another build.
 # transformer_engine without its dependencies: the recipe classes alone, which need no GPU.
-$(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/csrc/*)
+$(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/cpu/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-CSRC = Path("fp4train/kernels/csrc")
+CSRC = Path("fp4train/kernels/cpu/csrc")
 
 setup(
     ext_modules=[
         Extension(
-            "fp4train.kernels._cpu",
+            "fp4train.kernels.cpu._cpu",
             sources=sorted(str(path) for path in CSRC.glob("*.c")),
             depends=sorted(str(path) for path in CSRC.glob("*.h")),
             # Bit-exactness: no contraction into fused multiply-adds, and nothing of -ffast-math.

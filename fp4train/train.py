@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp4train.analysis.probe import probe
-from fp4train.build import Run, swap_recipe
 from fp4train.checkpoint import CheckpointError
-from fp4train.collector import CollectorBetweenSteps
 from fp4train.errors import UserError
-from fp4train.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
+from fp4train.measure.probe import probe
 from fp4train.precision import Recipe, autocast
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
-from fp4train.progress import Progress
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run_directory import take_requests
-from fp4train.signals import stop_on_signals
+from fp4train.run.build import Run, swap_recipe
+from fp4train.run.directory import take_requests
+from fp4train.run.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
+from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.progress import Progress
+from fp4train.run.signals import stop_on_signals
 
 _log = logging.getLogger(__name__)
 

@@ -30,15 +30,14 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.build import Run, build
-from fp4train.collector import CollectorBetweenSteps
-from fp4train.config import to_config
-from fp4train.memory import keep_freed_memory
+from fp4train.config.overrides import compose
+from fp4train.config.schema import to_config
 from fp4train.nn import Linear
-from fp4train.overrides import compose
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
 from fp4train.quantize import Form, QuantSpec, RandomKey, both_operands, quantize, quantize_dequantize
+from fp4train.run.build import Run, build
+from fp4train.run.host import CollectorBetweenSteps, keep_freed_memory
 from fp4train.train import train_step
 
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
@@ -318,7 +317,7 @@ def bench_startup(report: Report) -> None:
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            command = [sys.executable, "-m", "fp4train.cli", f"run.dir={folder}/run"]
+            command = [sys.executable, "-m", "fp4train", f"run.dir={folder}/run"]
             with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
                 assert process.stderr is not None
                 for line in process.stderr:

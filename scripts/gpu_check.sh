@@ -15,10 +15,10 @@ fi
 step python scripts/te_selfcheck.py --out "$out-te.json"
 step python scripts/benchmark.py quantize scaling linear step --processes 1 --out "$out"
 for recipe in bf16 nvfp4 mxfp8 fp8_current; do
-  step python -m fp4train.cli model=llama_125m train.steps=200 train.batch_size=32 train.seq_len=1024 \
+  step python -m fp4train model=llama_125m train.steps=200 train.batch_size=32 train.seq_len=1024 \
     "recipe=$recipe" "run.name=$(basename "$out")-$recipe" track=jsonl
 done
-step python -m fp4train.cli model=llama_125m train.steps=200 train.batch_size=32 train.seq_len=1024 \
+step python -m fp4train model=llama_125m train.steps=200 train.batch_size=32 train.seq_len=1024 \
   recipe=nvfp4 train.compile=true "run.name=$(basename "$out")-nvfp4-compiled" track=jsonl
-step python -m fp4train.cli compare "runs/$(basename "$out")-"{bf16,nvfp4,nvfp4-compiled,mxfp8,fp8_current} "out=$out-runs.png"
+step python -m fp4train compare "runs/$(basename "$out")-"{bf16,nvfp4,nvfp4-compiled,mxfp8,fp8_current} "out=$out-runs.png"
 exit $failed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fp4train.overrides import groups
+from fp4train.config.overrides import groups
 from fp4train.track import read_metrics
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -48,7 +48,7 @@ def run(recipe: str, kind: str, overrides: list[str]) -> Path:
     command = [
         sys.executable,
         "-m",
-        "fp4train.cli",
+        "fp4train",
         f"recipe={recipe}",
         f"run.name={name}",
         "track=jsonl",

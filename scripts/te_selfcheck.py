@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.gemm import reference
+from fp4train.backends import reference
+from fp4train.backends import te as te_backend
+from fp4train.backends.te import TEExecutor, availability
 from fp4train.nn import Linear
-from fp4train.precision import te as te_backend
-from fp4train.precision.autocast import autocast
+from fp4train.precision.context import autocast
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
-from fp4train.precision.te import TEExecutor, availability
 
 REFERENCE, REFERENCE_BF16, NATIVE, STOCHASTIC = 1e-6, 1e-3, 1e-2, 0.1
 """Tolerances: relative to the norm; the last one relative between two quantisation errors."""

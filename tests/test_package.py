@@ -60,7 +60,7 @@ def run(environment: Path, *arguments: str, cwd: Path) -> subprocess.CompletedPr
 
 def test_an_installed_wheel_trains_two_steps_outside_the_repository(environment: Path, tmp_path: Path) -> None:
     small = ["model.layers=2", "train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1"]
-    done = run(environment, "-m", "fp4train.cli", *small, "track=jsonl", cwd=tmp_path)
+    done = run(environment, "-m", "fp4train", *small, "track=jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/llama_tiny-nvfp4/curves.png").stat().st_size > 10_000
     where = run(environment, "-c", "import fp4train; print(fp4train.__file__)", cwd=tmp_path)

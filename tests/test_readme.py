@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train import overrides
+from fp4train.config import overrides
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,7 +39,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
 def test_recipe_in_the_readme_is_one() -> None:
     import yaml
 
-    from fp4train.binding import bind
+    from fp4train.config.binding import bind
     from fp4train.precision import Recipe
 
     (text,) = blocks("yaml")

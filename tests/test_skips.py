@@ -12,8 +12,8 @@ import sysconfig
 
 import pytest
 
+from fp4train.backends.te import availability
 from fp4train.kernels import cpu
-from fp4train.precision.te import availability
 
 PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb")
 """What tests import or are skipped; Transformer Engine's wheel is asked for its version instead."""

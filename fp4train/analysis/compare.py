@@ -18,7 +18,7 @@ import numpy as np
 from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, plain, save_figure, style
 from fp4train.analysis.history import Floats, History, Series, read_history
 from fp4train.errors import UserError
-from fp4train.words import tabulate
+from fp4train.text import tabulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train.errors import UserError
+from fp4train.text import near_miss
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
-from fp4train.words import near_miss
 
 Floats = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp4train.data.errors import DataError
-from fp4train.words import nearest
+from fp4train.text import nearest
 
 
 def expanded(path: str, key: str) -> Path:

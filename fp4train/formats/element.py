@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4train.formats.grid import grid_code, grid_position
-from fp4train.words import near_miss
+from fp4train.text import near_miss
 
 
 @dataclass(frozen=True, kw_only=True)

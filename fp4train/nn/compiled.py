@@ -27,7 +27,7 @@ from torch._opaque_base import OpaqueBase
 from fp4train.nn.call import Call
 from fp4train.nn.gemms import Gradients, backward, forward, without_torchs_autocast
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.autocast import Context, current, in_stray_recomputation, once
+from fp4train.precision.context import Context, current, in_stray_recomputation, once
 from fp4train.quantize import Quantized
 
 if TYPE_CHECKING:

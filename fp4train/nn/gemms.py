@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.gemm import emulate, select
+from fp4train.backends import emulate, select
 from fp4train.nn.call import Call
-from fp4train.precision.autocast import Context, current
-from fp4train.quantize import Form, Operand, Quantized, both_operands, operand_and_codes, quantize
+from fp4train.precision.context import Context, current
+from fp4train.quantize import Decoded, Form, Quantized, both_operands, operand_and_codes, quantize
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
@@ -53,9 +53,9 @@ def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
 
 
-def prepare(gemm: ModuleType, x_RC: Tensor, form: Form | None) -> Operand | Quantized:
+def prepare(gemm: ModuleType, x_RC: Tensor, form: Form | None) -> Decoded | Quantized:
     """x as `gemm` multiplies it."""
-    prepared: Operand | Quantized = (
+    prepared: Decoded | Quantized = (
         gemm.prepare(x_RC, None) if form is None else gemm.prepare(x_RC, form.spec, key=form.key, amax=form.amax)
     )
     return prepared
@@ -63,7 +63,7 @@ def prepare(gemm: ModuleType, x_RC: Tensor, form: Form | None) -> Operand | Quan
 
 def prepare_input(
     x_MK: Tensor, row: Form | None, column: Form | None, gemm: ModuleType, context: Context | None
-) -> tuple[Operand | Quantized, Quantized | None]:
+) -> tuple[Decoded | Quantized, Quantized | None]:
     """x as fprop multiplies it, and what wgrad is to have of it, None where that is x itself.
 
     Layers that read the same tensor one after another (queries, keys and values; gate and up) share both, and so keep
@@ -75,10 +75,10 @@ def prepare_input(
     if context is not None and free and not x_MK.is_inference():
         of = (x_MK.data_ptr(), x_MK._version, x_MK.shape, x_MK.stride(), row, column, gemm)
     if context is not None and of is not None and context.memo.get("input", (None,))[0] == of:
-        found: tuple[Operand | Quantized, Quantized | None] = context.memo["input"][2]
+        found: tuple[Decoded | Quantized, Quantized | None] = context.memo["input"][2]
         return found
     if row is not None and column is not None and gemm is emulate:
-        prepared: tuple[Operand | Quantized, Quantized | None] = operand_and_codes(x_MK, row, column)
+        prepared: tuple[Decoded | Quantized, Quantized | None] = operand_and_codes(x_MK, row, column)
     else:
         codes = None if column is None else quantize(x_MK.T, column.spec, key=column.key, amax=column.amax)
         prepared = prepare(gemm, x_MK, row), codes
@@ -116,8 +116,8 @@ def backward(
     wgrad_gemm, _ = select(call.backend, wgrad.first, wgrad.second, call.device)
     dy = dy_MN.to(dtype)
     dx_MK = dw_NK = dbias_N = None
-    dy_row: Operand | Quantized | None
-    dy_column: Operand | Quantized | None
+    dy_row: Decoded | Quantized | None
+    dy_column: Decoded | Quantized | None
     row = call.form("dy", dgrad.first, dy, DGRAD_DY) if gradients.x else None
     column = call.form("dy", wgrad.first, dy, WGRAD_DY, along_tokens=True) if gradients.w else None
     if row is not None and column is not None and dgrad_gemm is wgrad_gemm is emulate:

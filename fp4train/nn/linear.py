@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fp4train.gemm import BACKENDS, select, widened
+from fp4train.backends import BACKENDS, select, widened
+from fp4train.backends.te import TEExecutor, why_not
 from fp4train.nn import compiled
 from fp4train.nn.call import Call
 from fp4train.nn.gemms import LinearFunction, torch_autocasts, without_torchs_autocast
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.autocast import Context, current, in_stray_recomputation, once
+from fp4train.precision.context import Context, current, in_stray_recomputation, once
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
-from fp4train.precision.te import TEExecutor, why_not
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4train.gemm import emulate
-from fp4train.quantize import Operand, Quantized, QuantSpec
+from fp4train.backends import emulate
+from fp4train.quantize import Decoded, Quantized, QuantSpec
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PreparedWeights:
     def __init__(self) -> None:
         self._of: tuple[object, ...] | None = None
         self._weight: Tensor | None = None
-        self._forms: dict[tuple[object, ...], Operand | Quantized] = {}
+        self._forms: dict[tuple[object, ...], Decoded | Quantized] = {}
         self._amax: Tensor | None = None
         self._entered = False
 
@@ -38,18 +38,18 @@ class PreparedWeights:
 
     def rowwise(
         self, w_NK: Tensor, spec: QuantSpec | None, gemm: ModuleType, dtype: torch.dtype, call: Call
-    ) -> Operand | Quantized:
+    ) -> Decoded | Quantized:
         """w for fprop: blocked along in_features."""
         return self._form(w_NK, spec, gemm, dtype, call, transposed=False)
 
     def columnwise(
         self, w_NK: Tensor, spec: QuantSpec | None, gemm: ModuleType, dtype: torch.dtype, call: Call
-    ) -> Operand | Quantized:
+    ) -> Decoded | Quantized:
         """wᵀ [K, N] for dgrad: blocked along out_features."""
         if gemm is emulate and (spec is None or spec.transposable):
             form = self._form(w_NK, spec, gemm, dtype, call, transposed=False)
-            assert isinstance(form, Operand)
-            return Operand(values=form.values.T, scale=form.scale)
+            assert isinstance(form, Decoded)
+            return Decoded(values=form.values.T, scale=form.scale)
         return self._form(w_NK, spec, gemm, dtype, call, transposed=True)
 
     def _form(
@@ -61,7 +61,7 @@ class PreparedWeights:
         call: Call,
         *,
         transposed: bool,
-    ) -> Operand | Quantized:
+    ) -> Decoded | Quantized:
         version = 0 if w_NK.is_inference() else w_NK._version
         of = (call.position, version, w_NK.data_ptr(), w_NK.device)
         if of != self._of:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp4train.words import check_choice
+from fp4train.text import check_choice
 
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,

@@ -1,6 +1,6 @@
 """Precision as an object: recipes, the policy, phases, the plan, and the context that layers run in."""
 
-from fp4train.precision.autocast import autocast, checkpoint, checkpoint_contexts
+from fp4train.precision.context import autocast, checkpoint, checkpoint_contexts
 from fp4train.precision.phases import Phase, Swap, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import GEMMS, LossScaling, Operands, Recipe

@@ -14,7 +14,7 @@ from fp4train.precision.layers import Layer
 from fp4train.precision.phases import Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import GEMMS, SHORT, Operands, Recipe
-from fp4train.words import tabulate
+from fp4train.text import tabulate
 
 __all__ = ["COLUMNS", "Explain", "Plan", "Row", "elements", "make_plan"]
 

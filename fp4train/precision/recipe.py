@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4train.quantize import QuantSpec
-from fp4train.words import check_choice, tabulate
+from fp4train.text import check_choice, tabulate
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
@@ -45,6 +45,15 @@ class Operands:
 
 
 HIGH_PRECISION = Operands()
+
+
+def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
+    """The table of a recipe that treats x, w and dy alike wherever they appear."""
+    return {
+        "fprop": Operands(first=x, second=w),
+        "dgrad": Operands(first=dy, second=w),
+        "wgrad": Operands(first=dy, second=x),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from fp4train.quantize.layout import from_torch, nvfp4_quantize, swizzle_scales, to_torch, unswizzle_scales
 from fp4train.quantize.quantize import both_operands, operand, operand_and_codes, quantize, quantize_dequantize
-from fp4train.quantize.quantized import Form, Operand, Quantized
+from fp4train.quantize.quantized import Decoded, Form, Quantized
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
@@ -10,10 +10,10 @@ from fp4train.quantize.spec import Delayed, QuantSpec
 from fp4train.quantize.transform import Hadamard
 
 __all__ = [
+    "Decoded",
     "Delayed",
     "Form",
     "Hadamard",
-    "Operand",
     "QuantSpec",
     "Quantized",
     "RandomKey",

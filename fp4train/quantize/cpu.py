@@ -15,7 +15,7 @@ from torch import Tensor
 from fp4train.kernels import cpu
 from fp4train.kernels.cpu import Machine, Output, Request, Scheme
 from fp4train.quantize import reference
-from fp4train.quantize.quantized import Form, Operand, Quantized, operand_width
+from fp4train.quantize.quantized import Decoded, Form, Quantized, operand_width
 from fp4train.quantize.random import MASK, RandomKey
 from fp4train.quantize.scaling import element_range, scales_float
 from fp4train.quantize.spec import QuantSpec
@@ -188,11 +188,11 @@ def _quantized(shape: torch.Size, spec: QuantSpec, result: _Result) -> Quantized
     return Quantized(spec, (shape[0], shape[1]), output.codes, scales, amax)
 
 
-def _operand(spec: QuantSpec, result: _Result) -> Operand:
+def _operand(spec: QuantSpec, result: _Result) -> Decoded:
     output, given = result
     assert output.values is not None
     left = output.global_decode if given is None else _one_scale(given[1], spec)
-    return Operand(output.values, left, spec.transposable)
+    return Decoded(output.values, left, spec.transposable)
 
 
 def _one_scale(inverse: Tensor, spec: QuantSpec) -> Tensor:
@@ -222,19 +222,19 @@ def quantize_dequantize(
     key: RandomKey | None = None,
     amax: Tensor | None = None,
     machine: Machine = HERE,
-) -> Operand:
-    """`quantize(...).operand()` to the bit, without the codes."""
+) -> Decoded:
+    """`quantize(...).decoded()` to the bit, without the codes."""
     result = _run(x_RC, spec, key, amax, machine, values=True)
     if result is None:
         return reference.quantize_dequantize(x_RC, spec, key=key, amax=amax)
     return _operand(spec, result)
 
 
-def operand(quantized: Quantized, *, machine: Machine = HERE) -> Operand:
-    """`quantized.operand()` to the bit, in one pass: what backward does with the codes that forward kept."""
+def operand(quantized: Quantized, *, machine: Machine = HERE) -> Decoded:
+    """`quantized.decoded()` to the bit, in one pass: what backward does with the codes that forward kept."""
     spec, (_, cols) = quantized.spec, quantized.shape
     if 0 in quantized.shape or why_not(quantized.codes, spec) is not None:
-        return quantized.operand()
+        return quantized.decoded()
     scheme = _scheme(spec)
     given = scheme.scale == "given"
     values = cpu.decode(
@@ -250,10 +250,10 @@ def operand(quantized: Quantized, *, machine: Machine = HERE) -> Operand:
         left: Tensor | None = _one_scale(quantized.scales, spec)
     else:
         left = None if quantized.amax is None else cpu.global_decode(quantized.amax, scheme.bound)
-    return Operand(values, left, spec.transposable)
+    return Decoded(values, left, spec.transposable)
 
 
-def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form, *, machine: Machine = HERE) -> tuple[Operand, Operand]:
+def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form, *, machine: Machine = HERE) -> tuple[Decoded, Decoded]:
     """The operands of x [M, K] and of x.T [K, M], from one read of x where that is possible: what backward needs of dy.
 
     Both specs must be without a reason in `why_not`. The results are those of two calls of `quantize_dequantize`.
@@ -269,7 +269,7 @@ def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form, *, machine: Mac
 
 def operand_and_codes(
     x_MK: Tensor, rowwise: Form, columnwise: Form, *, machine: Machine = HERE
-) -> tuple[Operand, Quantized]:
+) -> tuple[Decoded, Quantized]:
     """The operand of x [M, K] and the codes of x.T [K, M]: what forward multiplies, and what it keeps for backward."""
     both = _run_both(x_MK, rowwise, columnwise, machine, values=False)
     if both is not None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fp4train.quantize import reference
-from fp4train.quantize.quantized import Form, Operand, Quantized
+from fp4train.quantize.quantized import Decoded, Form, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.spec import QuantSpec
-from fp4train.words import check_choice
+from fp4train.text import check_choice
 
 KERNELS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,22 +39,22 @@ def quantize(
 
 def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
-) -> Operand:
-    """`quantize(...).operand()` to the bit, in one pass: what emulation multiplies."""
+) -> Decoded:
+    """`quantize(...).decoded()` to the bit, in one pass: what emulation multiplies."""
     check_input(x_RC, spec, key, amax)
     return _implementation(x_RC, spec, kernel).quantize_dequantize(x_RC.detach(), spec, key=key, amax=amax)  # type: ignore[no-any-return]
 
 
-def operand(quantized: Quantized, *, kernel: str = "auto") -> Operand:
-    """`quantized.operand()` to the bit, by the fastest implementation that can: what backward does with saved codes."""
+def operand(quantized: Quantized, *, kernel: str = "auto") -> Decoded:
+    """`quantized.decoded()` to the bit, by the fastest implementation that can: what backward does with saved codes."""
     codes = quantized.codes
     implementation = _implementation(codes, quantized.spec, kernel)
     if implementation is reference:
-        return quantized.operand()
+        return quantized.decoded()
     return implementation.operand(quantized)  # type: ignore[no-any-return]
 
 
-def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form) -> tuple[Operand, Operand]:
+def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form) -> tuple[Decoded, Decoded]:
     """(`quantize_dequantize` of x, and of x.T), from one read of x where a kernel can: what backward needs of dy."""
     if (kernels := _reading_once(x_MK, rowwise, columnwise)) is not None:
         return kernels.both_operands(x_MK.detach(), rowwise, columnwise)  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def both_operands(x_MK: Tensor, rowwise: Form, columnwise: Form) -> tuple[Operan
     )
 
 
-def operand_and_codes(x_MK: Tensor, rowwise: Form, columnwise: Form) -> tuple[Operand, Quantized]:
+def operand_and_codes(x_MK: Tensor, rowwise: Form, columnwise: Form) -> tuple[Decoded, Quantized]:
     """(`quantize_dequantize` of x, `quantize` of x.T), from one read of x where a kernel can: what forward multiplies,
     and what it keeps for backward."""
     if (kernels := _reading_once(x_MK, rowwise, columnwise)) is not None:

@@ -1,4 +1,4 @@
-"""What quantisation yields: `Quantized`, the codes and scales as hardware stores them, and `Operand`, what emulation
+"""What quantisation yields: `Quantized`, the codes and scales as hardware stores them, and `Decoded`, what emulation
 multiplies.
 """
 
@@ -27,7 +27,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Operand:
+class Decoded:
     """One side of an emulated GEMM: the tensor is `values * scale`.
 
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
@@ -77,7 +77,7 @@ class Quantized:
             return None
         return global_scales(self.amax, self.spec)[1]
 
-    def operand(self) -> Operand:
+    def decoded(self) -> Decoded:
         """What the emulating GEMM multiplies; equal to `quantize_dequantize` to the bit."""
         spec = self.spec
         values = decode(self.element_codes, spec.format)
@@ -123,9 +123,9 @@ def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tenso
     return (values.reshape(rows, groups, cols // groups) * scales.unsqueeze(-1)).reshape(rows, cols)
 
 
-def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Operand:
+def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Decoded:
     """Cut the padding off and store in BF16 where that is exact."""
     values = values[: shape[0], : operand_width(spec, shape[1])]
     exact = spec.scale != "fp32" or None in spec.block
     values = values.to(torch.bfloat16) if exact else values
-    return Operand(values.contiguous(), scale, spec.transposable)
+    return Decoded(values.contiguous(), scale, spec.transposable)

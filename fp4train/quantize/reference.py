@@ -15,7 +15,7 @@ from torch import Tensor
 from fp4train.formats import e4m3_decode, e8m0_decode, pack_fp4
 from fp4train.quantize import scaling
 from fp4train.quantize.four_over_six import choose_scales
-from fp4train.quantize.quantized import Operand, Quantized, finish_operand
+from fp4train.quantize.quantized import Decoded, Quantized, finish_operand
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.rounding import round_to_codes, round_to_values
 from fp4train.quantize.spec import QuantSpec
@@ -129,8 +129,8 @@ def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, ama
 
 def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
-) -> Operand:
-    """`quantize(...).operand()` to the bit, without the codes."""
+) -> Decoded:
+    """`quantize(...).decoded()` to the bit, without the codes."""
     scaled = scale_tensor(x_RC, spec, amax)
     t = scaled.t
     values = round_to_values(t, spec.format, _bits(t, spec, key))

@@ -15,7 +15,7 @@ from typing import Final
 from fp4train.formats import ElementFormat, get_format
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
-from fp4train.words import check_choice
+from fp4train.text import check_choice
 
 SCALES: Final = ("e4m3", "e8m0", "fp32", "pow2")
 SCALE_ROUNDINGS: Final = ("floor", "rceil", "even", "ceil")

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp4train.quantize.quantized import Operand, Quantized, operand_width
+from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.random import LANES, MASK, RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -81,20 +81,20 @@ def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, ama
 
 def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
-) -> Operand:
-    """`quantize(...).operand()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
+) -> Decoded:
+    """`quantize(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
     _require(x_RC, spec)
     with torch.cuda.device_of(x_RC):  # type: ignore[no-untyped-call]
         if spec.block[1] is None:
             values, inverse, _ = _quantize_whole(x_RC, spec, key, amax, values=True)
             scale = inverse.reshape(()) if spec.block[0] is None else inverse.reshape(-1, 1)
-            return Operand(values, scale, spec.transposable)
+            return Decoded(values, scale, spec.transposable)
         values, _, _, decode = _quantize_blocks(x_RC, spec, key, amax, values=True)
-        return Operand(values, decode, spec.transposable)
+        return Decoded(values, decode, spec.transposable)
 
 
-def operand(quantized: Quantized) -> Operand:
-    """`quantized.operand()` to the bit in one kernel, for (1, N) and (N, N) blocks: what backward decodes."""
+def operand(quantized: Quantized) -> Decoded:
+    """`quantized.decoded()` to the bit in one kernel, for (1, N) and (N, N) blocks: what backward decodes."""
     spec = quantized.spec
     if spec.block[1] not in ROW_BLOCKS or spec.block[0] not in (1, spec.block[1]):
         raise ValueError(f"block={spec.block!r}: the Triton decoder takes 1xN and NxN, N = 16, 32, 64 or 128")
@@ -125,7 +125,7 @@ def operand(quantized: Quantized) -> Operand:
                 "HARDWARE": not _interpreted(),
             },
         )
-    return Operand(out, quantized.global_decode(), spec.transposable)
+    return Decoded(out, quantized.global_decode(), spec.transposable)
 
 
 def tensor_amax(x_RC: Tensor, spec: QuantSpec, *, per_row: bool = False) -> Tensor:

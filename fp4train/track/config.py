@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tracker import NullTracker, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
-from fp4train.words import check_choice
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import NO_RANDOM, Machine, Request, Scheme
+from fp4train.kernels.cpu import NO_RANDOM, Machine, Request, Scheme, adapter
 
 if (missing := cpu.unavailable()) is not None:
     pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
@@ -94,7 +94,7 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "module.amax(job, None, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
-    path = cpu._cpu().__file__
+    path = adapter._cpu().__file__
     run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["pthreads", "299999.0"]
 
@@ -130,4 +130,4 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 def test_refuses_an_instruction_set_by_number() -> None:
     with pytest.raises(ValueError, match="lacks the instruction set"):
-        cpu._cpu().decode((0, 0, 1, 1, 1, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0), 1, 9)
+        adapter._cpu().decode((0, 0, 1, 1, 1, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0), 1, 9)

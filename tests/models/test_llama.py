@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.binding import bind
-from fp4train.config import CONFIGS
+from fp4train.config.binding import bind
+from fp4train.config.schema import CONFIGS
 from fp4train.models.architecture import Architecture
-from fp4train.models.llama import Attention, Llama, LlamaModel, rope_angles, rotate
+from fp4train.models.llama.model import Attention, Llama, LlamaModel, rope_angles, rotate
 from fp4train.precision import BF16, NVFP4, autocast
 
 SMALL = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}

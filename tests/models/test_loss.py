@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import fp4train.models.loss as loss_module
-from fp4train.models.loss import chunked_cross_entropy
+import fp4train.models.common.loss as loss_module
+from fp4train.models.common.loss import chunked_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 37, 24, 50
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, FP16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe, autocast
-from fp4train.precision.autocast import activation_dtype, current
+from fp4train.precision.context import activation_dtype, current
 from fp4train.quantize import Quantized
 
 pytestmark = [  # all are the compiler's own

@@ -244,7 +244,7 @@ def test_tied_weights_are_prepared_for_each_layer_and_share_a_gradient() -> None
 
 
 def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fp4train.gemm.emulate as emulate
+    import fp4train.backends.emulate as emulate
 
     prepared: list[tuple[int, ...]] = []
     real = emulate.prepare

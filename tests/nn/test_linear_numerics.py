@@ -98,7 +98,7 @@ def by_hand(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tenso
         if spec is None:
             return tensor.to(recipe.torch_dtype).double()
         key = RandomKey(seed=SEED, step=STEP, layer=zlib.crc32(NAME.encode()), operand=operand)
-        operand_ = quantize(tensor, spec, key=key, kernel="reference").operand()
+        operand_ = quantize(tensor, spec, key=key, kernel="reference").decoded()
         values = operand_.values.double()
         return values if operand_.scale is None else values * operand_.scale.double()
 
@@ -244,7 +244,7 @@ def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
 
 def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
     """Microbatches of 16 and 8 tokens draw what the whole batch of 32 draws for the same tokens."""
-    from fp4train.precision.autocast import Context
+    from fp4train.precision.context import Context
     from fp4train.quantize.random import random_bits
 
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
@@ -266,7 +266,7 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
 
 def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
     """Sequences of 7 tokens: no two of 64 microbatches may draw the same column bits, or their errors would add up."""
-    from fp4train.precision.autocast import Context
+    from fp4train.precision.context import Context
 
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
     groups: list[int] = []

@@ -13,7 +13,7 @@ import torch
 from golden import FOLDER, load_golden
 from safetensors import safe_open
 
-from fp4train.gemm import BACKENDS
+from fp4train.backends import BACKENDS
 from fp4train.nn import Linear
 from fp4train.precision import NVFP4, autocast
 

@@ -26,7 +26,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_operand_equals_codes(x: torch.Tensor, spec: QuantSpec, q) -> None:
-    fused, stored = quantize_dequantize(x, spec, kernel="reference"), q.operand()
+    fused, stored = quantize_dequantize(x, spec, kernel="reference"), q.decoded()
     assert same_bits(fused.values, stored.values)
     assert (fused.scale is None) == (stored.scale is None)
     assert fused.scale is None or same_bits(fused.scale, stored.scale)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4train.nn.gemms as gemms
-from fp4train.gemm import BACKENDS
+from fp4train.backends import BACKENDS
 from fp4train.models.llama import Llama
 from fp4train.nn import Linear, convert
 from fp4train.precision import (

@@ -9,8 +9,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import fp4train.config
-from fp4train.binding import bind
+import fp4train.config.schema
+from fp4train.config.binding import bind
 from fp4train.precision import (
     BF16,
     FP16,
@@ -32,7 +32,7 @@ from fp4train.precision import (
 from fp4train.quantize import Delayed, Hadamard, QuantSpec
 from fp4train.quantize.rotation import Rotation
 
-CONFIGS = fp4train.config.CONFIGS
+CONFIGS = fp4train.config.schema.CONFIGS
 RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
 ALL = [
     BF16(),
@@ -61,7 +61,7 @@ SLOTS = {
 
 
 def changes(a: Recipe, b: Recipe) -> dict[tuple[str, str], set[str]]:
-    """Operand → the fields of its spec that differ between two recipes."""
+    """Decoded → the fields of its spec that differ between two recipes."""
     found = {}
     for slot, pick in SLOTS.items():
         one, other = pick(a.table()), pick(b.table())

@@ -36,7 +36,7 @@ specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def both(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Decoded x, after checking that the fused path gives the same operand."""
     q = quantize(x, spec, key=KEY, kernel="reference")
-    fused, stored = quantize_dequantize(x, spec, key=KEY, kernel="reference"), q.operand()
+    fused, stored = quantize_dequantize(x, spec, key=KEY, kernel="reference"), q.decoded()
     torch.testing.assert_close(fused.values, stored.values, rtol=0, atol=0, equal_nan=True)
     if fused.scale is not None:
         torch.testing.assert_close(fused.scale, stored.scale, rtol=0, atol=0, equal_nan=True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Hadamard, Operand, Quantized, QuantSpec, RandomKey, cpu, reference
+from fp4train.kernels.cpu import adapter as kernels
+from fp4train.quantize import Decoded, Hadamard, Quantized, QuantSpec, RandomKey, cpu, reference
 
 if (missing := kernels.unavailable()) is not None:
     pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
@@ -47,7 +47,7 @@ def assert_same_codes(ours: Quantized, theirs: Quantized) -> None:
     assert same_bits(ours.codes, theirs.codes)
 
 
-def assert_same_operand(ours: Operand, theirs: Operand) -> None:
+def assert_same_operand(ours: Decoded, theirs: Decoded) -> None:
     assert same_bits(ours.scale, theirs.scale)
     assert same_bits(ours.values, theirs.values)
     assert ours.transpose_ok == theirs.transpose_ok
@@ -59,7 +59,7 @@ def assert_equals_reference(x: Tensor, spec: QuantSpec, machine: Machine, amax: 
     assert_same_codes(cpu.quantize(x, spec, key=KEY, amax=amax, machine=machine), expected)
     values = reference.quantize_dequantize(x, spec, key=KEY, amax=amax)
     assert_same_operand(cpu.quantize_dequantize(x, spec, key=KEY, amax=amax, machine=machine), values)
-    assert_same_operand(cpu.operand(expected, machine=machine), expected.operand())
+    assert_same_operand(cpu.operand(expected, machine=machine), expected.decoded())
 
 
 @st.composite

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp4train.analysis.errors import error_metrics, measure
+from fp4train.measure.metrics import error_metrics, measure
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, cast_to_representable, quantize, quantize_dequantize
 from fp4train.quantize.scaling import (
     block_scales_e4m3,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp4train.analysis.errors import measure
+from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, Rotation, quantize, quantize_dequantize
 from fp4train.quantize.transform import SIZES, apply_hadamard, hadamard_signs, transform, undo_transform
 
@@ -76,6 +76,6 @@ def test_the_fused_path_equals_the_codes_for_any_width(size: int, cols: int) -> 
     x = torch.randn(9, cols, generator=torch.Generator().manual_seed(4))
     spec = QuantSpec(hadamard=Hadamard(size=size))
     q = quantize(x, spec, kernel="reference")
-    assert torch.equal(q.operand().values, quantize_dequantize(x, spec, kernel="reference").values)
+    assert torch.equal(q.decoded().values, quantize_dequantize(x, spec, kernel="reference").values)
     assert q.restore().shape == x.shape
     assert (q.restore() - x).norm() < 0.15 * x.norm()

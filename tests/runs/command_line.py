@@ -77,7 +77,7 @@ class Cli:
     def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
         """A tiny run in a process of its own."""
         return subprocess.Popen(
-            [sys.executable, "-m", "fp4train.cli", *self.tiny(*arguments)],
+            [sys.executable, "-m", "fp4train", *self.tiny(*arguments)],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

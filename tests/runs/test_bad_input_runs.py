@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from command_line import Cli, StopAt, events, losses
 
-from fp4train import checkpoint, run_directory
+from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
+from fp4train.run import directory as run_directory
 
 WRONG = {
     "an unknown recipe": (
@@ -69,7 +70,7 @@ WRONG = {
     "an odd value of ours": (["+model._target_=os.system"], "os.system"),
     "foreign code": (["model._target_=os.system"], "model._target_='os.system' is no configuration class of fp4train"),
     "foreign code of our name": (
-        ["recipe._target_=fp4train.checkpoint.os.system"],
+        ["recipe._target_=fp4train.checkpoint.folder.os.system"],
         "is no configuration class of fp4train",
     ),
     "a class of ours elsewhere": (
@@ -150,7 +151,7 @@ def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
         ("model: [", "cannot be read"),
         ("just text", "it has no section run"),
         ("model:\n  _target_: os.system\nrun: {}", "model._target_='os.system' is no configuration class"),
-        ("model:\n  _target_: fp4train.checkpoint.os.system\nrun: {}", "is no configuration class"),
+        ("model:\n  _target_: fp4train.checkpoint.folder.os.system\nrun: {}", "is no configuration class"),
         ("run: !!python/object/apply:os.system ['touch hit']", "cannot be read"),
         ("run:\n  name: ${oc.env:HOME}", "holds an interpolation"),
     ],
@@ -254,7 +255,7 @@ def test_two_processes_do_not_train_in_one_directory(cli: Cli) -> None:
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "fp4train.cli", "plan"]
+    command = [sys.executable, "-m", "fp4train", "plan"]
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 0 and ended.stderr == ""
     os.close(write)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train import collector, train
-from fp4train.collector import CollectorBetweenSteps
+from fp4train import train
+from fp4train.run import host
+from fp4train.run.host import CollectorBetweenSteps
 
 
 def unreachable_tensors() -> list[torch.Size]:
@@ -58,7 +59,7 @@ def test_cycles_that_a_model_does_leave_are_collected_every_few_steps() -> None:
         pass
 
     with CollectorBetweenSteps() as between:
-        for step in range(1, collector.STEPS + 1):
+        for step in range(1, host.STEPS + 1):
             node = Node()
             node.itself = node  # type: ignore[attr-defined]
             del node

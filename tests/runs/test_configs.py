@@ -6,10 +6,10 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train import overrides
-from fp4train.binding import bind, complete, unknown_keys
-from fp4train.build import build_model, build_plan, build_timeline
-from fp4train.config import CONFIGS, Config, plain, to_config
+from fp4train.config import overrides
+from fp4train.config.binding import bind, complete, unknown_keys
+from fp4train.config.schema import CONFIGS, Config, plain, to_config
+from fp4train.run.build import build_model, build_plan, build_timeline
 
 GIVEN = {
     "data=text": ["data.path=x"],

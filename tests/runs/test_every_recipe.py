@@ -3,7 +3,7 @@
 import pytest
 from command_line import Cli, lines
 
-from fp4train.overrides import groups
+from fp4train.config.overrides import groups
 
 
 @pytest.mark.parametrize("recipe", groups()["recipe"])

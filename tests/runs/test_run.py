@@ -16,7 +16,7 @@ from command_line import PATIENCE, Cli, events, lines, losses
 
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.build import Run
+from fp4train.run.build import Run
 
 
 @pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, mon
 
         return call
 
-    monkeypatch.setattr("fp4train.progress.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("fp4train.run.progress.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(Run, "peak_tokens_per_s", lambda run: 1024.0)
     for name, seconds in (("train_step", 0.5), ("evaluate", 100.0), ("save", 10.0)):
         monkeypatch.setattr(loop, name, taking(seconds, getattr(loop, name)))
@@ -232,7 +232,7 @@ def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.Monke
 
 def test_what_a_command_does_not_use_is_not_imported() -> None:
     code = (
-        "import sys, fp4train.cli, fp4train.build, fp4train.train\n"
+        "import sys, fp4train.cli, fp4train.run.build, fp4train.train\n"
         "heavy = {'matplotlib', 'wandb', 'datasets', 'transformer_engine', 'triton', 'tokenizers', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

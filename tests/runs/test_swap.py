@@ -79,7 +79,7 @@ REQUESTS = {
         "os.system",
     ),
     "our name, foreign code": (
-        {"recipe": {"_target_": "fp4train.checkpoint.os.system"}, **NOW},
+        {"recipe": {"_target_": "fp4train.checkpoint.folder.os.system"}, **NOW},
         "no conf",
     ),
     "no recipe": (
@@ -191,7 +191,7 @@ def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
     cli: Cli, before_step: Callable[[int, Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fp4train.run_directory as run_directory
+    import fp4train.run.directory as run_directory
 
     original = run_directory.os.replace
 

@@ -1,4 +1,4 @@
-"""Codes and scales -> values: element * block scale, without the global scale; what `Quantized.operand()` holds.
+"""Codes and scales -> values: element * block scale, without the global scale; what `Quantized.decoded()` holds.
 
 Codes are decoded by arithmetic: exponent and mantissa moved to a float32's place give value * 2^(bias-127),
 subnormals included, and one multiplication by 2^(127-bias), exact, does the rest. Bytes an element: 0.5 + 1/16 + 2

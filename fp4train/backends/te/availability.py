@@ -1,0 +1,178 @@
+"""Is Transformer Engine here, which version, and what can this GPU do? Every answer is None or a reason to print.
+
+NVFP4 with Hadamard transform or stochastic rounding needs compute capability 10.x: TE's check also passes on 12.x,
+where those kernels fail or return zero gradients (TE issues 3062 and 3281). MXFP8 needs 10.x; FP8 per tensor 8.9;
+FP8 in blocks 9.0, from 10.0 on with power-of-two scales only, because TE emulates it there with MXFP8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from types import ModuleType
+
+import torch
+
+from fp4train.backends.te.quantizers import family
+from fp4train.precision.recipe import Recipe
+from fp4train.quantize import QuantSpec
+
+OLDEST = (2, 9)
+"""The first TE with `te.autocast` and the `is_…_available(return_reason=True)` functions."""
+
+
+def version() -> tuple[int, ...] | None:
+    """Version of the installed TE, (2, 20, 2) say, or None where there is none."""
+    try:
+        text = metadata.version("transformer_engine")
+    except metadata.PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
+
+
+def version_text() -> str:
+    found = version()
+    return "Transformer Engine" + (f" {'.'.join(map(str, found))}" if found else "")
+
+
+@contextlib.contextmanager
+def _without_core_library() -> Iterator[None]:
+    """Let the pure-Python part of TE import where its CUDA library is not installed (TE's own build switch)."""
+    name = "NVTE_PROJECT_BUILDING"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def recipe_module() -> ModuleType:
+    """`transformer_engine.common.recipe`, which needs neither GPU nor CUDA library.
+
+    Raises:
+        ValueError: TE is not installed, too old, or does not import.
+    """
+    reason = _why_not_installed()
+    if reason:
+        raise ValueError(reason)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TE warns that its PyTorch extension is missing; we ask for it separately.
+            try:
+                return importlib.import_module("transformer_engine.common.recipe")
+            except RuntimeError:
+                with _without_core_library():
+                    return importlib.import_module("transformer_engine.common.recipe")
+    except Exception as error:
+        raise ValueError(f"{version_text()} does not import: {_first_line(error)}") from error
+
+
+def pytorch_module() -> ModuleType:
+    """`transformer_engine.pytorch`, the kernels.
+
+    Raises:
+        ValueError: TE is not installed, too old, or does not load on this machine.
+    """
+    reason = _why_not_installed()
+    if reason:
+        raise ValueError(reason)
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing or foreign CUDA library shows as any of half a dozen exception types
+        raise ValueError(f"{version_text()} is installed but does not load: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _why_not_installed() -> str | None:
+    found = version()
+    if found is None:
+        return "Transformer Engine is not installed (pip install --no-build-isolation 'transformer_engine[pytorch]')"
+    if found < OLDEST:
+        return f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer"
+    return None
+
+
+def specs(recipe: Recipe) -> list[QuantSpec]:
+    """The distinct quant specs of a recipe's table."""
+    operands = [s for o in recipe.table().values() for s in (o.first, o.second) if s is not None]
+    return list(dict.fromkeys(operands))
+
+
+def why_not_device(recipe: Recipe) -> str | None:
+    """None where this machine's TE and GPU run `recipe`'s formats; otherwise a sentence that says what to do.
+
+    A recipe without quantised operands needs no TE: torch's own GEMM runs it.
+    """
+    if not recipe.quantised:
+        return None
+    if not torch.cuda.is_available():
+        return (
+            f"{recipe.name} on backend=te needs an NVIDIA GPU; torch sees none. Use backend=emulate (exact numerics)."
+        )
+    gpu = f"{torch.cuda.get_device_name()}, compute capability {'{}.{}'.format(*torch.cuda.get_device_capability())}"
+    try:
+        te = pytorch_module()
+        reason = _why_not_formats(te, _families(recipe))
+    except ValueError as error:
+        reason = str(error)
+    if reason is None:
+        return None
+    native = next((name for name in ("mxfp8", "fp8_current") if _available(name)), None)
+    instead = f" or recipe={native} (native on this GPU)" if native and native not in _families(recipe).values() else ""
+    return (
+        f"{recipe.name} on backend=te cannot run on this GPU ({gpu}): {reason.rstrip('.')}. "
+        f"Use backend=emulate (exact numerics, BF16 speed){instead}."
+    )
+
+
+def _families(recipe: Recipe) -> dict[QuantSpec, str]:
+    """TE's family of each operand that has one; what TE cannot express at all is `translate`'s to say."""
+    found = {}
+    for spec in specs(recipe):
+        with contextlib.suppress(ValueError):
+            found[spec] = family(spec)
+    return found
+
+
+def _available(kind: str) -> bool:
+    try:
+        return bool(getattr(pytorch_module(), _CHECKS[kind])())
+    except ValueError:
+        return False
+
+
+_CHECKS = {
+    "nvfp4": "is_nvfp4_available",
+    "mxfp8": "is_mxfp8_available",
+    "fp8_current": "is_fp8_available",
+    "fp8_delayed": "is_fp8_available",
+    "fp8_block": "is_fp8_block_scaling_available",
+}
+
+
+def _why_not_formats(te: ModuleType, families: Mapping[QuantSpec, str]) -> str | None:
+    capability = torch.cuda.get_device_capability()
+    for spec, kind in families.items():
+        available, reason = getattr(te, _CHECKS[kind])(return_reason=True)
+        if not available:
+            return str(reason)
+        if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
+            return (
+                "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
+                "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
+            )
+        if kind == "fp8_block" and capability[0] >= 10 and spec.scale == "fp32":
+            return "from 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
+    return None

@@ -1,0 +1,270 @@
+"""A recipe's table of six operands → the TE recipe that computes exactly it, or why TE cannot.
+
+The table decides, not the recipe's class: a `Custom` table that happens to be NVFP4 runs on TE's `NVFP4BlockScaling`.
+Three ways, in this order:
+
+1. one of TE's recipe classes, every switch set, so that TE's environment variables change nothing;
+2. the same with `backward_override="high_precision"` (TE ≥ 2.16): forward quantised, backward not;
+3. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in single GEMMs, or
+   different formats in forward and backward.
+
+A trap of TE that is handled here: `Float8CurrentScaling(use_power_2_scales=True)` and
+`Float8BlockScaling(use_f32_scales=True)` have no effect, because TE reads `fp8_quant_fwd_inp.power_2_scale` and its
+siblings, which are class attributes fixed at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fp4train.backends.te.availability import recipe_module, version, version_text, why_not_device
+from fp4train.backends.te.quantizers import QuantizerFactory, family
+from fp4train.precision.recipe import OPERANDS, Operands, Recipe
+from fp4train.quantize import Hadamard, QuantSpec
+
+INSTEAD = "use backend=emulate, which runs any table"
+ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16}
+"""What TE's kernels ask of in and out features; tokens are padded by `TEExecutor`."""
+
+
+def to_te(recipe: Recipe) -> Any:
+    """The TE recipe that computes exactly `recipe`'s table; None where nothing is quantised.
+
+    Raises:
+        ValueError: TE, or the installed version of it, cannot; the message names the operand and what to use instead.
+    """
+    if not recipe.quantised:
+        return None
+    te = recipe_module()
+    table = recipe.table()
+    families = _families(recipe)
+    _check_products(recipe, families)
+    native = _native(te, table, families)
+    return native if native is not None else _custom(te, recipe, families)
+
+
+def why_not(recipe: Recipe, *, in_features: int, out_features: int) -> str | None:
+    """None when TE runs exactly this table on this machine for a layer of this size; otherwise the reason.
+
+    The number of tokens does not matter: `TEExecutor` pads it with zeros, which change neither amax nor product.
+    """
+    if not recipe.quantised:
+        return None
+    reason = why_not_device(recipe)
+    if reason:
+        return reason
+    try:
+        to_te(recipe)
+    except ValueError as error:
+        return str(error)
+    multiple = max(ALIGNMENT[kind] for kind in _families(recipe).values())
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if size % multiple:
+            return f"{recipe.name} on backend=te needs {name} divisible by {multiple}, not {size}; {INSTEAD}"
+    return None
+
+
+def _families(recipe: Recipe) -> dict[QuantSpec, str]:
+    """TE's family of each distinct operand."""
+    found = {}
+    for gemm, operands in recipe.table().items():
+        for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
+            if spec is None:
+                continue
+            try:
+                found[spec] = family(spec)
+            except ValueError as error:
+                raise ValueError(f"{recipe.name}: {gemm} {name}: {error}; {INSTEAD}") from error
+            newer = (version() or ()) >= (2, 14)
+            if found[spec] == "nvfp4" and (spec.formula == "te2.14") != newer:
+                here = "te2.14" if newer else "te2.13"
+                raise ValueError(
+                    f"{recipe.name}: {gemm} {name}: {version_text()} computes NVFP4 block scales by formula={here}, "
+                    f"not {spec.formula}; set recipe.formula={here} or {INSTEAD}"
+                )
+            if spec.hadamard is not None and recipe.dtype != "bfloat16":
+                raise ValueError(f"{recipe.name}: {gemm} {name}: TE transforms BF16, not {recipe.dtype}; {INSTEAD}")
+            if gemm != "wgrad" and spec.hadamard is not None:
+                raise ValueError(f"{recipe.name}: {gemm} {name}: TE transforms the wgrad operands only; {INSTEAD}")
+            if gemm != "fprop" and spec.global_scale == "row":
+                raise ValueError(f"{recipe.name}: {gemm} {name}: TE's row-wise global scale is for fprop; {INSTEAD}")
+    return found
+
+
+def _check_products(recipe: Recipe, families: Mapping[QuantSpec, str]) -> None:
+    """TE multiplies two operands of one family, or two unquantised ones."""
+    for gemm, operands in recipe.table().items():
+        first, second = operands.first, operands.second
+        if first is None and second is None:
+            continue
+        names = OPERANDS[gemm]
+        if first is None or second is None:
+            plain, quantised = names if first is None else names[::-1]
+            raise ValueError(
+                f"{recipe.name}: {gemm}: {quantised} is quantised and {plain} is not, which no TE kernel multiplies; "
+                f"quantise both or none, or {INSTEAD}"
+            )
+        if families[first] != families[second]:
+            raise ValueError(
+                f"{recipe.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is {families[second]}, "
+                f"which no TE kernel multiplies; give both the same format, or {INSTEAD}"
+            )
+        if first.element == second.element == "e5m2":
+            raise ValueError(
+                f"{recipe.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, or {INSTEAD}"
+            )
+        if families[first] == "fp8_block" and first.block == second.block == (128, 128):
+            raise ValueError(f"{recipe.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}")
+
+
+def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec, str]) -> Any:
+    """One of TE's recipe classes for this table, or None."""
+    x, w = table["fprop"].first, table["fprop"].second
+    if len(set(families.values())) != 1 or x is None or w is None:
+        return None
+    forward_only = not (table["dgrad"].quantised or table["wgrad"].quantised)
+    kind = families[x]
+    if kind == "nvfp4":
+        return _nvfp4(te, table, x, w, forward_only)
+    dy = None if forward_only else table["dgrad"].first
+    by_tensor = {
+        "fprop": Operands(first=x, second=w),
+        "dgrad": Operands(first=dy, second=None if forward_only else w),
+        "wgrad": Operands(first=dy, second=None if forward_only else x),
+    }
+    if dict(table) != by_tensor or x.element != "e4m3" or w.element != "e4m3":
+        return None
+    fields: dict[str, Any] = {
+        "fp8_format": te.Format.HYBRID if dy is not None and dy.element == "e5m2" else te.Format.E4M3,
+        "backward_override": "high_precision" if forward_only else None,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+    }
+    others = [w] if dy is None else [w, dy]
+    if kind == "mxfp8":
+        if x.block != (1, 32) or (dy is not None and dy.block != (1, 32)):
+            return None
+        return _make(te.MXFP8BlockScaling, **fields, margin=0, enable_2d_quantization=w.block == (32, 32))
+    if kind == "fp8_delayed":
+        delayed = x.delayed
+        if forward_only or delayed is None or any(o.delayed != delayed for o in others):
+            return None
+        return _make(
+            te.DelayedScaling,
+            **fields,
+            margin=delayed.margin,
+            amax_history_len=delayed.history,
+            amax_compute_algo=delayed.algorithm,
+            scaling_factor_compute_algo=None,
+            reduce_amax=True,
+        )
+    if any(o.scale != x.scale for o in others):
+        return None
+    if kind == "fp8_current":
+        made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
+    else:
+        if x.block != (1, 128) or (dy is not None and dy.block != (1, 128)):
+            return None
+        made = _make(
+            te.Float8BlockScaling,
+            **fields,
+            use_f32_scales=x.scale == "fp32",
+            x_block_scaling_dim=1,
+            w_block_scaling_dim=2 if w.block == (128, 128) else 1,
+            grad_block_scaling_dim=1,
+        )
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(made, name, te.QParams(power_2_scale=x.scale == "pow2", amax_epsilon=0.0))
+    return made
+
+
+def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, forward_only: bool) -> Any:
+    """NVFP4BlockScaling with the switches that this table shows, or None where the class has no such combination."""
+    dy, transform = table["dgrad"].first, None
+    if not forward_only:
+        wgrad_x = table["wgrad"].second
+        if dy is None or wgrad_x is None:
+            return None
+        transform = wgrad_x.hadamard
+        expected = {
+            "fprop": Operands(first=x, second=w),
+            "dgrad": Operands(first=dy, second=w),
+            "wgrad": Operands(
+                first=dataclasses.replace(dy, hadamard=transform), second=dataclasses.replace(x, hadamard=transform)
+            ),
+        }
+        # TE never gives gradients four-over-six, and scales them by tensor.
+        plain = dy.block == (1, 16) and dy.four_over_six is None and dy.hadamard is None
+        if dict(table) != expected or not plain or x.global_scale == "row" or transform not in (None, Hadamard()):
+            return None
+    if x.block != (1, 16) or any(s.rounding != "nearest" or s.hadamard is not None for s in (x, w)):
+        return None
+    if w.global_scale == "row" or (x.four_over_six and w.four_over_six and x.four_over_six != w.four_over_six):
+        return None
+    scopes = {(False, False): "none", (False, True): "weights", (True, False): "activations", (True, True): "all"}
+    chosen = scopes[x.four_over_six is not None, w.four_over_six is not None]
+    bounded = scopes[x.global_bound == 256, w.global_bound == 256]
+    return _make(
+        te.NVFP4BlockScaling,
+        disable_rht=transform is None,
+        disable_stochastic_rounding=dy is None or dy.rounding == "nearest",
+        disable_2d_quantization=w.block == (1, 16),
+        row_scaled_activation=x.global_scale == "row",
+        nvfp4_4over6=chosen,
+        # Without four-over-six TE ignores the bound; its default then keeps older versions usable.
+        nvfp4_4over6_e4m3_use_256="all" if chosen == "none" else bounded,
+        nvfp4_4over6_err_mode=(x.four_over_six or w.four_over_six or "mae").upper(),
+        fp4_format=te.Format.E2M1,
+        fp8_format=te.Format.E4M3,
+        fp8_dpa=False,
+        fp8_mha=False,
+        backward_override="high_precision" if forward_only else None,
+    )
+
+
+def _custom(te: Any, recipe: Recipe, families: Mapping[QuantSpec, str]) -> Any:
+    """A CustomRecipe with one quantiser for each form of each tensor."""
+    if (version() or ()) < (2, 19):
+        raise ValueError(
+            f"{recipe.name} needs Transformer Engine 2.19 or newer (CustomRecipe with a quantiser for each direction), "
+            f"and this is {version_text()}; {INSTEAD}"
+        )
+    if "fp8_delayed" in families.values():
+        raise ValueError(
+            f"{recipe.name}: TE's delayed scaling holds for all six operands, E4M3 forward, with one history; "
+            f"use FP8Current, or {INSTEAD}"
+        )
+    factory = QuantizerFactory.of(recipe.table())
+    return _make(
+        te.CustomRecipe,
+        qfactory=factory,
+        fp8_format=te.Format.HYBRID,  # of no effect here: the factory decides
+        backward_override=None,
+        fp8_dpa=False,
+        fp8_mha=False,
+        quantization_alignment=128,
+    )
+
+
+_NEUTRAL = {
+    "backward_override": None,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+    "nvfp4_4over6_e4m3_use_256": "all",
+    "nvfp4_4over6_err_mode": "MAE",
+    "enable_2d_quantization": False,
+    "quantization_alignment": 128,
+}
+"""Fields that came with a later TE, and the value that an older one stands for."""
+
+
+def _make(cls: Any, **wanted: Any) -> Any:
+    """`cls(**wanted)`, without the fields that the installed TE does not know yet and that say nothing new."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    missing = {name: value for name, value in wanted.items() if name not in known}
+    for name, value in missing.items():
+        if _NEUTRAL.get(name, wanted) != value:
+            raise ValueError(f"{version_text()} has no {cls.__name__}({name}={value!r}): update it, or {INSTEAD}")
+    return cls(**{name: value for name, value in wanted.items() if name in known})

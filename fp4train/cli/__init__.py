@@ -1,0 +1,5 @@
+"""The command line, one file per verb."""
+
+from fp4train.cli.main import main
+
+__all__ = ["main"]

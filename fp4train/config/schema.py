@@ -1,0 +1,174 @@
+"""The configuration of a run: YAML in, typed and checked objects out.
+
+`configs/train.yaml` is the table of contents. Groups (model, data, recipe, …) name their dataclass by `_target_`, see
+`binding`. Nothing passes a raw dict on: from here everything is an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fp4train.config.binding import bind
+from fp4train.data import Source
+from fp4train.errors import UserError
+from fp4train.models.architecture import Architecture
+from fp4train.optim.adamw import AdamW
+from fp4train.optim.schedule import Schedule
+from fp4train.precision import LayerPolicy, Phase, Recipe
+from fp4train.text import check_choice
+from fp4train.track import JsonlTracking, NoTracking, WandbTracking
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BACKENDS = ("auto", "te", "native", "emulate", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Name, place and seed of a run; `overwrite` starts over in a directory that holds a run already."""
+
+    name: str
+    dir: Path
+    seed: int = 0
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", Path(self.dir))
+        if not self.name.strip():
+            raise ValueError("run.name must not be empty: it names the run directory")
+        parts = Path(self.name).parts
+        if not parts or ".." in parts or Path(self.name).is_absolute():
+            raise ValueError(
+                f"run.name={self.name!r} must name a folder among the runs: without '..', not '.', no '/' at its "
+                "start; for another place give run.dir=…"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed={self.seed} must lie between 0 and 2**63 - 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Length and batch of a run.
+
+    Args:
+        steps: optimizer steps.
+        batch_size: sequences a step.
+        microbatch: sequences a forward pass; None: the whole batch. The gradient is that of the whole batch.
+        seq_len: tokens a sequence.
+        compile: let torch.compile fuse what lies between the GEMMs of each block. Compiling takes a minute or more on a
+            CPU; what it saves has not been measured yet. It rounds less often, so that numbers differ from a run
+            without it; and layers that read the same tensor (queries, keys and values) quantise it each for itself.
+    """
+
+    steps: int
+    batch_size: int
+    microbatch: int | None
+    seq_len: int
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
+            raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Evaluate every `every` steps (0: at the end only) on `batches` validation batches; measure the quantisation
+    errors of every layer and operand every `errors_every` steps (0: never)."""
+
+    every: int
+    batches: int
+    errors_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"eval.every={self.every} must be a number of steps, or 0 for the end only")
+        if self.errors_every < 0:
+            raise ValueError(f"eval.errors_every={self.errors_every} must be a number of steps, or 0 for never")
+        if self.batches < 1:
+            raise ValueError(f"eval.batches={self.batches} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Save every `every` steps (0: at the end only) and keep the newest `keep`."""
+
+    every: int
+    keep: int
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every={self.every} must be a number of steps, or 0 for the end only")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep={self.keep} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that `build` needs to make a run."""
+
+    run: RunSettings
+    train: TrainSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    model: Architecture
+    data: Source
+    optim: AdamW
+    schedule: Schedule
+    recipe: Recipe
+    policy: LayerPolicy
+    phases: Mapping[str, Phase]
+    track: JsonlTracking | WandbTracking | NoTracking
+    backend: str
+    device: str
+    gpu: str | None
+    resume: str | None
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """The typed configuration of a composed one.
+
+    Raises:
+        UserError: a key, a value or a `_target_` that does not fit; the message says which, and what is allowed.
+    """
+    config = bind(plain(cfg), Config, "")
+    assert isinstance(config, Config)
+    return config
+
+
+def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
+    """A composed configuration as plain values, its interpolations resolved.
+
+    Raises:
+        UserError: an interpolation leads nowhere.
+    """
+    try:
+        found = OmegaConf.to_container(cfg, resolve=resolve)
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration: {str(error).splitlines()[0]}") from error
+    assert isinstance(found, dict)
+    return {key: value for key, value in found.items() if isinstance(key, str)}
+
+
+def keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of all values in a plain configuration."""
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from keys(value, f"{prefix}{key}.")

@@ -1,0 +1,157 @@
+"""How long a GEMM takes, and how long quantising a tensor takes, on a named GPU: a roofline with few parameters.
+
+    GEMM, m×n×k      max(2·m·n·k / rate(s), bytes / (bandwidth · COPY)) + LAUNCH,  s = (m·n·k)^(1/3)
+    rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share / (bandwidth · COPY)
+    quantising       (bytes read + written) / (bandwidth · quantise_share) + LAUNCH, for each kernel
+    amax             bytes read / (bandwidth · COPY) + LAUNCH, where the scale of the whole must be known first
+
+`half` is the size at which a GEMM reaches half of its rate. It grows with the rate: loading the first tiles, writing
+the last ones and the unfilled last wave take a time that goes with the area of the matrices, whatever the format, so a
+format that multiplies faster needs a larger product to show it. The first L2-capacity's worth of bytes of a quantising
+kernel moves L2_SPEEDUP times faster, since the kernel before has just written it there.
+
+Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each against the measurement
+named beside it. `docs/cost-model.md` compares the result with every published point that was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from fp4train.backends.te.quantizers import family
+from fp4train.hardware import RATE_OF, Gpu, rate_name
+from fp4train.quantize import QuantSpec
+
+COPY: Final = 0.90
+"""Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
+
+LAUNCH: Final = 0.7e-6
+"""Seconds from one kernel's end to the next one's start in a queue that is never empty. From the sizes at which
+quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8 and 1800³ for NVFP4."""
+
+EXPOSED: Final = 3.0
+"""Bytes an element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200 at 8192³ and
+4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 348)."""
+
+L2_SPEEDUP: Final = 2.5
+"""Bandwidth of the level-2 cache over that of the memory."""
+
+SCALE_EPILOGUE: Final = 16
+"""Bytes an output element that emulation moves to apply scales of whole tensors or rows to a float32 product."""
+
+_GEMM_SHARE: Final = 0.88
+_GEMM_SHARES: Final[Mapping[tuple[int, int], Mapping[str, float]]] = MappingProxyType(
+    {(10, 3): MappingProxyType({"FP4": 0.43, "FP6": 0.71, "FP8": 0.71, "FP16": 0.72, "BF16": 0.72, "TF32": 0.72})}
+)
+_QUANTISE_SHARE: Final = 0.84
+_QUANTISE_SHARE_BLACKWELL: Final = 0.50
+_EMULATE_SHARE: Final = 0.68
+
+
+def gemm_share(gpu: Gpu, rate: str) -> float:
+    """Share of the peak that a large GEMM reaches.
+
+    0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the size's effect; on B200 at 16384³ near 2000, 4000 and 6000
+    of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell Ultra. There Transformer Engine's published
+    benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and 0.43 of NVFP4's 15 PFLOP/s, which is 0.72 of
+    B200's 9: that benchmark does not show the two thirds that FP4 gained.
+    """
+    return _GEMM_SHARES.get(gpu.capability, {}).get(rate, _GEMM_SHARE)
+
+
+def quantise_share(gpu: Gpu) -> float:
+    """Share of the bandwidth that Transformer Engine's quantising kernels reach.
+
+    From the difference of its GEMM benchmark with and without quantising: on H200 NVL 0.84 (FP8 current), on B300 0.50
+    (MXFP8 and NVFP4 alike, fprop, dgrad and wgrad shapes). Ampere, which has nothing to quantise for, takes Hopper's.
+    """
+    return _QUANTISE_SHARE if gpu.capability < (10, 0) else _QUANTISE_SHARE_BLACKWELL
+
+
+def half_size(gpu: Gpu, rate: str) -> float:
+    """The size s of a product s³ at which `gpu` reaches half of its large-GEMM rate."""
+    return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
+
+
+def stored_bytes(elements: str, block: int = 32) -> float:
+    """Bytes of one element with its share of a one-byte block scale: "E2M1" in blocks of 16 is 0.5625."""
+    bits = {"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32}[RATE_OF[elements]]
+    return bits / 8 + (1 / block if bits <= 8 else 0)
+
+
+def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
+    """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
+
+    Raises:
+        ValueError: the GPU has no such rate.
+    """
+    rate = rate_name(elements)
+    if rate not in gpu.peaks:
+        raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
+    first, _, second = elements.upper().partition("·")
+    achievable = gpu.peaks[rate] * gemm_share(gpu, rate)
+    size = math.cbrt(m * n * k)
+    compute = 2 * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
+    out = 4 if rate in ("FP32", "TF32") else 2
+    moved = m * k * stored_bytes(first) + n * k * stored_bytes(second or first) + m * n * out
+    return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
+
+
+def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
+    """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the bandwidth."""
+    near = min(moved, gpu.l2)
+    return (near / L2_SPEEDUP + moved - near) / (gpu.bandwidth * share) + LAUNCH
+
+
+def needs_amax(spec: QuantSpec) -> bool:
+    """Whether the scale depends on a whole row or tensor of this step: one more read before x is quantised."""
+    return spec.delayed is None and (spec.global_scale is not None or None in spec.block)
+
+
+def together(row: QuantSpec, column: QuantSpec) -> bool:
+    """Whether one kernel of Transformer Engine reads a tensor once for both forms: same family, elements and transform.
+
+    NVFP4's Hadamard transform of the column-wise form is a kernel of its own, with a read of its own.
+    """
+    try:
+        return family(row) == family(column) and row.element == column.element and row.hadamard == column.hadamard
+    except ValueError:
+        return False
+
+
+def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
+    """Time of quantising a BF16 tensor of `count` elements into its row-wise and column-wise form; None: not needed.
+
+    One amax pass serves both forms (the Hadamard transform's amax included), and one more read the two of them where
+    `together` says so. The transform costs arithmetic that hides behind the memory.
+    """
+    forms = [spec for spec in (row, column) if spec is not None]
+    seconds = move_seconds(gpu, 2 * count, COPY) if any(map(needs_amax, forms)) else 0.0
+    written = [count * stored_bytes(spec.element.upper(), spec.block[1] or count) for spec in forms]
+    if len(forms) == 2 and together(forms[0], forms[1]):
+        return seconds + move_seconds(gpu, 2 * count + sum(written), quantise_share(gpu))
+    return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
+
+
+def emulate_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
+    """The same where the format is emulated: each form is read as BF16 and written as decoded BF16, after an amax pass.
+
+    Square blocks are quantised once for both forms. The kernels are fp4train's own, built to reach three quarters of a
+    copy's bandwidth.
+    """
+    forms = [spec for spec in (row, column) if spec is not None]
+    if len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
+        forms = forms[:1]
+    seconds = 0.0
+    for spec in forms:
+        seconds += move_seconds(gpu, 2 * count, COPY) if needs_amax(spec) else 0.0
+        seconds += move_seconds(gpu, (2 + decoded_width(spec)) * count, _EMULATE_SHARE)
+    return seconds
+
+
+def decoded_width(spec: QuantSpec) -> int:
+    """Bytes of a decoded element: BF16, except under float32 block scales, whose products BF16 does not hold."""
+    return 4 if spec.scale == "fp32" and None not in spec.block else 2

@@ -1,0 +1,205 @@
+"""GPUs: published peak rates and memory, for the cost model and for MFU.
+
+Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. What runs reach of them is not
+a property of the data sheet and stands in `roofline.py`. Sources:
+
+A100       NVIDIA A100 data sheet (SXM, 80 and 40 GB); L2: Ampere architecture white paper.
+H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white paper.
+H200       NVIDIA H200 data sheet (SXM): H100's compute with other memory.
+B200       NVIDIA Blackwell data sheet, "HGX B200", a GPU at 1000 W; L2 as the driver reports it (129,536 KiB).
+GB200      NVIDIA Blackwell data sheet, "GB200 NVL72", a GPU at 1200 W.
+B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense, as NVIDIA gives for the chip
+           ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say 13 to 14. FP8 and BF16 did not
+           grow over B200, so FP4 is 3.3 times FP8 here where it is twice FP8 on B200.
+GB300      NVIDIA GB300 NVL72 data sheet, a GPU at 1400 W.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from fp4train.text import near_miss
+
+_T: Final = 1e12
+_GB: Final = 1e9
+
+RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "E2M1": "FP4",
+        "E2M3": "FP6",
+        "E3M2": "FP6",
+        "E4M3": "FP8",
+        "E5M2": "FP8",
+        "BF16": "BF16",
+        "FP16": "FP16",
+        "TF32": "TF32",
+        "FP32": "FP32",
+    }
+)
+"""Elements of an operand, as a plan names them → the tensor core's rate that multiplies them."""
+
+_NARROW_TO_WIDE: Final = ("FP4", "FP6", "FP8", "FP16", "BF16", "TF32", "FP32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU.
+
+    Args:
+        name: as a user calls it.
+        peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor cores). A rate that is
+            missing is a format the GPU does not multiply.
+        bandwidth: of the memory, bytes/s (reads and writes together).
+        capacity: of the memory, bytes.
+        l2: capacity of the level-2 cache, bytes.
+        capability: compute capability.
+        pattern: matches `torch.cuda.get_device_name()` of this GPU, and of no other.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    bandwidth: float
+    capacity: float
+    l2: float
+    capability: tuple[int, int]
+    pattern: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _peaks(*, bf16: float, tf32: float, fp32: float, fp8: float = 0, fp4: float = 0) -> Mapping[str, float]:
+    """TFLOP/s → peaks. FP16 has BF16's rate and FP6 has FP8's on Blackwell; 0 is a rate that the GPU lacks."""
+    rates = {"FP4": fp4, "FP6": fp8 if fp4 else 0, "FP8": fp8, "FP16": bf16, "BF16": bf16, "TF32": tf32, "FP32": fp32}
+    return MappingProxyType({rate: value * _T for rate, value in rates.items() if value})
+
+
+GPUS: Final = (
+    Gpu(
+        name="A100",
+        peaks=_peaks(bf16=312, tf32=156, fp32=19.5),
+        bandwidth=2039 * _GB,
+        capacity=80 * _GB,
+        l2=40e6,
+        capability=(8, 0),
+        pattern=r"A100-SXM\d?-80GB",
+    ),
+    Gpu(
+        name="A100-40GB",
+        peaks=_peaks(bf16=312, tf32=156, fp32=19.5),
+        bandwidth=1555 * _GB,
+        capacity=40 * _GB,
+        l2=40e6,
+        capability=(8, 0),
+        pattern=r"A100-SXM\d?-40GB",
+    ),
+    Gpu(
+        name="H100",
+        peaks=_peaks(fp8=1979, bf16=989.5, tf32=494.5, fp32=67),
+        bandwidth=3350 * _GB,
+        capacity=80 * _GB,
+        l2=50e6,
+        capability=(9, 0),
+        pattern=r"H100 80GB HBM3",
+    ),
+    Gpu(
+        name="H200",
+        peaks=_peaks(fp8=1979, bf16=989.5, tf32=494.5, fp32=67),
+        bandwidth=4800 * _GB,
+        capacity=141 * _GB,
+        l2=50e6,
+        capability=(9, 0),
+        pattern=r"H200",
+    ),
+    Gpu(
+        name="B200",
+        peaks=_peaks(fp4=9000, fp8=4500, bf16=2250, tf32=1100, fp32=75),
+        bandwidth=7700 * _GB,
+        capacity=180 * _GB,
+        l2=132e6,
+        capability=(10, 0),
+        pattern=r"B200",
+    ),
+    Gpu(
+        name="GB200",
+        peaks=_peaks(fp4=10000, fp8=5000, bf16=2500, tf32=1250, fp32=80),
+        bandwidth=8000 * _GB,
+        capacity=186 * _GB,
+        l2=132e6,
+        capability=(10, 0),
+        pattern=r"GB200",
+    ),
+    Gpu(
+        name="B300",
+        peaks=_peaks(fp4=15000, fp8=4500, bf16=2250, tf32=1125, fp32=75),
+        bandwidth=8000 * _GB,
+        capacity=288 * _GB,
+        l2=132e6,
+        capability=(10, 3),
+        pattern=r"B300( SXM\d?( AC)?)?",
+    ),
+    Gpu(
+        name="GB300",
+        peaks=_peaks(fp4=15000, fp8=5000, bf16=2500, tf32=1250, fp32=80),
+        bandwidth=8000 * _GB,
+        capacity=288 * _GB,
+        l2=132e6,
+        capability=(10, 3),
+        pattern=r"GB300",
+    ),
+)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU a user means by `name` ("B200", "b200", "NVIDIA H200", "h100-sxm").
+
+    Raises:
+        ValueError: there is no such GPU in the table; the message lists what there is, the nearest first.
+    """
+    word = re.sub(r"^nvidia[\s_-]*", "", str(name).strip(), flags=re.IGNORECASE)
+    wanted = re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE).upper().replace(" ", "-").replace("_", "-")
+    for gpu in GPUS:
+        if wanted == gpu.name or (wanted, gpu.name) == ("A100-80GB", "A100"):
+            return gpu
+    found = detect(str(name))
+    if found is not None:
+        return found
+    names = [gpu.name for gpu in GPUS]
+    raise ValueError(
+        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(wanted, names)} (known: {', '.join(names)})"
+    )
+
+
+def detect(device_name: str) -> Gpu | None:
+    """The GPU that `torch.cuda.get_device_name()` names, or None.
+
+    PCIe and NVL cards have other clocks and memory than the SXM modules of the same name, and a MIG slice has a part of
+    one: they are None, so that no utilisation is reported against a peak that is not theirs.
+    """
+    word = re.sub(r"^(nvidia|tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
+    return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None)
+
+
+def rate_name(elements: str) -> str:
+    """The rate that multiplies "E2M1·E2M1" or "BF16": of the wider operand, which the other one must be cast to.
+
+    Raises:
+        ValueError: elements that no tensor core knows.
+    """
+    words = elements.upper().split("·")
+    unknown = [word for word in words if word not in RATE_OF]
+    if unknown or len(words) > 2:
+        raise ValueError(f"elements={elements!r} must be one or two of {', '.join(RATE_OF)}, joined by '·'")
+    return max((RATE_OF[word] for word in words), key=_NARROW_TO_WIDE.index)
+
+
+def peak_flops(gpu: Gpu, elements: str) -> float:
+    """Dense peak in FLOP/s at which `gpu` multiplies `elements` ("E4M3·E5M2", "BF16"; a row of a plan has them).
+
+    A format that the GPU lacks is emulated in BF16, so BF16's peak is what the utilisation of such a run refers to.
+    """
+    return gpu.peaks.get(rate_name(elements), gpu.peaks["BF16"])

@@ -1,0 +1,43 @@
+"""The fused C kernels of CPUs."""
+
+from fp4train.kernels.cpu.adapter import (
+    COLUMN_BLOCKS,
+    NO_RANDOM,
+    PAIR_ROWS,
+    ROW_BLOCKS,
+    Machine,
+    Output,
+    Random,
+    Request,
+    Scheme,
+    amax,
+    decode,
+    global_decode,
+    instruction_sets,
+    is_columnwise,
+    quantize,
+    quantize_both,
+    thread_pool,
+    unavailable,
+)
+
+__all__ = [
+    "COLUMN_BLOCKS",
+    "NO_RANDOM",
+    "PAIR_ROWS",
+    "ROW_BLOCKS",
+    "Machine",
+    "Output",
+    "Random",
+    "Request",
+    "Scheme",
+    "amax",
+    "decode",
+    "global_decode",
+    "instruction_sets",
+    "is_columnwise",
+    "quantize",
+    "quantize_both",
+    "thread_pool",
+    "unavailable",
+]

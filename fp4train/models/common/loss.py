@@ -1,0 +1,83 @@
+"""Cross-entropy of a language-model head without ever holding all logits.
+
+    loss = mean_m [ logsumexp_v(h_m·W_v) − h_m·W_target ]
+
+With a vocabulary of 128 k and 8 k tokens the float32 logits alone are 4 GB. Here tokens are taken in chunks: each
+chunk's logits are made, turned at once into the gradients of h and W, and dropped, so backward only scales what
+forward found (as in Liger Kernel and Cut Cross-Entropy, arXiv:2411.09009).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.backends import widened
+
+_LOGITS_IN_A_CHUNK = 1 << 23
+"""Logits held at a time: 32 MB in float32."""
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype) -> Tensor:
+        tokens = h_MD.shape[0]
+        rows = max(1, _LOGITS_IN_A_CHUNK // w_VD.shape[0])
+        w = w_VD.to(dtype)
+        wants_h, wants_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        dh = torch.empty_like(h_MD) if wants_h else None
+        dw = torch.zeros(w_VD.shape, dtype=torch.float32, device=w_VD.device) if wants_w else None
+        total = torch.zeros((), device=h_MD.device)
+        for start in range(0, tokens, rows):
+            chunk = slice(start, start + rows)
+            h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
+            logits = widened(torch.mm, h, w.T).float()
+            log_norm = logits.logsumexp(-1, keepdim=True)
+            total += (log_norm - logits.gather(1, target)).sum()
+            if dh is None and dw is None:
+                continue
+            grad = logits.sub_(log_norm).exp_()
+            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+            grad = grad.to(dtype)
+            if dh is not None:
+                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
+            if dw is not None:
+                dw += widened(torch.mm, grad.T, h)
+        ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
+        ctx.tokens = tokens
+        return total / tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dw = ctx.saved_tensors
+        # Divided by the tokens only here, together with a loss scale in `grad`: before, float16 would underflow.
+        share = grad / ctx.tokens
+        return (
+            None if dh is None else _times(dh, share),
+            None if dw is None else _times(dw, share),
+            None,
+            None,
+        )
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a float32 factor, rounded once: a factor rounded to BF16 would scale all gradients by up to 0.4 %."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, float32 scalar.
+
+    Args:
+        h_MD: hidden states [tokens, width]; their dtype is that of the products, but for float16, whose range sums
+            over tokens exceed: float32 then.
+        w_VD: head weight [vocabulary, width].
+        targets_M: int64 [tokens].
+    """
+    dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, w_VD, targets_M, dtype)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,5 @@
+"""Llama and its relatives with grouped-query attention."""
+
+from fp4train.models.llama.model import Llama, LlamaModel
+
+__all__ = ["Llama", "LlamaModel"]

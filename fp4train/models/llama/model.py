@@ -1,0 +1,190 @@
+"""Llama: a decoder of RMSNorm, rotary attention with grouped queries, and SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
+
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. The linear layers of
+the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them; embedding, norms, attention products and head
+stay in high precision.
+
+Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the residual stream scaled by
+1/√(2·layers) (GPT-2), so that the stream's variance does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.backends import widened
+from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.precision.context import activation_dtype, checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama:
+    """Shape of a Llama model.
+
+    Args:
+        width: of the residual stream; heads × head dimension.
+        layers: blocks.
+        heads, kv_heads: query heads and key/value heads; kv_heads divides heads (grouped-query attention).
+        hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
+        tied: the head shares the embedding's weight.
+        rope_base: θ of the rotary embedding.
+        norm_eps: ε of RMSNorm.
+        recompute: keep only the blocks' inputs for backward and compute the rest again.
+        vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM aligned.
+    """
+
+    width: int = 128
+    layers: int = 6
+    heads: int = 2
+    kv_heads: int = 1
+    hidden: int | None = None
+    tied: bool = True
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    recompute: bool = False
+    vocab_multiple: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
+        if (self.width // self.heads) % 2:
+            raise ValueError(
+                f"model.width={self.width} over model.heads={self.heads} is {self.width // self.heads} a head: "
+                "rotary embedding needs an even one"
+            )
+        if self.hidden is not None and self.hidden < 1:
+            raise ValueError(f"model.hidden={self.hidden} must be at least 1, or null for 8/3 of the width")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
+
+    @property
+    def mlp_width(self) -> int:
+        return self.hidden or -(-self.width * 8 // 3 // 32) * 32
+
+    def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
+        """The model with random weights drawn from torch's default generator."""
+        padded = -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return LlamaModel(self, padded, seq_len)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: x [B, T, D] → [B, T, D]."""
+
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        self.head_dim = shape.width // shape.heads
+        self.wq = nn.Linear(shape.width, self.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(shape.width, self.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(shape.width, self.kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(self.heads * self.head_dim, shape.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, time, _ = x_BTD.shape
+        q = self.wq(x_BTD).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        grouped = self.kv_heads != self.heads
+        y = widened(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=grouped)
+        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, time, -1))
+        return out
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotary position embedding in the half-split layout of Llama's public checkpoints (arXiv:2104.09864)."""
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
+
+
+class MLP(nn.Module):
+    """SwiGLU: w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
+
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.up = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.down = nn.Linear(shape.mlp_width, shape.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose float32 weight takes the activations' dtype, so that a BF16 stream stays BF16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)
+        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out
+
+
+class LlamaModel(nn.Module):
+    """`forward(tokens, targets)` gives the mean loss in nats a token; `forward(tokens)` the logits."""
+
+    def __init__(self, shape: Llama, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
+        self.embed = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        self._initialise()
+        angles = rope_angles(seq_len, shape.width // shape.heads, shape.rope_base)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def _initialise(self) -> None:
+        std = min(0.02, self.shape.width**-0.5)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            writes_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
+            nn.init.normal_(parameter, std=std / (2 * self.shape.layers) ** 0.5 if writes_residual else std)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        if tokens_BT.shape[1] > self.seq_len:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
+        dtype = activation_dtype(self.embed.weight.dtype)
+        x = F.embedding(tokens_BT, self.embed.weight).to(dtype)
+        cos, sin = (t[: tokens_BT.shape[1]].to(dtype) for t in (self.cos, self.sin))
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
+        x = self.norm(x)
+        if targets_BT is None:
+            return widened(F.linear, x, self.head.weight.to(dtype))
+        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets_BT.flatten())
+
+
+def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """Rotation angles [seq_len, head_dim], the second half repeating the first."""
+    inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+    angles = torch.outer(torch.arange(seq_len).float(), inverse)
+    return torch.cat((angles, angles), dim=-1)

@@ -1,0 +1,26 @@
+"""The recipes of the field, one family per file: dataclasses whose fields are the switches of a paper or of Transformer Engine.
+
+`print(NVFP4())` shows the table of six operands that a recipe stands for.
+"""
+
+from fp4train.precision.recipes.fp8 import FP8Block, FP8Current, FP8Delayed, FP8Row
+from fp4train.precision.recipes.high import BF16, FP16, FP32
+from fp4train.precision.recipes.mixed import Custom, Mixed
+from fp4train.precision.recipes.mx import MXFP4, MXFP6, MXFP8
+from fp4train.precision.recipes.nvfp4 import NVFP4
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "NVFP4",
+    "Custom",
+    "FP8Block",
+    "FP8Current",
+    "FP8Delayed",
+    "FP8Row",
+    "Mixed",
+]

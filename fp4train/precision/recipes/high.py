@@ -1,0 +1,34 @@
+"""The recipes that quantise nothing: BF16, FP32, FP16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fp4train.precision.recipe import LossScaling, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(Recipe):
+    """All three GEMMs in BF16: the baseline that every other recipe is measured against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP32(Recipe):
+    """Everything in float32: the reference for numerics, about half the speed of BF16 on a CPU."""
+
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16(Recipe):
+    """GEMMs and activations in IEEE half precision with dynamic loss scaling (Micikevicius et al. 2018).
+
+    FP16 has 40 binades where gradients of a large model span more, hence the loss scale; `scaling` holds its constants.
+    """
+
+    dtype: str = "float16"
+    scaling: LossScaling = field(default_factory=LossScaling)
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return self.scaling

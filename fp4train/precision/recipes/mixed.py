@@ -1,0 +1,50 @@
+"""Tables composed by the user: another recipe for each GEMM, or each operand spelled out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fp4train.precision.recipe import GEMMS, HIGH_PRECISION, LossScaling, Operands, Recipe
+from fp4train.precision.recipes.high import BF16, FP16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Recipe):
+    """Another recipe for each GEMM: `Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())`."""
+
+    fprop: Recipe = field(default_factory=BF16)
+    dgrad: Recipe = field(default_factory=BF16)
+    wgrad: Recipe = field(default_factory=BF16)
+
+    @property
+    def name(self) -> str:
+        return "Mixed(" + ", ".join(f"{g}={getattr(self, g).name}" for g in GEMMS) + ")" + self._exceptions()
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """That of an FP16 part, which may have constants of its own."""
+        own = [part.loss_scaling for part in (self.fprop, self.dgrad, self.wgrad) if isinstance(part, FP16)]
+        return own[0] if own else super().loss_scaling
+
+    def operands(self) -> dict[str, Operands]:
+        dtypes = {getattr(self, g).dtype for g in GEMMS}
+        if dtypes != {self.dtype}:
+            raise ValueError(f"dtype={self.dtype!r} differs from the parts' dtypes {sorted(dtypes)}: make them one")
+        return {g: getattr(self, g).table()[g] for g in GEMMS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Recipe):
+    """Any table: each GEMM's two operands as specs, None for high precision. For research; a YAML can spell it out."""
+
+    label: str = "Custom"
+    fprop: Operands = HIGH_PRECISION
+    dgrad: Operands = HIGH_PRECISION
+    wgrad: Operands = HIGH_PRECISION
+
+    @property
+    def name(self) -> str:
+        return self.label + self._exceptions()
+
+    def operands(self) -> dict[str, Operands]:
+        return {g: getattr(self, g) for g in GEMMS}

@@ -1,0 +1,80 @@
+"""OCP Microscaling formats: MXFP8, MXFP6, MXFP4 (OCP MX v1.0)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fp4train.precision.recipe import Operands, Recipe, by_tensor
+from fp4train.quantize import Hadamard, QuantSpec
+from fp4train.text import check_choice
+
+
+def _mx(element: str, rounding: str, block: tuple[int, int] = (1, 32)) -> QuantSpec:
+    return QuantSpec(element=element, block=block, scale="e8m0", scale_rounding=rounding, global_scale=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8(Recipe):
+    """OCP MX: E4M3 elements, a power-of-two E8M0 scale for each 1×32 block.
+
+    E4M3 everywhere and scales rounded up ("Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027): rounding up
+    cannot saturate, where the floor of the OCP text loses the top of a quarter of the blocks.
+
+    Args:
+        element: "e4m3", or "hybrid" for E5M2 gradients.
+        scale_rounding: "rceil", "floor", "even" or "ceil".
+        two_d_weights: 32×32 blocks for w (TE: enable_2d_quantization).
+    """
+
+    element: str = "e4m3"
+    scale_rounding: str = "rceil"
+    two_d_weights: bool = False
+
+    def operands(self) -> dict[str, Operands]:
+        check_choice("element", self.element, ("e4m3", "hybrid"))
+        x = _mx("e4m3", self.scale_rounding)
+        w = _mx("e4m3", self.scale_rounding, (32, 32)) if self.two_d_weights else x
+        return by_tensor(x, w, _mx("e5m2" if self.element == "hybrid" else "e4m3", self.scale_rounding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP6(Recipe):
+    """OCP MX with 6-bit elements: E2M3 (more mantissa; the default for weights and activations) or E3M2.
+
+    Args:
+        element: of x and w; `gradient_element`: of dy, where range matters more.
+        scale_rounding: "rceil", "floor", "even" or "ceil".
+    """
+
+    element: str = "e2m3"
+    gradient_element: str = "e3m2"
+    scale_rounding: str = "rceil"
+
+    def operands(self) -> dict[str, Operands]:
+        for name in ("element", "gradient_element"):
+            check_choice(name, getattr(self, name), ("e2m3", "e3m2"))
+        x = _mx(self.element, self.scale_rounding)
+        return by_tensor(x, x, _mx(self.gradient_element, self.scale_rounding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4(Recipe):
+    """OCP MX with E2M1 elements: NVFP4's elements under coarser blocks (32) and power-of-two scales.
+
+    Gradients are rounded stochastically and transformed as "Training LLMs with MXFP4" (arXiv:2502.20586) does.
+    """
+
+    scale_rounding: str = "even"
+    stochastic_rounding: bool = True
+    hadamard: bool = True
+
+    def operands(self) -> dict[str, Operands]:
+        x = _mx("e2m1", self.scale_rounding)
+        # A scale that is rounded down clips the block's maximum, which biases stochastic rounding: round it up there.
+        dy = replace(_mx("e2m1", "rceil"), rounding="stochastic") if self.stochastic_rounding else x
+        transform = Hadamard(size=32) if self.hadamard else None
+        return {
+            "fprop": Operands(first=x, second=x),
+            "dgrad": Operands(first=dy, second=x),
+            "wgrad": Operands(first=replace(dy, hadamard=transform), second=replace(x, hadamard=transform)),
+        }

@@ -1,0 +1,1 @@
+"""A run: how it is built, resumed, watched and ended."""

@@ -1,0 +1,297 @@
+"""RUN: the directory of a run, and which run it belongs to.
+
+    config.yaml       the configuration, complete; plain values and names of fp4train's classes
+    swaps.json        recipe changes that were asked for, each with its step; they are part of the run from then on
+    swap_requests/    requests that the running loop has not picked up yet
+    plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
+
+A lock makes sure that one process at a time trains in it; the kernel releases it however that process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from fp4train.config.binding import bind, check_targets, complete, unknown_keys
+from fp4train.config.schema import Config, plain
+from fp4train.errors import UserError
+from fp4train.precision import Recipe, Swap
+from fp4train.track.config import METRICS
+
+CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
+PARTS = (CHECKPOINTS, METRICS, SWAPS)
+"""What is of worth in a run directory."""
+
+CONTINUED = (
+    "run.name",
+    "run.dir",
+    "run.overwrite",
+    "resume",
+    "gpu",
+    "eval.",
+    "checkpoint.",
+    "track",
+    "data.cache_dir",
+)
+"""Keys that may differ when the same command is given again: they do not change what is computed."""
+RESUMED = (
+    *CONTINUED,
+    *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
+    *("train.steps", "train.microbatch", "train.compile", "model.recompute", "data.path", "data.val_path"),
+)
+"""Keys that `resume=` may change as well; any other would make it another run. Data may move: its fingerprint tells."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        UserError: it cannot be written; what was there before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error}") from error
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the lock of `run`, which is created.
+
+    Raises:
+        UserError: another process trains in it, or it cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        handle = open(run / ".lock", "w")  # noqa: SIM115 - held until the end of the run
+    except OSError as error:
+        raise UserError(f"run directory {run} cannot be written: {error}") from error
+    with handle:
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(0.1)  # `is_running` holds it for a moment when somebody looks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{run} is in use: another process trains in it; choose another run.name") from None
+        yield
+
+
+def is_running(run: Path) -> bool:
+    """Whether a process holds the lock of `run`."""
+    try:
+        with open(run / ".lock") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def require_run(run: Path) -> Path:
+    """`run`, if it is a run directory.
+
+    Raises:
+        UserError: it is not; the runs beside it are named.
+    """
+    if (run / CONFIG).is_file():
+        return run
+    if above := next((p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None):
+        raise UserError(f"{run} is not a run directory, it lies in one: {above}")
+    runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}")) if run.parent.is_dir() else []
+    known = f"; {run.parent} holds {', '.join(runs[:8])}" if runs else ""
+    raise UserError(f"{run} is not a run directory (it has no {CONFIG}){known}")
+
+
+def read_config(run: Path) -> DictConfig:
+    """The saved configuration of a run, checked to be data only.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it names code outside this package.
+    """
+    path = require_run(run) / CONFIG
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
+        raise UserError(f"{path} cannot be read as a configuration: it has no section run")
+    try:
+        check_targets(saved)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    # An interpolation could reach the environment; a saved configuration holds plain values only.
+    if any(isinstance(v, str) and "${" in v for v in _leaves(saved)):
+        raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
+    return OmegaConf.create(saved)
+
+
+def write_config(run: Path, cfg: DictConfig) -> None:
+    """Save the resolved configuration."""
+    write_text(run / CONFIG, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict):
+        for value in node.values():
+            yield from _leaves(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _leaves(value)
+    else:
+        yield node
+
+
+def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
+    """What differs between two configurations besides the `allowed` keys (prefixes), as "key: old → new".
+
+    A key that one of them lacks has its class's default there: a run is older than options that came after it, and was
+    made as if they had that value.
+    """
+
+    def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+        if isinstance(cfg, dict) and cfg:
+            return {k: v for key, value in cfg.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+        return {prefix.rstrip("."): cfg}
+
+    a, b = flat(complete(plain(old), Config)), flat(complete(plain(new), Config))
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
+    gone = set(unknown_keys(plain(old), Config))
+    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
+
+
+@contextmanager
+def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
+    """Where a new run keeps its first files: `run` itself, or a folder `aside` that lasts as long as the context.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    if not aside:
+        yield run
+        return
+    place = run / ".new"
+    try:
+        shutil.rmtree(place, ignore_errors=True)  # a killed process may have left one
+        place.mkdir()
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error}") from error
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def start_over(run: Path) -> None:
+    """Remove what an earlier run left in `run`, and nothing that is not a run's: without its CONFIG, nothing at all."""
+    if not (run / CONFIG).is_file():
+        return
+    for name in (CHECKPOINTS, REQUESTS, "wandb"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    for name in (SWAPS, PLAN, METRICS, "curves.png", *TOKENIZER, CONFIG):
+        (run / name).unlink(missing_ok=True)
+
+
+def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
+    """Copy the files `names` of run `source`, those that it has, to its branch `run`.
+
+    Raises:
+        UserError: one cannot be read or written.
+    """
+    try:
+        for name in names:
+            if (source / name).exists():
+                shutil.copyfile(source / name, run / name)
+    except OSError as error:
+        raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
+
+
+# -- swaps ------------------------------------------------------------------------------------------------------------
+
+
+def read_swaps(run: Path) -> list[Swap]:
+    """The recorded swaps of a run, by step."""
+    path = run / SWAPS
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return [as_swap(e["step"], e["recipe"], e["name"]) for e in entries]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def record_swap(run: Path, step: int, recipe: dict[str, Any], name: str) -> None:
+    """Add a swap to the run for good; one at the same step replaces the earlier one."""
+    path = run / SWAPS
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    entries = [e for e in entries if e["step"] != step] + [{"step": step, "name": name, "recipe": recipe}]
+    write_text(path, json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1))
+
+
+def as_swap(step: int, recipe: dict[str, Any], name: str) -> Swap:
+    """The swap that a recorded or requested entry describes.
+
+    Raises:
+        UserError: it is not a recipe of this package, or has impossible values.
+    """
+    return Swap(step=bind(step, int, "step"), recipe=bind(recipe, Recipe, "recipe"), name=str(name))
+
+
+def request_swap(run: Path, recipe: dict[str, Any], name: str, at: int | None) -> Path:
+    """Ask the loop that trains in `run` (now or when it is resumed) to change its recipe at step `at`, or at once."""
+    folder = run / REQUESTS
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+    path = folder / f"{time.time_ns()}.json"
+    write_text(path, json.dumps({"recipe": recipe, "name": name, "at": at}))
+    return path
+
+
+def take_requests(run: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Each pending request, removed as it is taken: (request, "") or (None, why it cannot be read)."""
+    folder = run / REQUESTS
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError:
+        return
+    for path in paths:
+        try:
+            request = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(request, dict) or not {"recipe", "name", "at"} <= set(request):
+                raise ValueError("it does not hold recipe, name and at")
+        except (OSError, ValueError, RecursionError) as error:
+            _set_aside(path)
+            yield None, f"request {path.name} cannot be read: {error}"
+        else:
+            yield request, ""
+            _set_aside(path)
+
+
+def _set_aside(request: Path) -> None:
+    """Make sure that a request is not taken again, whatever it is."""
+    try:
+        request.unlink(missing_ok=True)
+    except OSError:
+        with suppress(OSError):
+            request.rename(request.with_suffix(".refused"))

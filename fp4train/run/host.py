@@ -1,0 +1,62 @@
+"""Settings of the host process for the length of a training run: Python's garbage collector and glibc's allocator.
+
+Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
+Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
+step of the default run on a 2-core CPU. A training step leaves no tensor in a cycle, so nothing is lost by collecting
+between steps only.
+
+Allocator. glibc returns large blocks to the system when they are freed, and the system zeroes the pages it hands out
+again: a fresh 32 MB tensor costs 14 ms of page faults, where writing it takes 2 ms. A training step frees and requests
+the same sizes over and over, so the process keeps them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+
+STEPS: int = 10
+"""Steps between two collections."""
+
+
+class CollectorBetweenSteps:
+    """A context in which the collector runs only when `after` calls it; on exit its former state is restored."""
+
+    def __enter__(self) -> CollectorBetweenSteps:
+        self._enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()  # what exists by now stays: later collections need not walk through it
+        gc.disable()
+        return self
+
+    def after(self, step: int) -> None:
+        """Collect if `step`, the number of steps done, is a multiple of `STEPS`."""
+        if step % STEPS == 0:
+            gc.collect()
+
+    def __exit__(self, *raised: object) -> None:
+        gc.unfreeze()
+        if self._enabled:
+            gc.enable()
+
+
+# Parameters of mallopt (malloc.h) and their values.
+_SETTINGS = (
+    (-4, 0),  # M_MMAP_MAX: no block has a mapping of its own, which free would unmap
+    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: the heap does not shrink
+    (-2, 2**28),  # M_TOP_PAD: it grows by 256 MB at a time
+)
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library keep freed memory; False where it is not glibc, and nothing changes.
+
+    The setting holds for the whole process until it ends, so only programs call this, never `import fp4train`.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all([bool(mallopt(parameter, value)) for parameter, value in _SETTINGS])

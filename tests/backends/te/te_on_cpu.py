@@ -1,0 +1,319 @@
+"""Run TE's real Python code without its CUDA extension; a program, started by test_te_real.py, that prints JSON.
+
+Real: everything in the `transformer_engine` wheel that is Python: `te.autocast`, `te.Linear`'s forward and backward,
+recipe states, `NVFP4Quantizer`, `HybridQuantizer`, `CustomRecipe`, the pure-torch NVFP4 reference (quantiser and GEMM).
+Faked: the compiled extension `transformer_engine_torch` (names and enum values; it computes nothing), a CUDA device,
+`Tensor.is_cuda`, the GPU's capability, the cuBLAS workspace, and three optional packages of TE's.
+So this says what TE's Python does with our recipes. It says nothing about TE's kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+
+warnings.simplefilter("ignore")
+
+
+class DType(enum.IntEnum):
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+class FusedAttention(enum.IntEnum):
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+class ForwardSlot(enum.IntEnum):
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
+
+
+class BackwardSlot(enum.IntEnum):
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
+
+
+class Extension(types.ModuleType):
+    """Any name exists, as a class where TE's annotations need one; nothing of it computes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name.startswith("CommOverlap") else MagicMock(name=name)
+        setattr(self, name, value)
+        return value
+
+
+@contextmanager
+def pretend_gpu() -> Iterator[None]:
+    """TE's Python believes that there is a CUDA device and that tensors lie on it; fp4train must not."""
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True),
+    ):
+        yield
+
+
+def fake_extension() -> Any:
+    """Import `transformer_engine.pytorch` as if its extension and a Hopper GPU were there."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    extension = Extension("transformer_engine_torch")
+    extension.DType, extension.NVTE_Fused_Attn_Backend = DType, FusedAttention
+    extension.FP8FwdTensors, extension.FP8BwdTensors = ForwardSlot, BackwardSlot
+    sys.modules["transformer_engine_torch"] = extension
+    optional = ("einops", "onnxscript", "nvdlfw_inspect", "nvdlfw_inspect.api", "nvdlfw_inspect.logging")
+    for name in (*optional, "nvdlfw_inspect.registry", "transformer_engine.pytorch.onnx_extensions"):
+        module = MagicMock(name=name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+    sys.modules["nvdlfw_inspect"].api = sys.modules["nvdlfw_inspect.api"]
+    sys.modules["nvdlfw_inspect.api"].DEBUG_MANAGER = None
+    import transformer_engine.common as common
+
+    common.load_framework_extension = lambda framework: None
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch import cpp_extensions, utils
+
+    empty = torch.empty(0)
+    for module in [m for n, m in sys.modules.items() if n.startswith("transformer_engine")]:
+        if hasattr(module, "get_device_compute_capability"):
+            module.get_device_compute_capability = lambda: (9, 0)
+    utils._empty_tensor = lambda: empty
+    cpp_extensions.gemm.get_cublas_workspace = lambda *args: empty
+    from transformer_engine.pytorch.tensor import nvfp4_tensor
+
+    nvfp4_tensor.get_rht_matrix = lambda signed, device: empty
+    nvfp4_tensor.get_random_sign_mask_for_rht = lambda signed, device: int(signed)
+    return te
+
+
+with pretend_gpu():
+    te = fake_extension()
+
+from transformer_engine.common.recipe import CustomRecipe  # noqa: E402
+from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils  # noqa: E402
+from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState  # noqa: E402
+
+from fp4train.backends.te import QuantizerFactory, TEExecutor, to_te  # noqa: E402
+from fp4train.nn import Linear  # noqa: E402
+from fp4train.precision.context import autocast  # noqa: E402
+from fp4train.precision.layers import Layer  # noqa: E402
+from fp4train.precision.recipe import Recipe  # noqa: E402
+from fp4train.precision.recipes import MXFP8, NVFP4, FP8Block, FP8Current, Mixed  # noqa: E402
+
+M, K, N = 64, 96, 32
+
+
+def describe(quantizer: Any) -> dict[str, Any]:
+    """The settings of a TE quantiser that decide its numbers."""
+    kind = type(quantizer).__name__
+    if kind == "HybridQuantizer":
+        return {
+            "kind": kind,
+            "source": quantizer.columnwise_source,
+            "row": describe(quantizer.rowwise_quantizer),
+            "column": describe(quantizer.columnwise_quantizer),
+        }
+    names = {
+        "NVFP4Quantizer": (
+            "with_rht",
+            "with_post_rht_amax",
+            "with_2d_quantization",
+            "stochastic_rounding",
+            "row_scaled_nvfp4",
+            "nvfp4_use_4over6",
+            "nvfp4_e4m3_max",
+            "nvfp4_4over6_err_mode",
+            "rht_matrix_random_sign_mask_t",
+        ),
+        "MXFP8Quantizer": ("dtype", "with_2d_quantization"),
+        "Float8CurrentScalingQuantizer": ("dtype", "force_pow_2_scales"),
+        "Float8BlockQuantizer": ("dtype", "force_pow_2_scales", "block_len", "is_2D_scaled"),
+    }.get(kind, ())
+    values = {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
+    if not values.get("nvfp4_use_4over6"):
+        values.pop("nvfp4_4over6_err_mode", None)  # TE sets it on every quantiser and reads it with four-over-six only
+    return {"kind": kind} | {n: v.name if isinstance(v, enum.Enum) else v for n, v in values.items()}
+
+
+def slots(te_recipe: Any) -> dict[str, Any]:
+    """What TE builds for the three tensors of a linear layer under `te_recipe`."""
+
+    def role(kind: str) -> QuantizerRole:
+        return QuantizerRole(module_type="linear", tensor_type=kind, name="layer")
+
+    device = torch.device("cpu")
+    forward = RecipeState.create(
+        te_recipe, mode="forward", num_quantizers=3, device=device, roles=[role("input"), role("weight"), None]
+    ).make_quantizers()
+    backward = RecipeState.create(
+        te_recipe, mode="backward", num_quantizers=2, device=device, roles=[role("grad_output"), None]
+    ).make_quantizers()
+    return {"input": describe(forward[0]), "weight": describe(forward[1]), "grad_output": describe(backward[0])}
+
+
+def recipes() -> dict[str, Recipe]:
+    plain = NVFP4(hadamard=False, stochastic_rounding=False)
+    return {
+        "nvfp4": NVFP4(),
+        "nvfp4_plain_1d": dataclasses.replace(plain, two_d_weights=False),
+        "nvfp4_4over6": NVFP4(
+            hadamard=False, four_over_six="all", four_over_six_error="mse", four_over_six_bound="weights"
+        ),
+        "nvfp4_4over6_weights": NVFP4(four_over_six="weights", four_over_six_bound="none"),
+        "nvfp4_forward_only": NVFP4().with_high_precision("dgrad", "wgrad"),
+        "nvfp4_fprop_bf16": NVFP4().with_high_precision("fprop"),
+        "nvfp4_wgrad_bf16": NVFP4().with_high_precision("wgrad"),
+        "nvfp4_row_scaled": NVFP4(row_scaled_activation=True),
+        "mxfp8_hybrid_2d": MXFP8(element="hybrid", two_d_weights=True),
+        "mxfp8_fprop_bf16": MXFP8().with_high_precision("fprop"),
+        "fp8_current_pow2": FP8Current(power_of_two=True),
+        "fp8_block_fp32": FP8Block(power_of_two=False),
+        "nvfp4_forward_mxfp8_backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
+    }
+
+
+def same_as_native() -> dict[str, bool]:
+    """Whether our factory, given a table that TE has a class for, builds the quantisers which that class builds."""
+    result = {}
+    for name, recipe in recipes().items():
+        native = to_te(recipe)
+        if type(native) is CustomRecipe or native.backward_override:
+            continue
+        custom = CustomRecipe(qfactory=QuantizerFactory.of(recipe.table()))
+        result[name] = slots(custom) == slots(native)
+    return result
+
+
+def reference_recipe(recipe: Recipe) -> CustomRecipe:
+    """TE's pure-torch reference in place of the kernels that `recipe` would run on."""
+
+    def factory(role: QuantizerRole | None) -> Any:
+        weight = role is not None and role.tensor_type == "weight"
+        return reference_nvfp4.NVFP4QuantizerRef(
+            dtype=reference_utils.Fp4Formats.E2M1,
+            quant_tile_shape=(16, 16) if weight and recipe.two_d_weights else (1, 16),
+            with_rht=not weight and recipe.hadamard,
+        )
+
+    return CustomRecipe(qfactory=factory)
+
+
+def run(layer: Linear, recipe: Recipe, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    layer.weight.grad = None
+    x = x.detach().requires_grad_()
+    with pretend_gpu() if layer.backend == "te" else nullcontext():
+        with autocast(recipe):
+            y = layer(x)
+        y.backward(dy)
+    return [y.detach().float(), x.grad.float(), layer.weight.grad.float()]
+
+
+def against_emulation() -> dict[str, dict[str, float]]:
+    """Relative distance of y, dx, dw of TE's real Linear on its reference quantisers from ours.
+
+    One layer runs all recipes one after the other, there and back: each must get its own quantisers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(N, K, generator=generator).bfloat16()
+    x = torch.randn(2, M // 2, K, generator=generator).bfloat16()
+    dy = torch.randn(2, M // 2, N, generator=generator).bfloat16()
+    place = Layer(name="layer", in_features=K, out_features=N, block=0, blocks=1)
+
+    def plain() -> torch.nn.Linear:
+        linear = torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
+        linear.weight.data.copy_(weight)
+        return linear
+
+    ours, theirs = Linear.from_linear(plain(), place, "reference"), Linear.from_linear(plain(), place, "te")
+    theirs.why_not_te = lambda recipe, device: None
+    theirs.te = TEExecutor(in_features=K, out_features=N, bias=False, name="layer", translate=reference_recipe)
+    base = NVFP4(stochastic_rounding=False)
+    switched = {
+        "rht_2d": base,
+        "no_rht": dataclasses.replace(base, hadamard=False),
+        "1d": dataclasses.replace(base, two_d_weights=False),
+        "rht_2d_again": base,
+    }
+    report = {}
+    for name, recipe in switched.items():
+        a, b = run(ours, recipe, x, dy), run(theirs, recipe, x, dy)
+        distances = [float((p - q).norm() / q.norm()) for p, q in zip(a, b, strict=True)]
+        report[name] = dict(zip(("y", "dx", "dw"), distances, strict=True))
+    return report
+
+
+def selfcheck() -> dict[str, float]:
+    """scripts/te_selfcheck.py's float32 comparison, with its outliers, as it runs on a GPU."""
+    path = pathlib.Path(__file__).parents[3] / "scripts" / "te_selfcheck.py"
+    spec = importlib.util.spec_from_file_location("te_selfcheck", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["te_selfcheck"] = script
+    spec.loader.exec_module(script)
+    problem = script.Problem.draw(M, 4 * K, N, "cpu")
+    ours, theirs = script.emulated(NVFP4(stochastic_rounding=False), problem), script.te_reference(problem)
+    return {name: script.distance(b, a) for name, a, b in zip(("y", "dx", "dw"), ours, theirs, strict=True)}
+
+
+def switching() -> dict[str, bool]:
+    """with_rht of the input quantiser after a switch of NVFP4's options: TE's own module, and ours."""
+    with_rht, without = NVFP4(), NVFP4(hadamard=False)
+    module = te.Linear(K, N, bias=False, params_dtype=torch.bfloat16, device="meta")
+    executor = TEExecutor(in_features=K, out_features=N, bias=False, name="layer")
+    report = {}
+    for recipe in (with_rht, without):
+        te_recipe, own, *_ = executor._module(te, recipe, torch.empty(N, K, dtype=torch.bfloat16))
+        for name, each in (("te", module), ("fp4train", own)):
+            # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check.
+            with te.autocast(enabled=False):
+                te.quantization.FP8GlobalStateManager.quantization_state.fp8_enabled = True
+                te.quantization.FP8GlobalStateManager.quantization_state.fp8_recipe = te_recipe
+                each.init_fp8_metadata()
+            report[f"{name}_{recipe.hadamard}"] = each.quantizers["scaling_fwd"][0].with_rht
+    return report
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    report: dict[str, Any] = {"against_emulation": against_emulation(), "selfcheck": selfcheck()}
+    with pretend_gpu():
+        report["quantizers"] = {name: slots(to_te(recipe)) for name, recipe in recipes().items()}
+        report["same_as_native"] = same_as_native()
+        report["switching"] = switching()
+    json.dump(report, sys.stdout)

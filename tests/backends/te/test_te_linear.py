@@ -1,0 +1,261 @@
+"""The linear layer with backend=te on a fake `transformer_engine.pytorch` that records what it is asked for.
+
+The fake keeps two habits of TE's: a module's state is built when it first runs, under the recipe of that moment, and
+delayed scaling has scale and amax_history tensors in `fp8_meta`. What TE's real Python does is test_te_real.py's part.
+"""
+
+import copy
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp4train.backends.te.executor as te_backend
+from fp4train.backends.te import availability, region
+from fp4train.nn import Linear
+from fp4train.nn import convert as convert_layers
+from fp4train.precision.context import autocast
+from fp4train.precision.policy import LayerPolicy
+from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed
+
+if availability.version() is None:
+    pytest.skip("the transformer_engine wheel is not installed", allow_module_level=True)
+
+
+class FakeTE(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("transformer_engine.pytorch")
+        self.stack: list[Any] = []
+        self.built: list[Any] = []
+        self.calls: list[tuple[str, Any, tuple[int, ...], torch.dtype]] = []
+        state = types.SimpleNamespace(autocast_depth=0)
+        self.quantization = types.SimpleNamespace(FP8GlobalStateManager=types.SimpleNamespace(quantization_state=state))
+        fake = self
+
+        class Linear(nn.Module):
+            def __init__(
+                self,
+                in_features: int,
+                out_features: int,
+                *,
+                bias: bool,
+                params_dtype: torch.dtype,
+                device: str,
+                name: str,
+            ) -> None:
+                super().__init__()
+                assert device == "meta", "a module for each recipe must not cost memory"
+                self.name, self.fp8_meta, self.recipe = name, {}, None
+                self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
+                self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype)) if bias else None
+                fake.built.append(self)
+
+            def init_fp8_meta_tensors(self, recipe: Any) -> None:
+                if type(recipe).__name__ != "DelayedScaling" or "scaling_fwd" in self.fp8_meta:
+                    return
+                for direction, tensors in (("fwd", 3), ("bwd", 2)):
+                    self.fp8_meta[f"scaling_{direction}"] = types.SimpleNamespace(
+                        scale=torch.ones(tensors), amax_history=torch.zeros(recipe.amax_history_len, tensors)
+                    )
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                recipe = fake.stack[-1]
+                self.recipe = self.recipe or recipe  # built once, as TE's quantisers are
+                self.init_fp8_meta_tensors(recipe)
+                fake.calls.append((self.name, self.recipe, tuple(x.shape), x.dtype))
+                bias = None if self.bias is None else self.bias.to(x.dtype)
+                return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+        self.Linear = Linear
+
+    @contextmanager
+    def autocast(self, *, enabled: bool, recipe: Any) -> Iterator[None]:
+        assert enabled
+        self.stack.append(recipe)
+        self.quantization.FP8GlobalStateManager.quantization_state.autocast_depth += 1
+        try:
+            yield
+        finally:
+            self.quantization.FP8GlobalStateManager.quantization_state.autocast_depth -= 1
+            self.stack.pop()
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> FakeTE:
+    fake = FakeTE()
+    monkeypatch.setattr(te_backend, "pytorch_module", lambda: fake)
+    monkeypatch.setattr(Linear, "why_not_te", lambda self, recipe, device: None)
+    return fake
+
+
+class Model(nn.Module):
+    def __init__(self, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=bias, dtype=dtype) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def convert(model: Model) -> Model:
+    convert_layers(model, backend="te")
+    return model
+
+
+def seen(te: FakeTE) -> list[str]:
+    return [type(recipe).__name__ for _, recipe, *_ in te.calls]
+
+
+X = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_layers_of_one_model_run_different_recipes(te: FakeTE) -> None:
+    model = convert(Model())
+    with autocast(NVFP4(), policy=LayerPolicy(first=1, last=0, recipe_for_kept=MXFP8())):
+        model(X)
+    assert seen(te) == ["MXFP8BlockScaling", "NVFP4BlockScaling", "NVFP4BlockScaling"]
+    assert te.calls[0][0] == "blocks.0"
+    assert te.stack == []
+
+
+def test_kept_layers_and_plain_calls_run_torchs_linear(te: FakeTE) -> None:
+    model = convert(Model())
+    plain = model(X)
+    with autocast(NVFP4(), policy=LayerPolicy(last=3)):
+        kept = model(X)
+    with autocast(BF16()):
+        baseline = model(X)
+    assert te.calls == []
+    assert torch.equal(plain, kept)
+    assert torch.equal(plain, baseline)
+
+
+def test_a_changed_option_gets_quantisers_of_its_own_and_the_way_back_the_first_ones(te: FakeTE) -> None:
+    layer = convert(Model()).blocks[0]
+    for recipe in (NVFP4(), NVFP4(hadamard=False), NVFP4()):
+        with autocast(recipe):
+            layer(X)
+    assert [recipe.disable_rht for _, recipe, *_ in te.calls] == [False, True, False]
+    assert te.calls[0][1] is te.calls[2][1]
+    assert len(te.built) == 2
+
+
+def test_gradients_reach_the_shared_parameters_in_every_recipe(te: FakeTE) -> None:
+    model = Model(bias=True)
+    before = [model.blocks[0].weight, model.blocks[0].bias]
+    layer = convert(model).blocks[0]
+    assert all(a is b for a, b in zip([layer.weight, layer.bias], before, strict=True))
+    for recipe in (NVFP4(), MXFP8()):
+        layer.zero_grad()
+        with autocast(recipe):
+            y = layer(X)
+        y.float().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.bias.grad is not None
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def test_a_replaced_parameter_is_the_one_that_runs(te: FakeTE) -> None:
+    """As FSDP2 does when it gathers the shards of a layer."""
+    layer = convert(Model()).blocks[0]
+    with autocast(NVFP4()):
+        layer(X)
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+        assert not layer(X).any()
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [(NVFP4(), 32), (FP8Current(), 32), (FP8Block(), 128)])
+def test_tokens_are_padded_and_cut_back(te: FakeTE, recipe: Any, tokens: int) -> None:
+    layer = convert(Model()).blocks[0]
+    with autocast(recipe):
+        y = layer(X[:, :15])
+    assert te.calls[0][2] == (tokens, 32)
+    assert torch.equal(y, nn.functional.linear(X[:, :15], layer.weight))
+    with autocast(recipe):
+        assert layer(X[:0]).shape == (0, 16, 32)
+        assert layer(X[0, 0]).shape == (32,)
+
+
+def test_float32_parameters_run_in_the_recipes_dtype_and_keep_the_inputs(te: FakeTE) -> None:
+    layer = convert(Model(dtype=torch.float32)).blocks[0]
+    with autocast(NVFP4()):
+        y = layer(X.float())
+    assert te.calls[0][3] == torch.bfloat16
+    assert y.dtype == torch.float32
+
+
+def test_state_dicts_are_those_of_nn_linear(te: FakeTE) -> None:
+    plain, converted = Model(bias=True), convert(Model(bias=True))
+    with autocast(NVFP4()):
+        converted(X)
+    assert list(converted.state_dict()) == list(plain.state_dict())
+    converted.load_state_dict(plain.state_dict())
+    plain.load_state_dict(converted.state_dict())
+    assert torch.equal(converted.blocks[2].weight, plain.blocks[2].weight)
+
+
+def test_delayed_scaling_outside_of_a_region_is_refused(te: FakeTE) -> None:
+    with autocast(FP8Delayed()), pytest.raises(RuntimeError, match=r"region\(recipe\)"):
+        convert(Model())(X)
+
+
+def test_a_region_is_one_outer_autocast(te: FakeTE) -> None:
+    recipe = FP8Delayed(history=4)
+    with region(recipe), autocast(recipe):
+        assert len(te.stack) == 1
+        convert(Model())(X)
+        assert len(te.stack) == 1
+    with region(BF16()):
+        assert te.stack == []
+    with region(MXFP8(), recipe):
+        assert type(te.stack[0]).__name__ == "DelayedScaling", "its scales are updated when the region ends"
+
+
+def _delayed(recipe: FP8Delayed) -> Model:
+    model = convert(Model())
+    with region(recipe), autocast(recipe):
+        model(X)
+    return model
+
+
+def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
+    recipe = FP8Delayed(history=4)
+    layer = _delayed(recipe).blocks[0]
+    te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(12.0).reshape(4, 3))
+    te.built[0].fp8_meta["scaling_bwd"].scale.fill_(5)
+    state = layer.te.state()
+    assert set(state) == {"scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
+
+    resumed = convert(Model()).blocks[0]
+    resumed.te.load_state(state)
+    assert set(resumed.te.state()) == set(state), "a checkpoint written before the first step loses nothing"
+    with region(recipe), autocast(recipe):
+        resumed(X)
+    meta = resumed.te._built[recipe][1].fp8_meta
+    assert torch.equal(meta["scaling_fwd"].amax_history, torch.arange(12.0).reshape(4, 3))
+    assert torch.equal(meta["scaling_bwd"].scale, torch.full((2,), 5.0))
+
+
+def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
+    layer = _delayed(FP8Delayed(history=4)).blocks[0]
+    te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(4.0)[:, None].expand(4, 3))
+    resumed, shorter = convert(Model()).blocks[0], FP8Delayed(history=2)
+    resumed.te.load_state(layer.te.state())
+    with region(shorter), autocast(shorter):
+        resumed(X)
+    assert resumed.te._built[shorter][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [0.0, 3.0]
+
+
+def test_a_copy_rebuilds_its_own_modules_and_takes_the_history_along(te: FakeTE) -> None:
+    layer = _delayed(FP8Delayed(history=4)).blocks[0]
+    te.built[0].fp8_meta["scaling_fwd"].scale.fill_(7)
+    other = copy.deepcopy(layer)
+    assert other.weight is not layer.weight
+    assert other.te._built == {}
+    assert other.te.state()["scale_fwd"].tolist() == [7, 7, 7]

@@ -1,0 +1,81 @@
+"""The GPU self-check's own logic; its comparison with TE's reference runs in test_te_real.py, kernels only on a GPU."""
+
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from fp4train.nn import Linear
+from fp4train.precision.layers import Layer
+from fp4train.precision.recipes import MXFP8, NVFP4, FP8Delayed
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = pathlib.Path(__file__).parents[3] / "scripts" / "te_selfcheck.py"
+    spec = importlib.util.spec_from_file_location("te_selfcheck", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["te_selfcheck"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_a_gpu_it_says_so_and_fails(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main([]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_run_is_skipped_with_the_reason(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    row = script.check_native("nvfp4", NVFP4(), script.Problem.draw(32, 32, 32, "cpu"))
+    assert row.agrees is None
+    assert "needs an NVIDIA GPU" in row.note
+
+
+def test_nan_and_broken_checks_are_mismatches(script: ModuleType) -> None:
+    good, bad = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, float("nan")])
+    assert script.compare("native", "x", (good,) * 3, (good,) * 3, 1e-6).agrees is True
+    assert script.compare("native", "x", (good,) * 3, (good, good, bad), 1e-6).agrees is False
+
+    def broken() -> list[object]:
+        raise RuntimeError("CUDA Error: invalid argument\nmore")
+
+    (row,) = script.guarded("native", "x", broken)
+    assert row.agrees is False
+    assert row.note == "RuntimeError: CUDA Error: invalid argument"
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), NVFP4(stochastic_rounding=False), MXFP8(), FP8Delayed(history=4)])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_emulation_in_the_place_of_te_agrees_and_a_wrong_weight_does_not(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: object, wrong: bool
+) -> None:
+    """The second layer has another name, hence other random bits, as TE has."""
+
+    def layers(problem: object) -> tuple[Linear, Linear]:
+        made = []
+        for name in ("selfcheck", "te"):
+            linear = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+            linear.weight.data.copy_(problem.w)  # type: ignore[attr-defined]
+            if wrong and name == "te":
+                linear.weight.data[:, :16] *= -1
+            place = Layer(name=name, in_features=64, out_features=96, block=0, blocks=1)
+            made.append(Linear.from_linear(linear, place, "emulate"))
+        return made[0], made[1]
+
+    monkeypatch.setattr(script, "layers", layers)
+    monkeypatch.setattr(script.te_backend, "why_not", lambda *args, **sizes: None)
+    row = script.check_native("name", recipe, script.Problem.draw(128, 64, 96, "cpu"))
+    assert row.agrees is not wrong
+    script.show([row], [{"name": "name", "te_ms": 1.0, "emulate_ms": 2.0, "bf16_ms": None}])

@@ -1,0 +1,331 @@
+"""Checkpoints survive what happens to disks and processes: kills, truncation, flipped bits, a full disk."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fp4train import checkpoint
+from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
+from fp4train.errors import UserError
+
+ONE = {"w": torch.arange(6.0)}
+
+
+def save_steps(folder: Path, *numbers: int, keep: int = 10) -> None:
+    for step in numbers:
+        save(folder, step, {"w": torch.full((1000,), float(step))}, {"step": step}, keep=keep)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).bfloat16(),
+        torch.randn(3, 4).to(torch.float8_e4m3fn),
+        torch.randn(3, 4).to(torch.float8_e5m2),
+        torch.arange(256, dtype=torch.uint8),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.empty(0, 5),
+        torch.randn(4, 6).T,
+        torch.randn(10, 10)[2:5, ::3],
+        torch.randn(3).expand(4, 3),
+        torch.tensor([math.nan, math.inf, -0.0]),
+        torch.nn.Parameter(torch.randn(2)),
+        torch.get_rng_state(),
+    ],
+    ids=lambda t: f"{str(t.dtype).removeprefix('torch.')}-{'x'.join(map(str, t.shape))}",
+)
+def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path, tensor: Tensor) -> None:
+    save(tmp_path, 1, {"t": tensor}, {}, keep=1)
+    back = load(tmp_path).tensors["t"]
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape and not back.requires_grad
+    raw = tensor.detach().contiguous()
+    assert torch.equal(back.reshape(-1).view(torch.uint8), raw.reshape(-1).view(torch.uint8))
+
+
+def test_tied_weights_are_stored_once_and_tied_again_while_views_come_apart(tmp_path: Path) -> None:
+    w = torch.randn(64, 64)
+    path = save(tmp_path, 1, {"embed": w, "head": w, "row": w[3], "transposed": w.T}, {}, keep=1)
+    assert (path / "tensors.safetensors").stat().st_size < 3 * w.nbytes
+    back = load(tmp_path).tensors
+    assert back["head"] is back["embed"]
+    assert torch.equal(back["row"], w[3]) and torch.equal(back["transposed"], w.T)
+    back["row"].zero_()
+    assert torch.equal(back["embed"], w)
+
+
+def test_an_optimiser_with_numbered_parameters_and_tuples_survives_the_tree(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    tree = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "python": (3, (1, 2, 3), None),
+        "a/b": {"c": torch.ones(1)},
+        "a": {"b/c": torch.zeros(1), "$x": 1, "lr": 0.1 + 0.2, "nan": math.nan, "inf": [-math.inf]},
+    }
+    save(tmp_path, 5, *flatten(tree), keep=1)
+    found = load(tmp_path)
+    back = unflatten(found.tensors, found.state)
+    assert back["python"] == (3, (1, 2, 3), None)
+    assert back["optimizer"]["param_groups"] == tree["optimizer"]["param_groups"]
+    assert set(back["optimizer"]["state"]) == {0, 1}
+    assert torch.equal(back["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(back["a/b"]["c"], torch.ones(1)) and torch.equal(back["a"]["b/c"], torch.zeros(1))
+    assert back["a"]["lr"] == 0.1 + 0.2 and math.isnan(back["a"]["nan"]) and back["a"]["inf"] == [-math.inf]
+    assert back["a"]["$x"] == 1
+    optimizer.load_state_dict(back["optimizer"])
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"data/1/file: PosixPath cannot be in a checkpoint"):
+        flatten({"data": [1, {"file": Path("x")}]})
+
+
+def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, ONE, {"loss": math.nan}, keep=1)
+    assert sorted(p.name for p in path.iterdir()) == ["state.json", "tensors.safetensors"]
+
+    def refuse(token: str) -> None:
+        raise AssertionError(token)
+
+    body = json.loads((path / "state.json").read_text(), parse_constant=refuse)
+    assert body["version"] == 1 and body["step"] == 1
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30, 40, keep=2)
+    assert steps(tmp_path) == [30, 40]
+    assert sorted(os.listdir(tmp_path)) == ["step_00000030", "step_00000040"]
+
+
+def test_saving_after_going_back_removes_the_abandoned_future(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    save(tmp_path, 15, ONE, {}, keep=3)
+    assert steps(tmp_path) == [10, 15]
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    save(tmp_path, 10, ONE, {"again": True}, keep=1)
+    assert load(tmp_path).state == {"again": True}
+    assert os.listdir(tmp_path) == ["step_00000010"]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(ValueError, match=f"keep={keep}"):
+        save(tmp_path, 1, ONE, {}, keep=keep)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [truncate, flip, empty, zeros, Path.unlink], ids=lambda f: f.__name__)
+def test_damage_falls_back_to_the_previous_and_says_so(tmp_path: Path, file: str, damage: object) -> None:
+    save_steps(tmp_path, 10, 20)
+    damage(tmp_path / "step_00000020" / file)  # type: ignore[operator]
+    found = load(tmp_path)
+    assert found.step == 10 and found.tensors["w"][0] == 10
+    [(path, reason)] = found.skipped
+    assert path.name == "step_00000020" and file in reason
+
+
+def test_a_changed_value_in_the_state_is_noticed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    file = tmp_path / "step_00000010" / "state.json"
+    body = json.loads(file.read_text())
+    body["state"]["step"] = 11
+    file.write_text(json.dumps(body))
+    with pytest.raises(UserError, match="checksum"):
+        load(tmp_path)
+
+
+def test_nothing_usable_names_every_checkpoint_and_reason(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    truncate(tmp_path / "step_00000010" / "tensors.safetensors")
+    (tmp_path / "step_00000020" / "state.json").unlink()
+    with pytest.raises(UserError, match=r"step_00000020: state.json is missing; step_00000010: .* bytes instead of"):
+        load(tmp_path)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint in"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_step_asked_for_is_given_or_refused_but_never_another(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    assert load(tmp_path, 10).step == 10
+    with pytest.raises(UserError, match="no checkpoint of step 15; it has 10, 20"):
+        load(tmp_path, 15)
+    flip(tmp_path / "step_00000020" / "tensors.safetensors")
+    with pytest.raises(UserError, match=r"checksum differs.*Others in the folder: 10"):
+        load(tmp_path, 20)
+
+
+def test_a_newer_format_is_refused_instead_of_skipped(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    file = tmp_path / "step_00000020" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
+    with pytest.raises(UserError, match=r"version 2; this fp4train reads up to 1. Update"):
+        load(tmp_path)
+
+
+def test_foreign_directories_are_no_checkpoints(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    (tmp_path / "step_abc").mkdir()
+    (tmp_path / "step_00000099").write_text("a file")
+    assert steps(tmp_path) == [10]
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["tensors", "state", "fsync", "rename"])
+def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    save_steps(tmp_path, 10, keep=1)
+    with monkeypatch.context() as patch:
+        if where == "tensors":
+
+            def half(tensors: object, path: Path) -> None:
+                Path(path).write_bytes(b"half")
+                raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+            patch.setattr(safetensors.torch, "save_file", half)
+        elif where == "state":
+            patch.setattr(Path, "write_text", no_space)
+        elif where == "fsync":
+            patch.setattr(os, "fsync", no_space)
+        else:
+            patch.setattr(os, "rename", no_space)
+        with pytest.raises(CheckpointError, match=r"step 20 not written.*No space.*untouched: 10"):
+            save(tmp_path, 20, ONE, {}, keep=1)
+    assert os.listdir(tmp_path) == ["step_00000010"]
+    assert load(tmp_path).step == 10
+    save_steps(tmp_path, 20, keep=1)
+    assert steps(tmp_path) == [20]
+
+
+def test_a_full_disk_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 10)
+    rename = os.rename
+
+    def fail_for_the_new(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(".tmp_"):
+            no_space()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_for_the_new)
+    with pytest.raises(CheckpointError):
+        save(tmp_path, 10, ONE, {}, keep=1)
+    assert load(tmp_path).state == {"step": 10}
+    assert os.listdir(tmp_path) == ["step_00000010"]
+
+
+def test_an_exception_from_a_signal_leaves_no_half_written_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors.torch, "save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1, ONE, {}, keep=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpoint_set_aside_by_a_killed_process_is_found_and_put_back(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    os.rename(tmp_path / "step_00000010", tmp_path / ".old_step_00000010")
+    assert steps(tmp_path) == [10] and load(tmp_path).step == 10
+    save_steps(tmp_path, 20)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000010", "step_00000020"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from fp4train import checkpoint
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+checkpoint.save(folder, 10, {"w": torch.ones(1000)}, {}, keep=1)
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if moment == "written":
+    checkpoint.folder._replace = die
+elif moment == "half":
+    def half(tensors, path):
+        Path(path).write_bytes(b"half")
+        die()
+    checkpoint.folder.safetensors.torch.save_file = half
+elif moment == "pruning":
+    checkpoint.folder.shutil.rmtree = lambda path, **_: (die() if "step_00000010" in str(path) else None)
+checkpoint.save(folder, 20, {"w": torch.ones(1000)}, {}, keep=1)
+"""
+
+
+@pytest.mark.parametrize(("moment", "left"), [("half", 10), ("written", 10), ("pruning", 20)])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, left: int) -> None:
+    root = Path(checkpoint.__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert child.returncode == -signal.SIGKILL
+    assert load(tmp_path).step == left
+    assert any(name.startswith(".tmp_") for name in os.listdir(tmp_path))
+    save_steps(tmp_path, 30, keep=2)
+    assert sorted(os.listdir(tmp_path)) == [f"step_{left:08d}", "step_00000030"]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, where this user may mount one."""
+    mount = shutil.which("mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        not mount
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode
+    ):
+        pytest.skip("mounting a small file system is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_really_full_disk(tiny_disk: Path) -> None:
+    save(tiny_disk / "c", 1, {"w": torch.zeros(1000)}, {}, keep=1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tiny_disk / "c", 2, {"w": torch.zeros(1_000_000)}, {}, keep=1)
+    assert load(tiny_disk / "c").step == 1
+    assert os.listdir(tiny_disk / "c") == ["step_00000001"]

@@ -1,0 +1,63 @@
+"""Speed and utilisation: known tokens, known FLOP, a known peak and a clock that the test sets give known figures."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp4train.models.llama import Llama
+from fp4train.nn import convert
+from fp4train.run.build import Run
+from fp4train.run.progress import Progress
+
+MODEL = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocab_multiple=1)
+# q and o 32×32, k and v 16×32, gate, up and down 64×32, in two blocks; the head 257×32.
+WEIGHTS = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 257 * 32
+
+
+def run_on(device: str) -> Run:
+    """A run of MODEL on `device`, as far as its peak is concerned."""
+    blank = dict.fromkeys(field.name for field in fields(Run))
+    model = convert(MODEL.build(vocab_size=257, seq_len=32))
+    return Run(**blank | {"model": model, "device": torch.device(device)})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that `Progress` sees, in seconds."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr("fp4train.run.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA B200", 2250e12)])
+def test_the_peak_is_bf16s_over_six_flop_a_weight(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert run_on("cuda").peak_tokens_per_s() == pytest.approx(peak / (6 * WEIGHTS), rel=1e-12)
+
+
+def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    assert run_on("cuda").peak_tokens_per_s() is None and run_on("cpu").peak_tokens_per_s() is None
+
+
+def test_mfu_is_the_speed_of_a_step_over_the_peak(clock: SimpleNamespace) -> None:
+    with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
+        clock.now += 0.5
+        assert progress.advance(2.0, "NVFP4") == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
+        clock.now += 0.25
+        assert progress.advance(2.0, "NVFP4")["perf/mfu"] == 0.5, "of this step, not a mean over several"
+    with Progress(0, 10, tokens=1000) as progress:
+        clock.now += 0.5
+        assert progress.advance(2.0, "NVFP4") == {"perf/tokens_per_s": 2000.0}
+
+
+def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> None:
+    with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
+        clock.now += 0.5
+        progress.advance(2.0, "NVFP4")
+        clock.now += 100.0  # an evaluation
+        progress.resume_timing()
+        clock.now += 0.5
+        assert progress.advance(2.0, "NVFP4")["perf/mfu"] == 0.25

@@ -1,0 +1,99 @@
+"""The GPU table: names that users and drivers use, peaks that MFU divides by."""
+
+import re
+
+import pytest
+
+from fp4train.hardware import GPUS, detect, find_gpu, peak_flops, rate_name
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("B200", "B200"),
+        ("b200", "B200"),
+        ("NVIDIA H200", "H200"),
+        ("h100-sxm", "H100"),
+        ("H100 SXM5", "H100"),
+        ("A100-80GB", "A100"),
+        ("A100-40gb", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("gb200", "GB200"),
+    ],
+)
+def test_a_user_may_write_the_name_as_people_do(name: str, found: str) -> None:
+    assert find_gpu(name).name == found
+
+
+def test_a_slip_gets_the_nearest_name_and_the_list() -> None:
+    with pytest.raises(ValueError, match=r"gpu='H20O'.*did you mean 'H200'.*known: A100, .*GB300"):
+        find_gpu("H20O")
+    with pytest.raises(ValueError, match=r"gpu='' is not a GPU"):
+        find_gpu("")
+
+
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+    ],
+)
+def test_the_names_that_drivers_report_are_known(device: str, found: str) -> None:
+    gpu = detect(device)
+    assert gpu is not None and gpu.name == found
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA H20",
+        "NVIDIA GeForce RTX 5090",
+        "NVIDIA GH200 480GB",
+        "",
+    ],
+)
+def test_a_gpu_with_other_peaks_is_none_rather_than_its_big_sister(device: str) -> None:
+    assert detect(device) is None
+
+
+def test_a_name_is_one_gpus_only() -> None:
+    for device in ("A100-SXM4-80GB", "A100-SXM4-40GB", "H100 80GB HBM3", "H200", "B200", "GB200", "B300", "GB300"):
+        assert sum(bool(re.fullmatch(gpu.pattern, device)) for gpu in GPUS) == 1
+
+
+def test_published_dense_peaks() -> None:
+    b200, b300, h200 = find_gpu("B200"), find_gpu("B300"), find_gpu("H200")
+    assert [b200.peaks[r] / 1e12 for r in ("FP4", "FP6", "FP8", "BF16")] == [9000, 4500, 4500, 2250]
+    assert b300.peaks["FP4"] / b300.peaks["FP8"] == pytest.approx(15 / 4.5)
+    assert h200.peaks["FP8"] == 2 * h200.peaks["BF16"] == 1979e12
+    assert "FP4" not in h200.peaks and "FP6" not in h200.peaks
+    assert "FP8" not in find_gpu("A100").peaks
+
+
+def test_mfu_refers_to_what_multiplies_not_to_what_is_emulated() -> None:
+    assert peak_flops(find_gpu("B200"), "E2M1·E2M1") == 9000e12
+    assert peak_flops(find_gpu("B200"), "E4M3·E5M2") == 4500e12
+    assert peak_flops(find_gpu("H200"), "E2M1·E2M1") == find_gpu("H200").peaks["BF16"]
+    assert peak_flops(find_gpu("A100"), "FP32·FP32") == 19.5e12
+
+
+def test_the_wider_operand_sets_the_rate() -> None:
+    assert rate_name("E2M1·BF16") == "BF16"
+    assert rate_name("E2M1·E4M3") == "FP8"
+    assert rate_name("fp32") == "FP32"
+    for bad in ("E9M9", "E2M1·E2M1·E2M1", ""):
+        with pytest.raises(ValueError, match="must be one or two of"):
+            rate_name(bad)

@@ -1,0 +1,46 @@
+"""Tables line up, and a slip is answered with what was meant."""
+
+import pytest
+
+from fp4train.text import check_choice, columns, near_miss, nearest, tabulate
+
+ROWS = [("run", "loss"), ("a", "1.25"), ("longer", "12.5")]
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_end_without_blanks() -> None:
+    assert columns(ROWS) == ["run     loss", "a       1.25", "longer  12.5"]
+    assert columns([("a", "bc", ""), ("abc", "d", "e")]) == ["a    bc", "abc  d   e"]
+
+
+def test_numbers_end_together() -> None:
+    assert columns([("a", "1"), ("b", "100")], right=[1]) == ["a    1", "b  100"]
+
+
+def test_a_table_underlines_its_header_alone() -> None:
+    assert tabulate(iter(ROWS))[:2] == ["run     loss", "──────  ────"] and len(tabulate(ROWS)) == 4
+
+
+def test_nothing_is_a_table_of_no_lines() -> None:
+    assert columns([]) == [] and tabulate([("a", "b")]) == ["a  b", "─  ─"]
+
+
+def test_rows_of_different_length_are_a_mistake_of_ours() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        columns([("a", "b"), ("a",)])
+
+
+@pytest.mark.parametrize(("word", "meant"), [("nvfp5", "nvfp4"), ("NVFP4", "nvfp4"), ("bf61", "BF16"), ("x", None)])
+def test_the_near_miss_is_found_whatever_its_case(word: str, meant: str | None) -> None:
+    assert nearest(word, ["nvfp4", "mxfp8", "BF16"]) == meant
+
+
+def test_a_hint_is_said_only_where_there_is_one() -> None:
+    assert near_miss("nvfp5", ["nvfp4"]) == "; did you mean 'nvfp4'?" and near_miss("x", ["nvfp4"]) == ""
+
+
+def test_a_choice_names_key_value_what_is_allowed_and_the_near_miss() -> None:
+    check_choice("error", None, (None, "mae", "mse"))
+    with pytest.raises(ValueError, match=r"^error='mae2' is not one of None, mae, mse; did you mean 'mae'\?$"):
+        check_choice("error", "mae2", (None, "mae", "mse"))
+    with pytest.raises(ValueError, match=r"^size=3 is not one of 1, 2$"):
+        check_choice("size", 3, (1, 2))
