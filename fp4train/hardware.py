@@ -1,4 +1,4 @@
-"""GPUs: published peak rates and memory, for the cost model and for MFU.
+"""GPUs: published peak rates and memory, for the cost model and for MFU; and the device that a layer runs on.
 
 Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. What runs reach of them is not
 a property of the data sheet and stands in `roofline.py`. Sources:
@@ -6,21 +6,24 @@ a property of the data sheet and stands in `roofline.py`. Sources:
 A100       NVIDIA A100 data sheet (SXM, 80 and 40 GB); L2: Ampere architecture white paper.
 H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white paper.
 H200       NVIDIA H200 data sheet (SXM): H100's compute with other memory.
-B200       NVIDIA Blackwell data sheet, "HGX B200", a GPU at 1000 W; L2 as the driver reports it (129,536 KiB).
-GB200      NVIDIA Blackwell data sheet, "GB200 NVL72", a GPU at 1200 W.
+B200       NVIDIA Blackwell data sheet, "HGX B200", per GPU at 1000 W; L2 as the driver reports it (129,536 KiB).
+GB200      NVIDIA Blackwell data sheet, "GB200 NVL72", per GPU at 1200 W.
 B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense, as NVIDIA gives for the chip
            ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say 13 to 14. FP8 and BF16 did not
            grow over B200, so FP4 is 3.3 times FP8 here where it is twice FP8 on B200.
-GB300      NVIDIA GB300 NVL72 data sheet, a GPU at 1400 W.
+GB300      NVIDIA GB300 NVL72 data sheet, per GPU at 1400 W.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
+
+import torch
 
 from fp4train.text import near_miss
 
@@ -203,3 +206,41 @@ def peak_flops(gpu: Gpu, elements: str) -> float:
     A format that the GPU lacks is emulated in BF16, so BF16's peak is what the utilisation of such a run refers to.
     """
     return gpu.peaks.get(rate_name(elements), gpu.peaks["BF16"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the choice of a backend depends on of the device that a layer runs on.
+
+    Args:
+        type: as torch names it: "cpu", "cuda", "meta", …
+        name: of the GPU; empty for other devices.
+        capability: compute capability of a CUDA device, else None.
+        here: False for a GPU that a plan is made for on another machine.
+    """
+
+    type: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    here: bool = True
+
+    def __str__(self) -> str:
+        return self.name or self.type
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Device:
+        """The device of this machine that torch calls `device`; its capability is asked for once."""
+        device = torch.device(device)
+        return _present(device.type, device.index)
+
+    @classmethod
+    def elsewhere(cls, gpu: Gpu) -> Device:
+        """`gpu`, in whichever machine it is."""
+        return cls(type="cuda", name=gpu.name, capability=gpu.capability, here=False)
+
+
+@functools.cache
+def _present(kind: str, index: int | None) -> Device:
+    if kind != "cuda" or not torch.cuda.is_available():
+        return Device(type=kind)
+    return Device(type=kind, name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index))

@@ -14,14 +14,16 @@ from torch import Tensor
 from fp4train.checkpoint import CheckpointError
 from fp4train.errors import UserError
 from fp4train.measure.probe import probe
-from fp4train.precision import Recipe, autocast
+from fp4train.precision import GEMMS, Recipe, autocast
+from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.build import Run, swap_recipe
+from fp4train.run.build import swap_recipe
 from fp4train.run.directory import take_requests
 from fp4train.run.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
+from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
 
 _log = logging.getLogger(__name__)
@@ -54,12 +56,13 @@ def train(run: Run) -> Result:
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
     metrics: dict[str, float | str] = {}
-    recipe, saved, kept = None, True, run.step
+    stretch, saved, kept = None, True, run.step
     shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
     with stop_on_signals() as stop, CollectorBetweenSteps() as collector, shown as progress:
         while run.step < steps and stop.signal is None:
             pick_up_swaps(run)
-            recipe = announce(run, recipe)
+            stretch = enter_stretch(run, stretch)
+            recipe = stretch.recipe
             scaling = run.scaling()
             measured = config.eval.errors_every and (run.step + 1) % config.eval.errors_every == 0
             try:
@@ -149,7 +152,7 @@ def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
         forward_and_backward(run, recipe)
     run.optimizer.zero_grad(set_to_none=True)
     run.load_scaling(scaling)
-    errors = seen.measure(lambda layer: run.config.policy.recipe_for(layer, recipe), key=key)
+    errors = seen.measure(run.plan.at(run.step).layers, key=key)
     return train_step(run, recipe) | errors
 
 
@@ -167,7 +170,7 @@ def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, 
     context = autocast(
         recipe, policy=run.config.policy, seed=run.config.run.seed, step=run.step, token_offset=token_offset
     )
-    with context, run.te_region(recipe):
+    with context, run.region():
         loss: Tensor = run.model(tokens_BT.to(run.device), targets_BT.to(run.device))
     return loss
 
@@ -177,7 +180,7 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     rows = run.config.train.microbatch or run.config.train.batch_size
     starts = range(0, batches * run.config.train.batch_size, rows)
-    high = recipe.with_high_precision("fprop") if recipe.quantised else recipe
+    high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
     run.model.eval()
     with torch.no_grad():
         found = {
@@ -219,14 +222,17 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     )
 
 
-def announce(run: Run, before: Recipe | None) -> Recipe:
-    """The recipe of the coming step; a change is logged."""
-    stretch = next(s for s in run.timeline.stretches() if s.start <= run.step < s.stop)
-    if stretch.recipe != before:
+def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
+    """The stretch of the coming step. Where one begins, its plan is applied to the model; a change is logged."""
+    stretch = run.plan.at(run.step)
+    if stretch is before:
+        return stretch
+    run.apply(stretch)
+    if before is None or stretch.recipe != before.recipe:
         if before is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
         run.tracker.log_event(run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason})
-    return stretch.recipe
+    return stretch
 
 
 def save(run: Run) -> bool:

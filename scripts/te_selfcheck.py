@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.backends import reference
+from fp4train.backends import BACKENDS
 from fp4train.backends import te as te_backend
 from fp4train.backends.te import TEExecutor, availability
+from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import Layer
+from fp4train.precision.plan import Gemm, LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
 
@@ -119,9 +121,9 @@ def emulated(recipe: Recipe, problem: Problem) -> Products:
         "wgrad": (problem.dy.T, problem.x.T),
     }
     y, dx, dw = (
-        reference.product(
-            reference.prepare(first, table[gemm].first),
-            reference.prepare(second, table[gemm].second),
+        BACKENDS["reference"].product(
+            BACKENDS["reference"].prepare(first, table[gemm].first),
+            BACKENDS["reference"].prepare(second, table[gemm].second),
             out_dtype=torch.float32,
         )
         for gemm, (first, second) in operands.items()
@@ -154,7 +156,7 @@ def run_layer(layer: Linear, recipe: Recipe, problem: Problem, steps: int = 1) -
         x = problem.x.detach().requires_grad_()
         with ExitStack() as stack:
             if layer.backend == "te":
-                stack.enter_context(te_backend.region(recipe))
+                stack.enter_context(te_backend.region(recipe.table()))
             stack.enter_context(autocast(recipe, step=step))
             y = layer(x)
         y.backward(problem.dy)
@@ -174,9 +176,29 @@ def layers(problem: Problem) -> tuple[Linear, Linear]:
             plain.weight.copy_(problem.w)
         return plain
 
+    where = place(problem)
+    return Linear.from_linear(linear(), where, "emulate"), Linear.from_linear(linear(), where, "te")
+
+
+def place(problem: Problem) -> Layer:
     out_features, in_features = problem.w.shape
-    place = Layer(name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1)
-    return Linear.from_linear(linear(), place, "emulate"), Linear.from_linear(linear(), place, "te")
+    return Layer(name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1)
+
+
+def why_not(recipe: Recipe, problem: Problem) -> str | None:
+    """Why TE cannot run `recipe` here, or None."""
+    return te_backend.why_not(recipe.table(), place(problem), Device.of(problem.w.device))
+
+
+def run_on_te(layer: Linear, recipe: Recipe) -> None:
+    """Let `layer` run `recipe` on TE whatever TE says of this GPU."""
+    table = recipe.table()
+    gemms = {
+        name: Gemm(name=name, operands=table[name], dtype=recipe.dtype, backend="te", why="self-check")
+        for name in table
+    }
+    plan = LayerPlan(layer=layer.layer, recipe=recipe, **gemms)
+    layer.hold(plan, recipe, None, layer.weight.device)
 
 
 def check_reference(problem: Problem) -> list[Row]:
@@ -187,8 +209,8 @@ def check_reference(problem: Problem) -> list[Row]:
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 
     ours, theirs = layers(problem)
-    theirs.why_not_te = lambda recipe, device: None  # type: ignore[method-assign]  # the reference needs no FP4 hardware
-    theirs.te = TEExecutor(
+    run_on_te(theirs, recipe)  # the reference needs no FP4 hardware
+    theirs.kernels["te"] = TEExecutor(
         in_features=theirs.in_features,
         out_features=theirs.out_features,
         bias=False,
@@ -202,12 +224,11 @@ def check_reference(problem: Problem) -> list[Row]:
 
 def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     """Part 2 for one recipe."""
-    out_features, in_features = problem.w.shape
-    reason = te_backend.why_not(recipe, in_features=in_features, out_features=out_features)
+    reason = why_not(recipe, problem)
     if reason:
         return Row(part="native", name=name, note=reason)
     ours, theirs = layers(problem)
-    steps = 3 if any(spec.delayed for spec in availability.specs(recipe)) else 1
+    steps = 3 if any(spec.delayed for spec in recipe.table().specs()) else 1
     by_emulation, on_te = run_layer(ours, recipe, problem, steps), run_layer(theirs, recipe, problem, steps)
     row = compare("native", name, by_emulation, on_te, NATIVE)
     stochastic = [any(s and s.rounding == "stochastic" for s in (o.first, o.second)) for o in recipe.table().values()]
@@ -245,9 +266,8 @@ def measure(problem: Problem) -> list[dict[str, Any]]:
     ours, theirs = layers(problem)
     baseline = milliseconds(lambda: run_layer(ours, BF16(), problem))
     result: list[dict[str, Any]] = [{"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}]
-    out_features, in_features = problem.w.shape
     for name, recipe in RECIPES.items():
-        if te_backend.why_not(recipe, in_features=in_features, out_features=out_features) is None:
+        if why_not(recipe, problem) is None:
 
             def on_te(recipe: Recipe = recipe) -> Products:
                 return run_layer(theirs, recipe, problem)

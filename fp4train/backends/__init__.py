@@ -1,49 +1,103 @@
-"""Products a·bᵀ of operands blocked along their last axis, one backend a file.
+"""Who multiplies: one backend per file, and the choice among them.
 
-Each backend has the same three verbs: `why_not(first, second, device)` says why it cannot multiply operands of these
-specs there (None: it can), `prepare(x, spec)` quantises an operand into the form it multiplies, `product(a, b)`
-multiplies.
+te               Transformer Engine's kernels, a layer's three GEMMs together; the only place that knows TE
+native           torch's scaled_mm on the codes
+emulate          decoded operands in BF16, exact products; runs everywhere
+reference        the same, accumulated block by block as TE's reference does; slow
+high_precision   torch's GEMM, for operands that are not quantised
 """
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from types import ModuleType
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from fp4train.backends import emulate, native, reference
-from fp4train.backends.matmul import matmul
-from fp4train.backends.widening import widened
-from fp4train.quantize import QuantSpec
+from fp4train.backends.emulate import EMULATE, matmul, widened
+from fp4train.backends.high_precision import HIGH
+from fp4train.backends.native import NATIVE
+from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, Prepared
+from fp4train.backends.reference import REFERENCE
+from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands, Shape, Table, describe
+from fp4train.backends.te import TRANSFORMER_ENGINE
+from fp4train.hardware import Device
 from fp4train.text import check_choice
 
-__all__ = ["BACKENDS", "matmul", "select", "widened"]
+__all__ = [
+    "BACKENDS",
+    "CHOICES",
+    "GEMMS",
+    "HIGH_PRECISION",
+    "LAYER_BACKENDS",
+    "OPERANDS",
+    "Backend",
+    "Choice",
+    "LayerBackend",
+    "LayerKernels",
+    "Operands",
+    "Prepared",
+    "Shape",
+    "Table",
+    "choose",
+    "describe",
+    "matmul",
+    "widened",
+]
 
-BACKENDS: dict[str, ModuleType] = {"emulate": emulate, "native": native, "reference": reference}
+LAYER_BACKENDS: Mapping[str, LayerBackend] = {"te": TRANSFORMER_ENGINE}
+BACKENDS: Mapping[str, Backend] = {"torch": HIGH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
+CHOICES = ("auto", *LAYER_BACKENDS, "native", "emulate", "reference")
+"""What a user may ask for by `backend=`."""
 
-_log = logging.getLogger(__name__)
+
+class Choice(NamedTuple):
+    """The backend of one GEMM, and why it is that one."""
+
+    backend: str
+    why: str
 
 
-@cache
-def select(backend: str, first: QuantSpec | None, second: QuantSpec | None, device: str) -> tuple[ModuleType, str]:
-    """The backend that multiplies such operands on `device`, and why: `backend` where it can, else emulation.
+def choose(table: Table, layer: Shape, backend: str, device: Device) -> dict[str, Choice]:
+    """Who runs each GEMM of `table` in `layer` on `device`.
 
-    `backend="auto"` takes native products where a GPU has them: on a CPU they are slower than emulation. Falling back
-    from a named backend is logged once. Operands in high precision are torch's to multiply, whatever the backend.
+    "auto" takes Transformer Engine where it can run the whole table; else, GEMM by GEMM, native products where a GPU
+    has them (on a CPU they are slower than emulation), else emulation. A backend that is asked for by name runs every
+    quantised GEMM, or the request is refused. What is not quantised is torch's to multiply.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or the named one cannot run the table; the message says why.
     """
-    check_choice("backend", backend, ("auto", *BACKENDS))
-    if first is None and second is None:
-        return emulate, "high precision"
-    if backend == "auto" and device == "cpu":
-        return emulate, "auto: emulated on CPUs"
-    if backend == "auto":
-        reason = native.why_not(first, second, device)
-        return (native, "auto: the GPU multiplies these codes") if reason is None else (emulate, f"auto: {reason}")
-    reason = BACKENDS[backend].why_not(first, second, device)
-    if reason is None:
-        return BACKENDS[backend], f"backend={backend}"
-    _log.warning("backend=%s cannot run this GEMM (%s); emulating it", backend, reason)
-    return emulate, f"{backend}: {reason}"
+    check_choice("backend", backend, CHOICES)
+    if not table.quantised:
+        return dict.fromkeys(GEMMS, Choice("torch", table.name))
+    reason = f"backend={backend}"
+    for name, together in LAYER_BACKENDS.items():
+        if backend not in ("auto", name):
+            continue
+        why_not = together.why_not(table, layer, device)
+        if why_not is None:
+            return dict.fromkeys(GEMMS, Choice(name, f"backend={backend}: it runs this recipe on {device}"))
+        if backend == name:
+            raise ValueError(_refusal(table, layer, backend, device, why_not))
+        reason = f"auto: {why_not}"
+    return {gemm: _choose_gemm(table, gemm, layer, backend, device, reason) for gemm in GEMMS}
+
+
+def _choose_gemm(table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str) -> Choice:
+    if not table[gemm].quantised:
+        return Choice("torch", table.name)
+    if backend != "auto":
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device)
+        if why_not is not None:
+            raise ValueError(_refusal(table, layer, backend, device, f"{gemm}: {why_not}"))
+        return Choice(backend, reason)
+    if device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None:
+        return Choice("native", "auto: the GPU multiplies these codes")
+    return Choice("emulate", reason)
+
+
+def _refusal(table: Table, layer: Shape, backend: str, device: Device, why_not: str) -> str:
+    instead = sorted({choice.backend for choice in choose(table, layer, "auto", device).values()} - {"torch"})
+    return (
+        f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
+        f"{device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
+    )

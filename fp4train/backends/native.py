@@ -1,67 +1,98 @@
-"""Products of the codes themselves: torch's scaled_mm for FP8 operands with one scale a tensor or a row.
+"""Products of the codes themselves: torch's scaled_mm for FP8 operands with one scale per tensor or row.
 
 Needs hardware with FP8 tensor cores (compute capability 8.9 or newer), or a CPU, where torch computes the same product
-slowly; there it is used only when asked for by name.
+slowly; there it is used only when asked for by name. scaled_mm takes sizes that are multiples of 16: in and out
+features must be, tokens are padded with zero codes, whose products are zero.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends import emulate
+from fp4train.backends.emulate import EMULATE
+from fp4train.backends.protocol import Prepared
+from fp4train.backends.table import Operands, Shape, Table
+from fp4train.hardware import Device
 from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALES = {(None, None): "tensor", (1, None): "row"}
+_MULTIPLE = 16
 
 
-def why_not(first: QuantSpec | None, second: QuantSpec | None, device: str) -> str | None:
-    """Why scaled_mm cannot multiply such operands on `device` ("cpu", "cuda", …), or None."""
+class Native:
+    """torch's scaled_mm."""
+
+    name = "native"
+    takes_codes = True
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        if (reason := _why_not_operands(table[gemm])) is not None:
+            return reason
+        for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
+            if size % _MULTIPLE:
+                return f"scaled_mm needs {name} divisible by {_MULTIPLE}, not {size}"
+        if device.type not in ("cpu", "cuda"):
+            return f"scaled_mm is not used on {device}"
+        if device.type == "cuda" and (device.capability or (0, 0)) < (8, 9):
+            return f"FP8 needs compute capability 8.9; {device} has {'.'.join(map(str, device.capability or ()))}"
+        row = table[gemm].first
+        if device.type == "cuda" and row is not None and row.block == (1, None) and table.dtype != "bfloat16":
+            return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
+        return None
+
+    def prepare(
+        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Prepared:
+        return Decoded(x_RC, None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """As the protocol says; operands without an element, which scaled_mm refuses, are emulated."""
+        assert isinstance(a, Quantized) and isinstance(b, Quantized)
+        if 0 in (*a.shape, *b.shape):
+            return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
+        rows, columns = a.shape[0], b.shape[0]
+        a_codes, a_scales = _padded(a)
+        b_codes, b_scales = _padded(b)
+        inside = bias is not None and out_dtype != torch.float32 and columns == b_codes.shape[0]
+        y = torch._scaled_mm(
+            a_codes.view(_CODES[a.spec.element]),
+            b_codes.view(_CODES[b.spec.element]).T,
+            scale_a=a_scales,
+            scale_b=b_scales.T.contiguous(),
+            bias=bias.to(out_dtype) if bias is not None and inside else None,
+            out_dtype=out_dtype,
+            # The faster accumulator keeps 14 bits; gradients need the exact one, and emulation promises it.
+            use_fast_accum=False,
+        )[:rows, :columns]
+        return y if bias is None or inside else y + bias.to(y.dtype)
+
+
+def _why_not_operands(operands: Operands) -> str | None:
+    first, second = operands.first, operands.second
     if first is None or second is None:
         return "scaled_mm needs both operands quantised"
     for spec in (first, second):
         if spec.element not in _CODES:
             return f"scaled_mm is used for FP8 only, not {spec.element.upper()}"
         if spec.block not in _SCALES or spec.scale not in ("fp32", "pow2"):
-            return f"scaled_mm is used with one scale a tensor or a row, not block={spec.block} scale={spec.scale}"
+            return f"scaled_mm is used with one scale per tensor or row, not block={spec.block} scale={spec.scale}"
     if first.block != second.block:
         return "scaled_mm needs both operands scaled alike"
     if first.element == second.element == "e5m2":
         return "scaled_mm cannot multiply E5M2 by E5M2"
-    if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 9):
-            return f"FP8 needs compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
-    elif device != "cpu":
-        return f"scaled_mm is not used on {device}"
     return None
 
 
-def prepare(
-    x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-) -> Decoded | Quantized:
-    """x as codes and scales; x itself where `spec` is None."""
-    return Decoded(values=x_RC, scale=None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
+def _padded(x: Quantized) -> tuple[Tensor, Tensor]:
+    """(codes, scales) with rows and columns filled up to multiples of 16: zero codes, and scales of 1 for new rows."""
+    rows, columns = -x.codes.shape[0] % _MULTIPLE, -x.codes.shape[1] % _MULTIPLE
+    if not rows and not columns:
+        return x.codes, x.scales
+    scales = F.pad(x.scales, (0, 0, 0, rows), value=1.0) if x.spec.block[0] == 1 else x.scales
+    return F.pad(x.codes, (0, columns, 0, rows)), scales
 
 
-def product(
-    a: Decoded | Quantized, b: Decoded | Quantized, *, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S]; what scaled_mm refuses (sizes off multiples of 16) is emulated."""
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)) or any(s % 16 for s in (*a.shape, *b.shape)):
-        return emulate.product(a, b, out_dtype=out_dtype, bias=bias)
-    if a.spec.block == (1, None) and a.codes.is_cuda and out_dtype != torch.bfloat16:
-        return emulate.product(a, b, out_dtype=out_dtype, bias=bias)  # row-wise kernels write BF16 only
-    inside = bias is not None and out_dtype != torch.float32
-    y = torch._scaled_mm(
-        a.codes.view(_CODES[a.spec.element]),
-        b.codes.view(_CODES[b.spec.element]).T,
-        scale_a=a.scales,
-        scale_b=b.scales.T.contiguous(),
-        bias=bias.to(out_dtype) if bias is not None and inside else None,
-        out_dtype=out_dtype,
-        # The faster accumulator keeps 14 bits; gradients need the exact one, and emulation promises it.
-        use_fast_accum=False,
-    )
-    return y if bias is None or inside else y + bias
+NATIVE = Native()

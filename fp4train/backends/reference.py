@@ -11,29 +11,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4train.backends.native import prepare
-from fp4train.quantize import Decoded, Quantized, QuantSpec
-
-__all__ = ["prepare", "product", "why_not"]
-
-
-def why_not(first: QuantSpec | None, second: QuantSpec | None, device: str) -> str | None:
-    """None: the reference multiplies everything."""
-    return None
+from fp4train.backends.protocol import Prepared
+from fp4train.backends.table import Shape, Table
+from fp4train.hardware import Device
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize
 
 
-def product(
-    a: Decoded | Quantized, b: Decoded | Quantized, *, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S]."""
-    a_op, b_op = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))
-    widths = [x.spec.block[1] for x in (a, b) if isinstance(x, Quantized) and x.spec.block[1] is not None]
-    step = min(widths, default=a_op.values.shape[1]) or 1
-    y = a_op.values.new_zeros((a_op.values.shape[0], b_op.values.shape[0]), dtype=torch.float32)
-    for start in range(0, a_op.values.shape[1], step):
-        block = slice(start, start + step)
-        y += a_op.values[:, block].float() @ b_op.values[:, block].float().T
-    for scale in (a_op.scale, b_op.scale.T if b_op.scale is not None and b_op.scale.dim() == 2 else b_op.scale):
-        if scale is not None:
-            y *= scale
-    return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+class Reference:
+    """Products of decoded operands, accumulated block by block."""
+
+    name = "reference"
+    takes_codes = True
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        """None: the reference multiplies everything."""
+        return None
+
+    def prepare(
+        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Prepared:
+        return Decoded(x_RC, None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        first, second = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))
+        widths = [x.spec.block[1] for x in (a, b) if isinstance(x, Quantized) and x.spec.block[1] is not None]
+        step = min(widths, default=first.values.shape[1]) or 1
+        y = first.values.new_zeros((first.values.shape[0], second.values.shape[0]), dtype=torch.float32)
+        for start in range(0, first.values.shape[1], step):
+            block = slice(start, start + step)
+            y += first.values[:, block].float() @ second.values[:, block].float().T
+        for scale, dims in ((first.scale, None), (second.scale, (1, 0))):
+            if scale is not None:
+                y *= scale.permute(dims) if dims and scale.dim() == 2 else scale
+        return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+
+
+REFERENCE = Reference()

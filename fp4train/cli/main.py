@@ -25,7 +25,7 @@ from fp4train.config import overrides
 from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.schema import CONFIGS, Config, plain, to_config
 from fp4train.errors import UserError
-from fp4train.precision import Recipe, Timeline
+from fp4train.precision import Recipe
 from fp4train.run import directory as run_directory
 from fp4train.text import near_miss, tabulate
 
@@ -212,8 +212,9 @@ def _settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] |
 
 def _train(cfg: DictConfig) -> int:
     from fp4train.precision.report import summarise
-    from fp4train.run.build import build, find_start
+    from fp4train.run.build import build
     from fp4train.run.host import keep_freed_memory
+    from fp4train.run.resume import find_start
     from fp4train.train import train
 
     keep_freed_memory()
@@ -265,8 +266,10 @@ def _summary(directory: Path, result: Result) -> str:
 
 def _plan(cfg: DictConfig) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
-    from fp4train.hardware import find_gpu
-    from fp4train.run.build import build_model, build_plan, build_timeline, choose_device, find_source, with_swap
+    from fp4train.hardware import Device, find_gpu
+    from fp4train.precision.report import render
+    from fp4train.run.build import build_model, build_plan, build_timeline, choose_device, with_swap
+    from fp4train.run.resume import find_source
 
     settings, swap = _settings(cfg)
     config = to_config(settings)
@@ -280,22 +283,20 @@ def _plan(cfg: DictConfig) -> int:
         done = checkpoint.steps(source / run_directory.CHECKPOINTS)
         timeline = with_swap(timeline, run_directory.as_swap(done[-1], swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    plan = build_plan(config, model, timeline, choose_device(config.device))
-    print(config.recipe, plan.render(), sep="\n\n")
+    device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
+    plan = build_plan(config, model, timeline, device)
+    print(config.recipe, render(plan), sep="\n\n")
     if gpu is not None:
-        print("", _estimate(config, plan, timeline, gpu), sep="\n")
+        print("", _estimate(config, plan, gpu), sep="\n")
     return 0
 
 
-def _estimate(config: Config, plan: Plan, timeline: Timeline, gpu: Gpu) -> str:
+def _estimate(config: Config, plan: Plan, gpu: Gpu) -> str:
     """The time that the plan's GEMMs would take on `gpu`."""
     from fp4train.costs.estimate import estimate
 
     microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
-    cost = estimate(
-        plan, gpu, timeline=timeline, policy=config.policy, microbatches=microbatches, backend=config.backend
-    )
-    return cost.render()
+    return estimate(plan, gpu, microbatches=microbatches).render()
 
 
 def _swap(arguments: list[str]) -> int:

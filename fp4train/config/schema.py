@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp4train.backends import CHOICES
 from fp4train.config.binding import bind
 from fp4train.data import Source
 from fp4train.errors import UserError
@@ -25,7 +26,6 @@ from fp4train.text import check_choice
 from fp4train.track import JsonlTracking, NoTracking, WandbTracking
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-BACKENDS = ("auto", "te", "native", "emulate", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Config:
     resume: str | None
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, BACKENDS)
+        check_choice("backend", self.backend, CHOICES)
 
 
 def to_config(cfg: DictConfig) -> Config:

@@ -3,19 +3,19 @@
 A layer's step is three GEMMs and the quantising of three tensors, each in the forms that its GEMMs ask for:
 
     x   row-wise for fprop, column-wise for wgrad         each microbatch
-    w   row-wise for fprop, column-wise for dgrad         once a step
+    w   row-wise for fprop, column-wise for dgrad         once per step
     dy  row-wise for dgrad, column-wise for wgrad         each microbatch
 
 A tensor's time is charged to its GEMMs in equal parts, so that a row says what a GEMM costs with everything it needs.
-The seconds are `roofline.py`'s; what runs on the GPU's low-precision tensor cores is `support.py`'s to say.
+The seconds are `roofline.py`'s; what runs on the GPU's low-precision tensor cores is what the plan says of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp4train.backends.te.quantizers import SLOTS
+from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.costs.roofline import (
     COPY,
     LAUNCH,
@@ -27,25 +27,21 @@ from fp4train.costs.roofline import (
     needs_amax,
     quantise_seconds,
 )
-from fp4train.costs.support import why_emulated
 from fp4train.costs.table import render
 from fp4train.hardware import Gpu
-from fp4train.precision.layers import Layer
-from fp4train.precision.phases import Timeline
-from fp4train.precision.plan import Plan, Row, elements
-from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import GEMMS, Operands, Recipe
+from fp4train.precision.plan import Gemm, LayerPlan, Plan
 from fp4train.quantize import QuantSpec
 
-EMULATING: tuple[str, ...] = ("emulate", "reference")
-"""Backends that a user may ask for by name and that never use low-precision tensor cores."""
+EMULATING = ("emulate", "reference")
+"""Backends that use no low-precision tensor cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCost:
-    """One GEMM of one layer, in seconds a step.
+    """One GEMM of one layer, in seconds per step.
 
     Args:
+        size: (rows, columns, contraction) of the product.
         bf16: the product in BF16.
         gemm: the product as the recipe has it.
         quantise: this GEMM's part of quantising its operands; 0 in high precision.
@@ -54,7 +50,7 @@ class GemmCost:
 
     layer: str
     gemm_name: str
-    size: str
+    size: tuple[int, int, int]
     elements: str
     bf16: float
     gemm: float
@@ -87,12 +83,12 @@ class StretchCost:
 
     @property
     def bf16(self) -> float:
-        """Seconds a step in BF16."""
+        """Seconds per step in BF16."""
         return sum(row.bf16 for row in self.rows)
 
     @property
     def total(self) -> float:
-        """Seconds a step in the recipe, quantising included."""
+        """Seconds per step in the recipe, quantising included."""
         return sum(row.total for row in self.rows)
 
     @property
@@ -123,26 +119,16 @@ class CostEstimate:
         return sum(s.steps * s.total for s in self.stretches)
 
     def render(self) -> str:
-        """The estimate as text: a table a stretch, equal blocks folded, totals, and where quantising does not pay."""
+        """The estimate as text: one table per stretch with equal blocks folded, totals, what does not pay."""
         return render(self)
 
 
-def estimate(
-    plan: Plan,
-    gpu: Gpu,
-    *,
-    timeline: Timeline,
-    policy: LayerPolicy | None = None,
-    microbatches: int = 1,
-    backend: str = "auto",
-) -> CostEstimate:
-    """Price every row of `plan` on `gpu`.
+def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
+    """Price every GEMM of `plan` on `gpu`.
 
     Args:
-        plan: of a model, made with the tokens of one microbatch.
-        timeline, policy: what the plan was made from; they hold the quant specs that a row only names.
-        microbatches: forward passes a step.
-        backend: "emulate" or "reference" price emulation also where the GPU has the formats.
+        plan: made for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
+        microbatches: forward passes per step.
 
     Raises:
         ValueError: `microbatches` is not positive.
@@ -150,76 +136,54 @@ def estimate(
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     stretches = []
-    priced: dict[Recipe, None] = {}
-    for start, title in plan.titles.items():
-        rows: dict[Layer, list[Row]] = {}
-        for row in plan.rows:
-            if row.start == start:
-                rows.setdefault(row.layer, []).append(row)
-        base = timeline.recipe_at(start)
-        costs: list[GemmCost] = []
-        for layer, mine in rows.items():
-            recipe = base if policy is None else policy.recipe_for(layer, base)
-            if any(row.backend == "torch" for row in mine if recipe.table()[row.gemm].quantised):
-                # A linear layer that was not converted: torch multiplies it whatever the recipe says.
-                recipe = recipe.with_high_precision(*GEMMS)
-            priced[recipe] = None
-            costs += _layer(mine, recipe, gpu, microbatches, backend)
-        stop = next((row.stop for row in plan.rows if row.start == start), start)
-        stretches.append(StretchCost(title=title, steps=stop - start, rows=tuple(costs)))
     points: dict[str, int | None] = {}
-    for recipe in priced:
-        points |= _break_evens(recipe, gpu, backend)
+    for stretch in plan.stretches:
+        costs: list[GemmCost] = []
+        for layer in stretch.layers.values():
+            costs += _layer(layer, gpu, plan.tokens, microbatches)
+            for gemm in layer.gemms:
+                if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
+                    points[gemm.elements] = break_even(gemm.operands, gpu)
+        stretches.append(StretchCost(title=stretch.title, steps=stretch.stop - stretch.start, rows=tuple(costs)))
     return CostEstimate(gpu=gpu, stretches=tuple(stretches), break_even=points)
 
 
-def _dimensions(row: Row) -> tuple[int, int, int]:
-    """(m, n, k) of the product."""
-    m, n, k = (int(part) for part in row.size.split("×"))
-    return m, n, k
+def _why_emulated(gemm: Gemm) -> str | None:
+    """Why the GPU's low-precision tensor cores do not run it; None where they do, or nothing is quantised."""
+    return gemm.why if gemm.backend in EMULATING else None
 
 
-def _layer(rows: Sequence[Row], recipe: Recipe, gpu: Gpu, microbatches: int, backend: str) -> list[GemmCost]:
+def _layer(plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int) -> list[GemmCost]:
     """The GEMMs of one layer in one stretch."""
-    table, layer = recipe.table(), rows[0].layer
-    reasons = {gemm: _why(recipe, gemm, gpu, layer, backend) for gemm in GEMMS}
+    layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
     weights = layer.in_features * layer.out_features
-    tokens = rows[0].macs // weights
-    counts = {"input": tokens * layer.in_features, "weight": weights, "grad_output": tokens * layer.out_features}
-    for tensor, slots in SLOTS.items():
-        times = 1 if tensor == "weight" else microbatches
-        users = [(gemm, spec) for gemm, which in slots if (spec := getattr(table[gemm], which)) is not None]
-        seconds = _tensor(gpu, counts[tensor], [(spec, reasons[gemm] is not None) for gemm, spec in users])
+    counts = {"x": tokens * layer.in_features, "w": weights, "dy": tokens * layer.out_features}
+    for tensor, forms in FORMS.items():
+        times = 1 if tensor == "w" else microbatches
+        users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
+        seconds = _tensor(gpu, counts[tensor], [(spec, _why_emulated(gemm) is not None) for gemm, spec in users])
         for gemm, _ in users:
-            quantise[gemm] += times * seconds / len(users)
+            quantise[gemm.name] += times * seconds / len(users)
     costs = []
-    for row in rows:
-        m, n, k = _dimensions(row)
-        operands, reason = table[row.gemm], reasons[row.gemm]
-        names = elements(operands, recipe.dtype)
-        seconds = gemm_seconds(gpu, names if reason is None else _multiplied(operands), m, n, k)
-        epilogue = _epilogue(gpu, operands, m * n) if reason is not None else 0.0
+    for gemm in plan.gemms:
+        m, n, k = size = plan.size(gemm.name, tokens)
+        reason = _why_emulated(gemm)
+        seconds = gemm_seconds(gpu, gemm.elements if reason is None else _multiplied(gemm.operands), m, n, k)
+        epilogue = _epilogue(gpu, gemm.operands, m * n) if reason is not None else 0.0
         costs.append(
             GemmCost(
-                layer=row.layer.name,
-                gemm_name=row.gemm,
-                size=row.size,
-                elements=names,
+                layer=layer.name,
+                gemm_name=gemm.name,
+                size=size,
+                elements=gemm.elements,
                 bf16=microbatches * gemm_seconds(gpu, "BF16·BF16", m, n, k),
                 gemm=microbatches * seconds,
-                quantise=quantise[row.gemm] + microbatches * epilogue,
+                quantise=quantise[gemm.name] + microbatches * epilogue,
                 emulated=reason,
             )
         )
     return costs
-
-
-def _why(recipe: Recipe, gemm: str, gpu: Gpu, layer: Layer | None, backend: str) -> str | None:
-    """Why a GEMM is emulated: the user asks for it, or the GPU cannot."""
-    if backend in EMULATING and recipe.table()[gemm].quantised:
-        return f"backend={backend}"
-    return why_emulated(recipe, gemm, gpu, layer)
 
 
 def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, bool]]) -> float:
@@ -253,7 +217,7 @@ def break_even(operands: Operands, gpu: Gpu, *, largest: int = 1 << 16) -> int |
 
     def gain(n: int) -> float:
         quantised = sum(quantise_seconds(gpu, n * n, spec, None) for spec in (operands.first, operands.second))
-        low_precision = gemm_seconds(gpu, elements(operands, "bfloat16"), n, n, n)
+        low_precision = gemm_seconds(gpu, operands.elements("bfloat16"), n, n, n)
         return gemm_seconds(gpu, "BF16", n, n, n) - low_precision - quantised
 
     low, high = 1, largest // 16
@@ -263,14 +227,3 @@ def break_even(operands: Operands, gpu: Gpu, *, largest: int = 1 << 16) -> int |
         middle = (low + high) // 2
         low, high = (low, middle) if gain(16 * middle) > 0 else (middle + 1, high)
     return 16 * low
-
-
-def _break_evens(recipe: Recipe, gpu: Gpu, backend: str) -> dict[str, int | None]:
-    """Elements of each GEMM that runs on low-precision tensor cores → its break-even size."""
-    table = recipe.table()
-    found: dict[str, int | None] = {}
-    for gemm in GEMMS:
-        operands = table[gemm]
-        if operands.quantised and _why(recipe, gemm, gpu, None, backend) is None:
-            found.setdefault(elements(operands, recipe.dtype), break_even(operands, gpu))
-    return found

@@ -85,7 +85,7 @@ def _cells(row: GemmCost) -> tuple[str, ...]:
     quantise = _time(row.quantise) if row.quantise else "-"
     return (
         row.gemm_name,
-        row.size,
+        "×".join(map(str, row.size)),
         row.elements,
         _time(row.bf16),
         _time(row.gemm),

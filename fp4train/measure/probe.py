@@ -6,17 +6,17 @@ the weight they make the six operands, and each is measured against its quantise
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
+from fp4train.backends import OPERANDS
 from fp4train.measure.metrics import measure
 from fp4train.precision.layers import Layer
-from fp4train.precision.recipe import OPERANDS, Recipe
+from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import RandomKey
 
 
@@ -36,17 +36,16 @@ class Probe:
 
     seen: dict[str, Seen] = field(default_factory=dict)
 
-    def measure(self, recipe_for: Any, *, key: RandomKey) -> dict[str, float]:
+    def measure(self, plans: Mapping[str, LayerPlan], *, key: RandomKey) -> dict[str, float]:
         """Error metrics as "error/LAYER/GEMM.OPERAND/METRIC" → value, of quantised operands.
 
         Args:
-            recipe_for: Layer → Recipe, what the layer ran in.
+            plans: what the layers ran, by name.
             key: of stochastic rounding; a sample of the noise, not the bits that the step itself drew.
         """
         found: dict[str, float] = {}
         for name, seen in self.seen.items():
-            recipe: Recipe = recipe_for(seen.layer)
-            for gemm, operands in recipe.table().items():
+            for gemm, operands in plans[name].table.items():
                 tensors = self._tensors(seen, gemm)
                 for operand, spec, tensor in zip(
                     OPERANDS[gemm], (operands.first, operands.second), tensors, strict=True

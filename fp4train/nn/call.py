@@ -1,70 +1,78 @@
-"""One call of a linear layer: its recipe, its place in the run, and how x and dy are quantised in it."""
+"""One call of a linear layer: its place in the run, which keys the random bits, and its delayed amaxes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fp4train.nn.scaling import DelayedScaling
-from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.recipe import Recipe
-from fp4train.quantize import Form, QuantSpec, RandomKey
+from fp4train.quantize import QuantSpec, RandomKey
+
+if TYPE_CHECKING:
+    from fp4train.nn.gemms import LayerGemms
+    from fp4train.nn.scaling import DelayedScaling
+    from fp4train.nn.weights import PreparedWeights
+
+_OFFSET_SPREAD = 1 << 34
+"""Where token offsets that are no multiple of 8 are spread to: no other offset reaches there."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a layer: everything that its forward and backward need besides tensors."""
+    """What forward and backward of one call need besides tensors.
 
-    recipe: Recipe
-    seed: int
-    step: int
-    token_offset: int
-    layer_key: int
-    backend: str
-    device: str
-    weights: PreparedWeights
-    scaling: DelayedScaling
-    training: bool
-    amaxes: dict[str, Tensor] = field(default_factory=dict)
+    Args:
+        gemms: what the layer runs.
+        seed, step: weights do not change while they stay the same.
+        token_offset: index within the step's batch of the first token.
+        layer_key: keys the random bits of the layer.
+        weights: the layer's prepared weights; None where nobody says when the weights change.
+        scaling: the layer's amax histories.
+        training: whether amaxes enter their histories.
+    """
 
-    @property
-    def position(self) -> tuple[int, int]:
-        """Seed and step: weights do not change while it stays the same."""
-        return self.seed, self.step
+    __slots__ = ("amaxes", "gemms", "layer_key", "scaling", "seed", "step", "token_offset", "training", "weights")
+
+    def __init__(
+        self,
+        gemms: LayerGemms,
+        seed: int,
+        step: int,
+        token_offset: int,
+        layer_key: int,
+        weights: PreparedWeights,
+        scaling: DelayedScaling,
+        training: bool,
+    ) -> None:
+        self.gemms, self.seed, self.step, self.token_offset, self.layer_key = gemms, seed, step, token_offset, layer_key
+        self.weights, self.scaling, self.training = weights, scaling, training
+        self.amaxes: dict[str, Tensor] | None = None
 
     def key(self, operand: int, *, along_tokens: bool = False) -> RandomKey:
         """The random bits of x or dy, whose tokens are rows or, `along_tokens`, columns."""
         offset = self.token_offset
-        # Eight neighbouring columns share one draw of the generator. An offset inside such a group is spread out, to
-        # where no other one reaches.
-        column = offset if offset % 8 == 0 else (1 << 34) + offset * 8
+        row = column = 0
+        if not along_tokens:
+            row = offset
+        else:
+            # Eight neighbouring columns share one draw of the generator.
+            column = offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8
         return RandomKey(
             seed=self.seed,
             step=self.step,
             layer=self.layer_key,
             operand=operand,
-            row_offset=0 if along_tokens else offset,
-            col_offset=column if along_tokens else 0,
+            row_offset=row,
+            col_offset=column,
         )
-
-    def form(
-        self, name: str, spec: QuantSpec | None, tensor: Tensor, operand: int, *, along_tokens: bool = False
-    ) -> Form | None:
-        """How x or dy is quantised as this operand; None in high precision."""
-        if spec is None:
-            return None
-        key = self.key(operand, along_tokens=along_tokens) if spec.rounding == "stochastic" else None
-        return Form(spec=spec, key=key, amax=self.amax(name, spec, tensor))
 
     def weight_key(self, operand: int) -> RandomKey:
         """The random bits of the weight: the same for all tokens of a step."""
         return RandomKey(seed=self.seed, step=self.step, layer=self.layer_key, operand=operand)
 
-    def amax(self, name: str, spec: QuantSpec | None, tensor: Tensor) -> Tensor | None:
-        """The amax that scales `tensor` where its spec uses a delayed one: both its forms take the same."""
-        if spec is None or spec.delayed is None:
-            return None
+    def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
+        """The delayed amax that scales x or dy; both forms of the tensor take the same."""
+        if self.amaxes is None:
+            self.amaxes = {}
         if name not in self.amaxes:
             self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training)
         return self.amaxes[name]

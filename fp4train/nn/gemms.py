@@ -1,51 +1,54 @@
-"""The three GEMMs of a linear layer off Transformer Engine, and the autograd function that they make.
+"""The three GEMMs of a linear layer, GEMM by GEMM, and the autograd function that they make.
 
-With q(·) what the recipe's table says of each operand (nothing, for high precision),
+With q(·) what the layer's table says of each operand (nothing, for high precision),
 
     fprop   y  [M, N] = q(x) [M, K] · q(w) [N, K]ᵀ + bias
     dgrad   dx [M, K] = q(dy) [M, N] · q(wᵀ) [K, N]ᵀ
     wgrad   dw [N, K] = q(dyᵀ) [N, M] · q(xᵀ) [K, M]ᵀ
 
 Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a quantised tensor is
-not the quantised transpose, except for square blocks. No flags decide anything here; the specs do. For backward q(xᵀ)
-is kept as packed codes and scales (4.5 bits an element for NVFP4) instead of x.
+not the quantised transpose, except for square blocks. No flags decide anything here; the plan of the layer does. For
+backward q(xᵀ) is kept as packed codes and scales (4.5 bits per element for NVFP4) instead of x.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import emulate, select
+from fp4train.backends import BACKENDS, Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.precision.context import Context, current
-from fp4train.quantize import Decoded, Form, Quantized, both_operands, operand_and_codes, quantize
+from fp4train.nn.weights import WeightForm
+from fp4train.precision.context import Context
+from fp4train.precision.plan import LayerPlan
+from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, quantizer
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
+class Gradients(NamedTuple):
     """The dtypes of the gradients that backward will be asked for; None where it will not be."""
 
     x: torch.dtype | None
     w: torch.dtype | None
     bias: torch.dtype | None
 
-    @classmethod
-    def of(cls, tensors: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> Gradients:
-        """Those of (x, w, bias) that are wanted."""
-        x, w, bias = (t.dtype if t is not None and want else None for t, want in zip(tensors, wanted, strict=True))
-        return cls(x=x, w=w, bias=bias)
+
+def gradients_of(x: Tensor, w: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
+    """Those of x, w and bias that are wanted."""
+    return Gradients(
+        x.dtype if wanted[0] else None,
+        w.dtype if wanted[1] else None,
+        bias.dtype if bias is not None and wanted[2] else None,
+    )
 
 
 def torch_autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # "meta" knows no autocast
+    """Whether torch.autocast is on for this device type; "meta" knows no autocast."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
@@ -53,110 +56,210 @@ def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
 
 
-def prepare(gemm: ModuleType, x_RC: Tensor, form: Form | None) -> Decoded | Quantized:
-    """x as `gemm` multiplies it."""
-    prepared: Decoded | Quantized = (
-        gemm.prepare(x_RC, None) if form is None else gemm.prepare(x_RC, form.spec, key=form.key, amax=form.amax)
-    )
-    return prepared
-
-
-def prepare_input(
-    x_MK: Tensor, row: Form | None, column: Form | None, gemm: ModuleType, context: Context | None
-) -> tuple[Decoded | Quantized, Quantized | None]:
-    """x as fprop multiplies it, and what wgrad is to have of it, None where that is x itself.
-
-    Layers that read the same tensor one after another (queries, keys and values; gate and up) share both, and so keep
-    one copy for backward. The memo holds on to x, which makes its address a proof of identity. A compiled graph puts
-    other values into tensors that others hold, so what it calls has no `context` to share in.
-    """
-    free = all(form is None or (form.key is None and form.amax is None) for form in (row, column))
-    of = None
-    if context is not None and free and not x_MK.is_inference():
-        of = (x_MK.data_ptr(), x_MK._version, x_MK.shape, x_MK.stride(), row, column, gemm)
-    if context is not None and of is not None and context.memo.get("input", (None,))[0] == of:
-        found: tuple[Decoded | Quantized, Quantized | None] = context.memo["input"][2]
-        return found
-    if row is not None and column is not None and gemm is emulate:
-        prepared: tuple[Decoded | Quantized, Quantized | None] = operand_and_codes(x_MK, row, column)
-    else:
-        codes = None if column is None else quantize(x_MK.T, column.spec, key=column.key, amax=column.amax)
-        prepared = prepare(gemm, x_MK, row), codes
-    if context is not None and of is not None:
-        context.memo["input"] = (of, x_MK, prepared)
-    return prepared
-
-
-def forward(
-    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, gradients: Gradients, *, share: Context | None
-) -> tuple[Tensor, Quantized | Tensor | None]:
-    """y [M, N] in the recipe's dtype, and what wgrad will need of x: q(xᵀ), or x in high precision, or nothing.
+class Form:
+    """One form of x or dy: row-wise, or column-wise (that of the transposed tensor, along tokens).
 
     Args:
-        share: where layers that read the same x leave what they made of it for each other; None: nowhere.
+        tensor: "x" or "dy".
+        operand: keys the random bits.
+        spec: None leaves it in high precision.
+        codes: whether the codes are wanted, to be kept or multiplied by a backend that takes them; else the values.
     """
-    table, dtype = call.recipe.table(), call.recipe.torch_dtype
-    gemm, _ = select(call.backend, table["fprop"].first, table["fprop"].second, call.device)
-    x = x_MK.to(dtype)
-    row = call.form("x", table["fprop"].first, x, FPROP_X)
-    column = call.form("x", table["wgrad"].second, x, WGRAD_X, along_tokens=True) if gradients.w else None
-    a, codes_x = prepare_input(x, row, column, gemm, share)
-    b = call.weights.rowwise(w_NK, table["fprop"].second, gemm, dtype, call)
-    y_MN: Tensor = gemm.product(a, b, out_dtype=dtype, bias=bias_N)
-    return y_MN, x if gradients.w and codes_x is None else codes_x
+
+    __slots__ = ("codes", "column", "delayed", "make", "operand", "shareable", "spec", "stochastic", "tensor")
+
+    def __init__(
+        self, tensor: str, operand: int, spec: QuantSpec | None, device: str, *, codes: bool, column: bool
+    ) -> None:
+        self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
+        self.stochastic = spec is not None and spec.rounding == "stochastic"
+        self.delayed = spec is not None and spec.delayed is not None
+        self.shareable = not self.stochastic and not self.delayed
+        if spec is not None:
+            chosen = quantizer(spec, device)
+            self.make = chosen.codes if codes else chosen.values
+
+    def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
+        """This form of x [M, K]."""
+        spec = self.spec
+        if self.column:
+            x_MK = x_MK.T
+        if spec is None:
+            return Decoded(x_MK, None)
+        if self.shareable:
+            return self.make(x_MK)
+        return self.make(x_MK, self.key(call), self.amax(x_MK, call))
+
+    def key(self, call: Call) -> Any:
+        return call.key(self.operand, along_tokens=self.column) if self.stochastic else None
+
+    def amax(self, x: Tensor, call: Call) -> Tensor | None:
+        if not self.delayed:
+            return None
+        assert self.spec is not None
+        return call.amax(self.tensor, self.spec, x)
 
 
-def backward(
-    dy_MN: Tensor, w_NK: Tensor | None, x: Quantized | Tensor | None, call: Call, gradients: Gradients
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx [M, K], dw [N, K], dbias [N]), None for what is not wanted. `x` is what `forward` said it would need."""
-    table, dtype = call.recipe.table(), call.recipe.torch_dtype
-    dgrad, wgrad = table["dgrad"], table["wgrad"]
-    dgrad_gemm, _ = select(call.backend, dgrad.first, dgrad.second, call.device)
-    wgrad_gemm, _ = select(call.backend, wgrad.first, wgrad.second, call.device)
-    dy = dy_MN.to(dtype)
-    dx_MK = dw_NK = dbias_N = None
-    dy_row: Decoded | Quantized | None
-    dy_column: Decoded | Quantized | None
-    row = call.form("dy", dgrad.first, dy, DGRAD_DY) if gradients.x else None
-    column = call.form("dy", wgrad.first, dy, WGRAD_DY, along_tokens=True) if gradients.w else None
-    if row is not None and column is not None and dgrad_gemm is wgrad_gemm is emulate:
-        dy_row, dy_column = both_operands(dy, row, column)
-    else:
-        dy_row = prepare(dgrad_gemm, dy, row) if gradients.x else None
-        dy_column = prepare(wgrad_gemm, dy.T, column) if gradients.w else None
-    if gradients.x:
-        assert w_NK is not None
-        w = call.weights.columnwise(w_NK, dgrad.second, dgrad_gemm, dtype, call)
-        dx_MK = dgrad_gemm.product(dy_row, w, out_dtype=dtype).to(gradients.x)
-    if gradients.w:
-        b = prepare(wgrad_gemm, x.T, None) if isinstance(x, Tensor) else x
-        dw_NK = wgrad_gemm.product(dy_column, b, out_dtype=dtype).to(gradients.w)
-    if gradients.bias:
-        dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
-    return dx_MK, dw_NK, dbias_N
+class Forms:
+    """Both forms of x or dy, made from one read of the tensor where a kernel can."""
+
+    __slots__ = ("column", "pair", "row", "shareable")
+
+    def __init__(self, row: Form, column: Form, device: str) -> None:
+        self.row, self.column = row, column
+        self.shareable = row.shareable and column.shareable
+        self.pair = None
+        if row.spec is not None and column.spec is not None:
+            self.pair = PairQuantizer(
+                quantizer(row.spec, device),
+                quantizer(column.spec, device),
+                row_codes=row.codes,
+                column_codes=column.codes,
+            )
+
+    def prepare(self, x_MK: Tensor, call: Call) -> tuple[Prepared, Prepared]:
+        """(row-wise, column-wise)."""
+        row, column = self.row, self.column
+        if self.pair is None:
+            return row.prepare(x_MK, call), column.prepare(x_MK, call)
+        if self.shareable:
+            return self.pair(x_MK)
+        return self.pair(x_MK, row.key(call), row.amax(x_MK, call), column.key(call), column.amax(x_MK, call))
+
+
+class LayerGemms:
+    """The GEMMs of one layer, ready to run: the plan of the layer with its backends and kernels at hand."""
+
+    __slots__ = ("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "w_column", "w_row", "wgrad", "x")
+
+    def __init__(self, plan: LayerPlan, device: str) -> None:
+        self.plan, self.device = plan, device
+        self.dtype = dtype = plan.table.torch_dtype
+        # A backend that runs layers as a whole multiplies nothing here.
+        backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
+        self.fprop, self.dgrad, self.wgrad = backends
+        fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
+        self.keeps_x = wgrad.second is None
+        """Whether wgrad takes x in high precision, so that backward needs x itself."""
+
+        def form(tensor: str, operand: int, spec: QuantSpec | None, codes: bool, *, column: bool = False) -> Form:
+            return Form(tensor, operand, spec, device, codes=codes, column=column)
+
+        self.x = Forms(
+            form("x", FPROP_X, fprop.first, self.fprop.takes_codes),
+            form("x", WGRAD_X, wgrad.second, codes=True, column=True),
+            device,
+        )
+        self.dy = Forms(
+            form("dy", DGRAD_DY, dgrad.first, self.dgrad.takes_codes),
+            form("dy", WGRAD_DY, wgrad.first, self.wgrad.takes_codes, column=True),
+            device,
+        )
+        self.w_row = WeightForm(fprop.second, self.fprop, dtype, column=False)
+        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, column=True)
+
+    def _input(
+        self, x_MK: Tensor, call: Call, keep: bool, context: Context | None
+    ) -> tuple[Prepared, Quantized | Tensor | None]:
+        """x as fprop multiplies it, and what wgrad will need of it: its codes, x itself, or nothing.
+
+        Layers that read the same tensor one after another (queries, keys and values; gate and up) share both, and so
+        keep one copy for backward. The context holds on to the tensor, so that its memory cannot become another's.
+        A compiled graph puts other values into tensors that others hold, so what it calls has no `context`.
+        """
+        row, column = self.x.row, self.x.column
+        wanted = (row.spec, row.codes, column.spec if keep else None)
+        shares = context is not None and row.shareable and column.shareable and not x_MK.is_inference()
+        if shares:
+            assert context is not None
+            seen = context.shared.get("input")
+            if seen is not None and seen[0] == wanted and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
+                found: tuple[Prepared, Quantized | Tensor | None] = seen[3]
+                return found
+        codes: Any = None
+        if not keep:
+            prepared = row.prepare(x_MK, call)
+        elif self.keeps_x:
+            prepared, codes = row.prepare(x_MK, call), x_MK
+        else:
+            prepared, codes = self.x.prepare(x_MK, call)
+        if shares:
+            assert context is not None
+            context.shared["input"] = (wanted, x_MK._version, x_MK, (prepared, codes))
+        return prepared, codes
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        gradients: Gradients,
+        context: Context | None,
+    ) -> tuple[Tensor, Quantized | Tensor | None]:
+        """y [M, N] in the recipe's dtype, and what wgrad will need of x: q(xᵀ), or x in high precision, or nothing.
+
+        Args:
+            context: where layers that read the same x share what they made of it; None: nowhere.
+        """
+        a, saved = self._input(x_MK.to(self.dtype), call, gradients.w is not None, context)
+        b = call.weights.form(w_NK, self.w_row, call)
+        return self.fprop.product(a, b, out_dtype=self.dtype, bias=bias_N), saved
+
+    def backward(
+        self, dy_MN: Tensor, w_NK: Tensor | None, x: Quantized | Tensor | None, call: Call, gradients: Gradients
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dx [M, K], dw [N, K], dbias [N]), None for what is not wanted; `x` is what `forward` said it would need."""
+        dtype = self.dtype
+        dy = dy_MN.to(dtype)
+        dx_MK = dw_NK = dbias_N = None
+        row: Prepared | None = None
+        column: Prepared | None = None
+        if gradients.x is not None and gradients.w is not None:
+            row, column = self.dy.prepare(dy, call)
+        elif gradients.x is not None:
+            row = self.dy.row.prepare(dy, call)
+        elif gradients.w is not None:
+            column = self.dy.column.prepare(dy, call)
+        if row is not None:
+            assert w_NK is not None and gradients.x is not None
+            w = call.weights.form(w_NK, self.w_column, call)
+            dx_MK = self.dgrad.product(row, w, out_dtype=dtype).to(gradients.x)
+        if column is not None:
+            assert x is not None and gradients.w is not None
+            b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
+            dw_NK = self.wgrad.product(column, b, out_dtype=dtype).to(gradients.w)
+        if gradients.bias is not None:
+            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+        return dx_MK, dw_NK, dbias_N
 
 
 class LinearFunction(torch.autograd.Function):
-    """y of (x_MK, w_NK, bias_N, call). What it keeps is saved by autograd, whose hooks and version checks see it."""
+    """y of (x_MK, w_NK, bias_N, call, context). What it keeps is saved by autograd, whose hooks and checks see it."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
-        gradients = Gradients.of((x_MK, w_NK, bias_N), ctx.needs_input_grad[:3])
-        y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=current())
-        tensors = (x.codes, x.scales, x.amax) if isinstance(x, Quantized) else (x, None, None)
-        ctx.save_for_backward(w_NK if gradients.x else None, *tensors)
-        ctx.form = (x.spec, x.shape) if isinstance(x, Quantized) else None
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, context: Context) -> Tensor:
+        gradients = gradients_of(x_MK, w_NK, bias_N, ctx.needs_input_grad)
+        y_MN, x = call.gemms.forward(x_MK, w_NK, bias_N, call, gradients, context)
+        w = w_NK if gradients.x is not None else None
+        if isinstance(x, Quantized):
+            ctx.save_for_backward(w, x.codes, x.scales, x.amax)
+            ctx.x = (x.spec, x.shape)
+        else:
+            ctx.save_for_backward(w, x)
+            ctx.x = None
         ctx.call, ctx.gradients = call, gradients
         return y_MN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        w_NK, codes, scales, amax = ctx.saved_tensors
-        x = codes
-        if ctx.form is not None:
-            spec, shape = ctx.form
-            x = Quantized(spec=spec, shape=shape, codes=codes, scales=scales, amax=amax)
-        with without_torchs_autocast(ctx.call.device):
-            return (*backward(dy_MN, w_NK, x, ctx.call, ctx.gradients), None)
+        call: Call = ctx.call
+        w_NK, x, *others = ctx.saved_tensors
+        if ctx.x is not None:
+            spec, shape = ctx.x
+            x = Quantized(spec, shape, x, others[0], others[1])
+        if torch_autocasts(call.gemms.device):
+            with without_torchs_autocast(call.gemms.device):
+                return (*call.gemms.backward(dy_MN, w_NK, x, call, ctx.gradients), None, None)
+        return (*call.gemms.backward(dy_MN, w_NK, x, call, ctx.gradients), None, None)

@@ -1,32 +1,83 @@
 """A linear layer whose three GEMMs follow a recipe: on Transformer Engine's kernels, torch's scaled_mm, or emulated.
 
-Here is the choice among them; the GEMMs themselves are in `gemms`, the way through torch.compile is in `compiled`.
+A layer holds what `precision.plan.resolve` decided for it and runs that: nothing is decided in a forward pass. The
+GEMMs are in `gemms`, the way through torch.compile is in `compile`.
 """
 
 from __future__ import annotations
 
-import logging
+import weakref
 import zlib
-from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
-from fp4train.backends import BACKENDS, select, widened
-from fp4train.backends.te import TEExecutor, why_not
-from fp4train.nn import compiled
+from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
+from fp4train.hardware import Device
 from fp4train.nn.call import Call
-from fp4train.nn.gemms import LinearFunction, torch_autocasts, without_torchs_autocast
+from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, current, in_stray_recomputation, once
+from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
 from fp4train.precision.layers import Layer
+from fp4train.precision.plan import LayerPlan, resolve
+from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.text import check_choice
 
-_log = logging.getLogger(__name__)
+_Key = tuple[Recipe, LayerPolicy | None, Device]
+
+
+class Route(NamedTuple):
+    """What a compiled graph has to know of a layer."""
+
+    kind: Literal["plain", "torch", "operator", "eager"]
+    """`plain`: nn.Linear, outside of a context; `torch`: a recipe that quantises nothing; `operator`; `eager`: not in
+    the graph, because a backend runs the layer as a whole or because it raises an error."""
+    dtype: torch.dtype | None = None
+    """The recipe's."""
+    keeps_x: bool = False
+    """Whether wgrad takes x in high precision."""
+
+
+class Handle(metaclass=GraphInput):
+    """A linear layer as torch.compile sees it; the layer owns it, not the other way round."""
+
+    def __init__(self, layer: Linear) -> None:
+        self._layer = weakref.ref(layer)
+
+    @property
+    def layer(self) -> Linear:
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return Handle(memo[id(self.layer)])
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """For the compiler's cache keys, to which all layers are alike: graphs hold nothing of one but its route."""
+        return str, (Handle.__qualname__,)
+
+    def route(self) -> Route:
+        """The layer's route in the current context."""
+        now, layer = state(), self.layer
+        if layer.is_stray(now):
+            return Route("eager")
+        if now.context is None:
+            return Route("plain")
+        device = next(layer.parameters()).device  # not `weight`, which a parametrization would compute anew
+        try:
+            gemms = layer.gemms_in(now.context, device)
+        except ValueError:
+            return Route("eager")
+        if not gemms.plan.quantised:
+            return Route("torch", gemms.dtype)
+        if gemms.plan.layer_backend is not None:
+            return Route("eager")
+        return Route("operator", gemms.dtype, gemms.keeps_x)
 
 
 class Linear(nn.Linear):
@@ -38,7 +89,8 @@ class Linear(nn.Linear):
     Args:
         layer: name and place in the model, which `convert` fills in; they key the random bits and the policy.
         backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference" (exact, slow), or
-            "auto": TE where it can run the recipe, else native products where a GPU has them, else emulation.
+            "auto": TE where it can run the recipe, else native products where a GPU has them, else emulation. A backend
+            that is named and cannot run a recipe is refused with a ValueError when the recipe is resolved.
     """
 
     is_fp4train_linear = True
@@ -68,169 +120,170 @@ class Linear(nn.Linear):
 
     def _begin(self, layer: Layer, backend: str) -> None:
         self.scaling = DelayedScaling()
-        self.te = TEExecutor(
-            in_features=self.in_features, out_features=self.out_features, bias=self.bias is not None, name=layer.name
-        )
-        self._handle = compiled.Handle(self)
+        self.kernels: dict[str, LayerKernels] = {
+            name: found.kernels(
+                in_features=self.in_features,
+                out_features=self.out_features,
+                bias=self.bias is not None,
+                name=layer.name,
+            )
+            for name, found in LAYER_BACKENDS.items()
+        }
+        """Of the backends that run a layer as a whole."""
+        self.handle = Handle(self)
         self._calls = 0
         self._was_in_context = False
         self.settle(layer, backend)
 
     def settle(self, layer: Layer, backend: str) -> None:
         """Give the layer its name and place in a model, and its backend; what it has learnt of scales stays."""
-        if backend not in ("auto", "te", *BACKENDS):
-            raise ValueError(f"backend={backend!r} is not one of auto, te, {', '.join(BACKENDS)}")
-        self.layer, self.backend, self.te.name = layer, backend, layer.name
+        check_choice("backend", backend, CHOICES)
+        self.layer, self.backend = layer, backend
+        for kernels in self.kernels.values():
+            kernels.name = layer.name
         self._layer_key = zlib.crc32(layer.name.encode())
         self._weights = PreparedWeights()
-        self._choices: dict[tuple[Recipe, str], str | None] = {}
+        self._forget_plans()
 
-    def why_not_te(self, recipe: Recipe, device: str) -> str | None:
-        """Why this layer does not run `recipe` on TE's kernels, or None where it does."""
-        if (recipe, device) not in self._choices:
-            if self.backend not in ("auto", "te"):
-                reason: str | None = f"backend={self.backend}"
-            elif device != "cuda":
-                reason = f"Transformer Engine needs a GPU, not {device}"
-            else:
-                reason = why_not(recipe, in_features=self.in_features, out_features=self.out_features)
-            if reason is not None and self.backend == "te" and recipe.quantised:
-                _log_fallback(recipe.name, reason)
-            self._choices[recipe, device] = reason
-        return self._choices[recipe, device]
+    # -- what the layer runs ------------------------------------------------------------------------------------------
 
-    def explain(self, recipe: Recipe, gemm: str, device: str) -> tuple[str, str]:
-        """(backend, why) of one GEMM of this layer in `recipe`: what `forward` and its backward will do."""
-        operands = recipe.table()[gemm]
-        if not recipe.quantised:
-            return "torch", recipe.name
-        reason = self.why_not_te(recipe, device)
-        if reason is None:
-            return "te", f"backend={self.backend}: Transformer Engine runs this recipe here"
-        if not operands.quantised:
-            return "torch", recipe.name
-        module, why = select(self._off_te, operands.first, operands.second, device)
-        name = module.__name__.rpartition(".")[2]
-        return name, why if self.backend not in ("auto", "te") else f"{self.backend}: {reason}"
+    def _forget_plans(self) -> None:
+        self._held: tuple[Recipe, LayerPolicy | None, torch.device] | None = None
+        self._gemms: LayerGemms | None = None
+        self._resolved: dict[_Key, LayerGemms] = {}
 
-    @property
-    def _off_te(self) -> str:
-        """The backend of GEMMs that TE does not run."""
-        return "auto" if self.backend == "te" else self.backend
+    def hold(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
+        """Run `plan` wherever `recipe` and `policy` are those of the context, without resolving them again."""
+        key = (recipe, policy, Device.of(device))
+        known = self._resolved.get(key)
+        if known is None or known.plan != plan:
+            self._resolved[key] = LayerGemms(plan, device.type)
+        self._held, self._gemms = (recipe, policy, device), self._resolved[key]
+
+    def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
+        """The layer's GEMMs in `context` on `device`, resolved when they are first asked for.
+
+        Raises:
+            ValueError: the recipe cannot run here; see `precision.plan.resolve`.
+        """
+        held = self._held
+        if held is not None and held[0] is context.recipe and held[1] is context.policy and held[2] == device:
+            assert self._gemms is not None
+            return self._gemms
+        key = (context.recipe, context.policy, Device.of(device))
+        if key not in self._resolved:
+            plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
+            self._resolved[key] = LayerGemms(plan, device.type)
+        self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
+        return self._gemms
+
+    # -- the call -----------------------------------------------------------------------------------------------------
 
     def forward(self, input: Tensor) -> Tensor:
         """y [..., out_features] of input [..., in_features]."""
         if torch.compiler.is_dynamo_compiling():
-            return self._traced(input)
-        context = current()
-        if self.is_stray(context):
-            raise RuntimeError(
-                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
-                "fp4train.precision.checkpoint, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
-                "context_fn=fp4train.precision.checkpoint_contexts)."
-            )
+            from fp4train.nn import compile as compiled
+
+            return compiled.call(self, input)
+        now = state()
+        context = now.context
+        if is_stray_recomputation(now):
+            self._refuse_stray(context)
+        else:
+            self._was_in_context = context is not None
         if context is None:
-            return super().forward(input)
-        recipe, device = context.recipe_for(self.layer), input.device.type
-        x_MK, out_dtype, shape = self._matrix(input)
-        with without_torchs_autocast(device):
-            if not recipe.quantised:
-                y_MN = self._by_torch(x_MK, recipe.torch_dtype)
-            elif self.why_not_te(recipe, device) is None:
-                y_MN = self.te(input, self.weight, self.bias, recipe)
-            else:
-                call = once(self, lambda: self.new_call(context, recipe, device, torch.is_grad_enabled()))
-                y_MN = LinearFunction.apply(x_MK, self.weight, self.bias, call)  # type: ignore[no-untyped-call]
+            return F.linear(input, self.weight, self.bias)
+        gemms = self.gemms_in(context, input.device)
+        x_MK, out_dtype, shape = self.matrix(input)
+        if torch_autocasts(gemms.device):
+            with without_torchs_autocast(gemms.device):
+                y_MN = self._multiply(x_MK, gemms, context, now)
+        else:
+            y_MN = self._multiply(x_MK, gemms, context, now)
         return y_MN.to(out_dtype).view(shape)
 
-    def _traced(self, input: Tensor) -> Tensor:
-        """`forward` as torch.compile traces it: what depends on the run is left to the operator."""
-        route = self._handle.route()
-        if route.kind == "plain":
-            return super().forward(input)
-        if route.kind == "eager":
-            return _untraced(self, input)
-        x_MK, out_dtype, shape = self._matrix(input)
-        assert route.dtype is not None
-        with without_torchs_autocast(input.device.type):
-            if route.kind == "torch":
-                y_MN = self._by_torch(x_MK, route.dtype)
-            else:
-                context, training = current(), torch.is_grad_enabled()
-                assert context is not None
-                x_MK = x_MK.to(route.dtype)
-                tensors = (x_MK, self.weight, self.bias)
-                wanted = [training and t is not None and t.requires_grad for t in tensors]
-                y_MN, _ = compiled.linear(*tensors, self._handle, context, training, wanted, route.keeps_x)
-        return y_MN.to(out_dtype).view(shape)
+    def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
+        if not gemms.plan.quantised:
+            return self.by_torch(x_MK, gemms.dtype)
+        if (together := gemms.plan.layer_backend) is not None:
+            return self.kernels[together](x_MK, self.weight, self.bias, gemms.plan.table)
+        training = torch.is_grad_enabled()
+        if now.recording or now.replaying is not None:
+            call = once(self, lambda: self.new_call(context, gemms, training))
+        else:
+            call = self.new_call(context, gemms, training)
+        y_MN: Tensor = LinearFunction.apply(x_MK, self.weight, self.bias, call, context)  # type: ignore[no-untyped-call]
+        return y_MN
 
-    def _matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
-        """(x [M, K] of an input, the dtype and the shape of the output)."""
+    def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
+        """(x [M, K] of an input, the dtype and the shape of the output).
+
+        Raises:
+            ValueError: the last dimension is not in_features.
+            TypeError: the input is not of a floating dtype.
+        """
         if input.shape[-1:] != (self.in_features,):
             shape = tuple(input.shape)
             raise ValueError(f"{self.layer.name}: input {shape} does not end in in_features={self.in_features}")
+        if not input.is_floating_point():
+            raise TypeError(f"{self.layer.name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
         device = input.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch_autocasts(device) else input.dtype
-        x_MK = input.reshape(input.shape[:-1].numel(), self.in_features)
+        x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
-    def _by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """torch's own layer, whose backward is not written in Python: what BF16 costs elsewhere it costs here."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
-    def new_call(self, context: Context, recipe: Recipe, device: str, training: bool) -> Call:
+    def new_call(self, context: Context, gemms: LayerGemms, training: bool) -> Call:
         """A call of this layer; `training`: whether gradients are on."""
-        if context.step is None:
-            self._calls += training
-        return Call(
-            recipe=recipe,
-            seed=context.seed,
-            step=self._calls if context.step is None else context.step,
-            token_offset=context.token_offset,
-            layer_key=self._layer_key,
-            backend=self._off_te,
-            device=device,
+        step, weights = context.step, self._weights
+        if step is None:
             # Without a step nobody says when the weights change, so nothing is kept from one call to the next.
-            weights=PreparedWeights() if context.step is None else self._weights,
-            scaling=self.scaling,
-            training=training,
-        )
+            self._calls += training
+            step, weights = self._calls, PreparedWeights()
+        return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
 
-    def is_stray(self, context: Context | None) -> bool:
-        """Whether this call recomputes one that was made in another context; asked once a call."""
-        if in_stray_recomputation():
-            return self._was_in_context or context is not None
-        self._was_in_context = context is not None
+    def is_stray(self, now: State) -> bool:
+        """Whether this call recomputes one that was made in another context; asked once per call."""
+        if is_stray_recomputation(now):
+            return self._was_in_context or now.context is not None
+        self._was_in_context = now.context is not None
         return False
 
+    def _refuse_stray(self, context: Context | None) -> None:
+        if self._was_in_context or context is not None:
+            raise RuntimeError(
+                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
+                "fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
+                "context_fn=fp4train.precision.recompute_contexts)."
+            )
+
+    # -- copies, checkpoints ------------------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
+        return {**kept, "_held": None, "_gemms": None, "_resolved": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.Handle(self)
+        self.handle = Handle(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
         """What delayed scaling has seen, which a checkpoint must hold beside the state dict; empty without it."""
-        return {**self.scaling.state(), **{f"te.{k}": v for k, v in self.te.state().items()}}
+        of_kernels = {f"{name}.{k}": v for name, each in self.kernels.items() for k, v in each.state().items()}
+        return {**self.scaling.state(), **of_kernels}
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `scaling_state` gave."""
         self._weights = PreparedWeights()  # which knows whether a weight's amax has entered the history in this step
-        self.scaling.load({k: v for k, v in state.items() if not k.startswith("te.")})
-        self.te.load_state({k.removeprefix("te."): v for k, v in state.items() if k.startswith("te.")})
+        rest = dict(state)
+        for name, kernels in self.kernels.items():
+            mine = [key for key in rest if key.startswith(f"{name}.")]
+            kernels.load_state({key.removeprefix(f"{name}."): rest.pop(key) for key in mine})
+        self.scaling.load(rest)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"
-
-
-@cache
-def _log_fallback(recipe: str, reason: str) -> None:
-    """Once for each recipe and reason, not for each layer: the cache is the memory."""
-    _log.warning("backend=te cannot run %s (%s); emulating it", recipe, reason)
-
-
-@_disable_dynamo  # imports torch._dynamo when it is called, and so only where it is there already
-def _untraced(layer: Linear, input: Tensor) -> Tensor:
-    return layer.forward(input)

@@ -1,34 +1,53 @@
-"""Weights prepared once an optimizer step, not once a microbatch or a GEMM.
+"""Weights prepared once per optimizer step, not once per microbatch or GEMM.
 
 What a GEMM multiplies is a function of the weight, of the spec and, under stochastic rounding, of seed and step. It is
-kept while the step stays the same, which the autocast context tells. torch's version counter cannot: the fused
-optimizers change weights without raising it. For square blocks the column-wise operand is the transpose of the
+kept while seed and step stay the same, which the autocast context tells. torch's version counter alone cannot tell: the
+fused optimizers change weights without raising it. For square blocks the column-wise form is the transpose of the
 row-wise one, a view.
+
+What is kept belongs to one weight and is dropped with it: it is held by a weak reference, and no address is compared.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING
+import weakref
 
 import torch
 from torch import Tensor
 
-from fp4train.backends import emulate
-from fp4train.quantize import Decoded, Quantized, QuantSpec
+from fp4train.backends import Backend, Prepared
+from fp4train.nn.call import Call
+from fp4train.quantize import Decoded, QuantSpec
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
-if TYPE_CHECKING:
-    from fp4train.nn.call import Call
+
+class WeightForm:
+    """How one GEMM takes the weight [N, K]: by which spec, on which backend, row-wise or column-wise (wᵀ).
+
+    Args:
+        column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
+    """
+
+    __slots__ = ("backend", "column", "dtype", "key", "operand", "spec", "transposed", "values")
+
+    def __init__(self, spec: QuantSpec | None, backend: Backend, dtype: torch.dtype, *, column: bool) -> None:
+        self.spec, self.backend, self.dtype, self.column = spec, backend, dtype, column
+        # The values of square blocks, and of a weight in high precision, serve both forms: one is a view of the other.
+        self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
+        self.operand = DGRAD_W if column and not self.transposed else FPROP_W
+        self.key = (spec, backend.name, dtype, column and not self.transposed)
 
 
 class PreparedWeights:
-    """The prepared forms of one weight [N, K]."""
+    """The prepared forms of one weight [N, K] in one step."""
+
+    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_of", "_position", "_version")
 
     def __init__(self) -> None:
-        self._of: tuple[object, ...] | None = None
-        self._weight: Tensor | None = None
-        self._forms: dict[tuple[object, ...], Decoded | Quantized] = {}
+        self._position: tuple[int, int] | None = None
+        self._of: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._forms: list[tuple[tuple[object, ...], Prepared]] = []
         self._amax: Tensor | None = None
         self._entered = False
 
@@ -36,54 +55,46 @@ class PreparedWeights:
         """Copies and pickles start empty: the forms belong to another tensor, and are quickly made."""
         return PreparedWeights, ()
 
-    def rowwise(
-        self, w_NK: Tensor, spec: QuantSpec | None, gemm: ModuleType, dtype: torch.dtype, call: Call
-    ) -> Decoded | Quantized:
-        """w for fprop: blocked along in_features."""
-        return self._form(w_NK, spec, gemm, dtype, call, transposed=False)
-
-    def columnwise(
-        self, w_NK: Tensor, spec: QuantSpec | None, gemm: ModuleType, dtype: torch.dtype, call: Call
-    ) -> Decoded | Quantized:
-        """wᵀ [K, N] for dgrad: blocked along out_features."""
-        if gemm is emulate and (spec is None or spec.transposable):
-            form = self._form(w_NK, spec, gemm, dtype, call, transposed=False)
-            assert isinstance(form, Decoded)
-            return Decoded(values=form.values.T, scale=form.scale)
-        return self._form(w_NK, spec, gemm, dtype, call, transposed=True)
-
-    def _form(
-        self,
-        w_NK: Tensor,
-        spec: QuantSpec | None,
-        gemm: ModuleType,
-        dtype: torch.dtype,
-        call: Call,
-        *,
-        transposed: bool,
-    ) -> Decoded | Quantized:
-        version = 0 if w_NK.is_inference() else w_NK._version
-        of = (call.position, version, w_NK.data_ptr(), w_NK.device)
-        if of != self._of:
-            # Holding on to the weight makes its address a proof of identity.
-            self._of, self._weight = of, w_NK.detach()
+    def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
+        """The weight as `form` asks for it."""
+        position = (call.seed, call.step)
+        if position != self._position:
+            self._position = position
             self._forms.clear()
             self._amax, self._entered = None, False
-        w = w_NK.detach()
-        amax = self._delayed_amax(w, spec, call)
-        slot = (spec, gemm.__name__, dtype, transposed)
-        if slot not in self._forms:
-            # Quantised from the master weight, rounded once; a weight in high precision takes the recipe's dtype.
-            w = w.to(dtype) if spec is None else w
-            key = call.weight_key(DGRAD_W if transposed else FPROP_W)
-            self._forms[slot] = gemm.prepare(w.T if transposed else w, spec, key=key, amax=amax)
-        return self._forms[slot]
+        version = 0 if w_NK.is_inference() else w_NK._version
+        known = None if self._of is None else self._of()
+        if known is not w_NK or version != self._version:
+            if known is None or version != self._version or not known.is_set_to(w_NK):
+                self._forms.clear()
+                self._amax = None
+            forms = self._forms
+            self._of, self._version = weakref.ref(w_NK, lambda _: forms.clear()), version
+        amax = None if form.spec is None or form.spec.delayed is None else self._delayed_amax(w_NK, form.spec, call)
+        prepared = None
+        for key, found in self._forms:
+            if key == form.key:
+                prepared = found
+                break
+        if prepared is None:
+            prepared = self._prepare(w_NK.detach(), form, call, amax)
+            self._forms.append((form.key, prepared))
+        if form.transposed:
+            assert isinstance(prepared, Decoded)
+            return Decoded(prepared.values.T, prepared.scale)
+        return prepared
 
-    def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec | None, call: Call) -> Tensor | None:
-        """The weight's delayed amax, which enters the history once a step, at its first call in training."""
-        if spec is None or spec.delayed is None:
-            return None
+    @staticmethod
+    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+        spec = form.spec
+        if spec is None:  # a weight in high precision takes the recipe's dtype; others are quantised from the master
+            w_NK = w_NK.to(form.dtype)
+        key = call.weight_key(form.operand) if spec is not None and spec.rounding == "stochastic" else None
+        return form.backend.prepare(w_NK.T if form.operand == DGRAD_W else w_NK, spec, key=key, amax=amax)
+
+    def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
+        """The weight's delayed amax, which enters the history once per step, at its first call in training."""
         if self._amax is None or (call.training and not self._entered):
-            self._amax = call.scaling.amax("w", spec, w_NK, enter=call.training)
-            self._entered = call.training
+            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=call.training and not self._entered)
+            self._entered = self._entered or call.training
         return self._amax

@@ -1,9 +1,10 @@
 """Precision as an object: recipes, the policy, phases, the plan, and the context that layers run in."""
 
-from fp4train.precision.context import autocast, checkpoint, checkpoint_contexts
+from fp4train.backends.table import GEMMS, Operands, Table
+from fp4train.precision.context import autocast, recompute, recompute_contexts
 from fp4train.precision.phases import Phase, Swap, Timeline
 from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import GEMMS, LossScaling, Operands, Recipe
+from fp4train.precision.recipe import LossScaling, Recipe
 from fp4train.precision.recipes import (
     BF16,
     FP16,
@@ -41,8 +42,9 @@ __all__ = [
     "Phase",
     "Recipe",
     "Swap",
+    "Table",
     "Timeline",
     "autocast",
-    "checkpoint",
-    "checkpoint_contexts",
+    "recompute",
+    "recompute_contexts",
 ]

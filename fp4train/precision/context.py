@@ -7,13 +7,9 @@
 As with Transformer Engine's autocast, an inner context overrides an outer one, and backward runs outside of it in the
 precision of its forward. One thread-local variable holds the state; nothing else is global.
 
-Activation recomputation runs a forward pass inside backward, where the context of the first one is over. `checkpoint`,
-or torch's own with `context_fn=checkpoint_contexts`, brings it back together with what the layers drew in it (the
-number of a call, a delayed scale); a layer that is recomputed without it raises instead of computing something else.
-
-To torch.compile a context is an opaque object that a graph takes as an input: a graph reads the context that is current
-when it runs, and holds for others whose `activation_dtype` is the same. The graph's backward has that input too, so
-that what it recomputes needs nothing else.
+Activation recomputation runs a forward pass inside backward, where the context of the first pass is over. `recompute`,
+or torch's own checkpoint with `context_fn=recompute_contexts`, restores it together with what the layers drew in it
+(the number of a call, a delayed scale). A layer that is recomputed without its context raises an error.
 """
 
 from __future__ import annotations
@@ -25,19 +21,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch._compile import _disable_dynamo
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBase
 
-from fp4train.precision.layers import Layer
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Context(OpaqueBase):
+class GraphInput(type):
+    """Metaclass of objects that compiled graphs take as inputs.
+
+    torch.compile accepts such objects only if their class has a private metaclass of torch's. That one is assigned in
+    this one's place when a graph is traced (`opaque`), so that a process that compiles nothing needs no private part of
+    torch.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context(metaclass=GraphInput):
     """What a linear layer needs to know when it runs; see `autocast` for the fields."""
 
     recipe: Recipe
@@ -45,45 +46,22 @@ class Context(OpaqueBase):
     seed: int = 0
     step: int | None = None
     token_offset: int = 0
-    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What layers leave for the next ones of the same forward pass; empty again when the context is left."""
-    compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What layers that read the same input share in one forward pass; empty again when the context is left."""
+    compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """By layer, its calls out of compiled graphs, which those graphs' recomputations must find again."""
-    _recipes: dict[Layer, Recipe] = field(default_factory=dict, repr=False, compare=False)
-
-    def recipe_for(self, layer: Layer) -> Recipe:
-        """The recipe of `layer` here: the context's, or the policy's for kept layers.
-
-        Raises:
-            ValueError: a pattern of the policy matches no layer of the model.
-        """
-        if self.policy is None:
-            return self.recipe
-        if layer not in self._recipes:
-            if not self._recipes and layer.names:
-                self.policy.check(layer.names)
-            self._recipes[layer] = self.policy.recipe_for(layer, self.recipe)
-        return self._recipes[layer]
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys, to which all contexts are alike: graphs hold nothing of one but its dtype."""
-        return str, (Context.__qualname__,)
 
     def activation_dtype(self) -> torch.dtype:
         """In which a model carries its activations."""
         return self.recipe.torch_dtype
 
-
-register_opaque_type(
-    Context,
-    typ="reference",
-    guard_fn=lambda context: [context.activation_dtype()],
-    members={"activation_dtype": MemberType.USE_REAL},
-)
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """For the compiler's cache keys, to which all contexts are alike: graphs hold nothing of one but its dtype."""
+        return str, (Context.__qualname__,)
 
 
-class _State(NamedTuple):
-    """What a thread holds: the context, where it was entered, the memory of checkpointed regions around it."""
+class State(NamedTuple):
+    """What a thread holds: the context, where it was entered, and the records of recomputed regions around it."""
 
     context: Context | None = None
     backward: int = -1
@@ -92,53 +70,66 @@ class _State(NamedTuple):
     replaying: dict[object, Iterator[object]] | None = None
 
 
-_OUTSIDE = _State()
+_OUTSIDE = State()
 _THREAD = threading.local()
 
 
-def _current() -> _State:
-    state: _State = getattr(_THREAD, "state", _OUTSIDE)
-    return state
+def state() -> State:
+    """This thread's."""
+    if torch.compiler.is_dynamo_compiling():
+        _make_opaque()
+    found: State = getattr(_THREAD, "state", _OUTSIDE)
+    return found
+
+
+def _make_opaque() -> None:
+    """Make contexts inputs of graphs, before the tracer sees the first one, where this torch knows such inputs."""
+    try:
+        from fp4train.precision import opaque  # noqa: F401
+    except (
+        Exception
+    ):  # private parts of torch, which differ between its versions: `fp4train.nn.compile` says what is missing
+        return
 
 
 def current() -> Context | None:
     """The innermost enabled context, or None."""
-    return _current().context
+    return state().context
 
 
-def _backward() -> int:
+def backward_pass() -> int:
     """The backward pass that is being carried out, or -1."""
     return torch._C._current_graph_task_id()
 
 
-def in_stray_recomputation() -> bool:
+def is_stray_recomputation(now: State) -> bool:
     """Whether this runs inside a backward pass under a context, or the lack of one, that comes from outside of it."""
-    return _backward() not in (-1, _current().backward)
+    return backward_pass() not in (-1, now.backward)
 
 
 def once(owner: object, make: Callable[[], T]) -> T:
-    """`make()`; when a checkpointed region is recomputed, what the same call of `owner` made in the first pass."""
-    state = _current()
-    made = make() if state.replaying is None else cast(T, next(state.replaying[owner]))
-    for record in state.recording:
+    """`make()`; when a region is recomputed, what the same call of `owner` made in the first pass."""
+    now = state()
+    made = make() if now.replaying is None else cast(T, next(now.replaying[owner]))
+    for record in now.recording:
         record.setdefault(owner, []).append(made)
     return made
 
 
 @contextmanager
-def _enter(state: _State) -> Iterator[None]:
-    outer, _THREAD.state = _current(), state
+def _enter(entered: State) -> Iterator[None]:
+    outer, _THREAD.state = state(), entered
     try:
         yield
     finally:
         _THREAD.state = outer
-        if state.context is not None:
-            state.context.memo.clear()
+        if entered.context is not None:
+            entered.context.shared.clear()
 
 
 @contextmanager
 def _use(context: Context | None) -> Iterator[None]:
-    with _enter(_current()._replace(context=context, backward=_backward())):
+    with _enter(state()._replace(context=context, backward=backward_pass())):
         yield
 
 
@@ -183,33 +174,43 @@ def activation_dtype(default: torch.dtype) -> torch.dtype:
     return default if context is None else context.activation_dtype()
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a region's first pass and of its recomputation: `context_fn` of torch's `checkpoint`.
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a region's first pass and of its recomputation: `context_fn` of `torch.utils.checkpoint`.
 
-    Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})`.
+    Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})`.
     """
-    outer = _current()
+    outer = state()
     record: dict[object, list[object]] = {}
 
     @contextmanager
     def again() -> Iterator[None]:
         replaying = {owner: iter(calls) for owner, calls in record.items()}
         # `recording` starts anew: the outer regions are over, or are being recomputed around this one.
-        with _enter(outer._replace(backward=_backward(), recording=(), replaying=replaying)):
+        with _enter(outer._replace(backward=backward_pass(), recording=(), replaying=replaying)):
             yield
 
     return _enter(outer._replace(recording=(*outer.recording, record))), again()
 
 
-@_disable_dynamo(recursive=False)
-def checkpoint(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """`torch.utils.checkpoint` whose recomputation, which runs in backward, sees the context of the forward pass.
+def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    """`function(*args)`, keeping only `args` for backward, which computes the activations again.
 
-    The recomputed activations then have the bits of the first ones, stochastic rounding and dropout included. Under
-    torch.compile the region is a graph of its own.
+    This is `torch.utils.checkpoint` whose recomputation sees the context of the forward pass: the activations have the
+    bits of the first ones, stochastic rounding and dropout included. Under torch.compile the region is a graph of its
+    own.
     """
-    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+    if torch.compiler.is_dynamo_compiling():
+        from fp4train.precision import untraced
 
-    result = torch_checkpoint(function, *args, use_reentrant=False, context_fn=checkpoint_contexts)
+        result: torch.Tensor = untraced.recompute(function, *args)
+        return result
+    return recompute_eagerly(function, *args)
+
+
+def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    """`recompute`, outside of torch.compile."""
+    from torch.utils.checkpoint import checkpoint
+
+    result = checkpoint(function, *args, use_reentrant=False, context_fn=recompute_contexts)
     assert isinstance(result, torch.Tensor)
     return result

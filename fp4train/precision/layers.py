@@ -29,6 +29,7 @@ class Layer:
     out_features: int
     block: int | None
     blocks: int
+    unconverted: str | None = None
     names: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 

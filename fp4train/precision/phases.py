@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fp4train.precision.recipe import GEMMS, Recipe
+from fp4train.backends.table import GEMMS
+from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import Mixed
 
 

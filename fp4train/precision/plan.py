@@ -1,57 +1,210 @@
-"""The plan: policy × phases × backend resolved for a real model, before anything is trained.
+"""The plan: recipe × policy × phases × backends resolved for a real model, once, before anything is trained.
 
-For every stretch of the run, every linear layer and each of its three GEMMs it says which elements are multiplied, on
-which backend, and why. The same table is printed, kept in the run directory, and sent to the tracker.
+`resolve` is the one place that decides what a layer runs: the two operands of each GEMM, who multiplies them, and why.
+A plan holds its answers for every stretch of a run as data. They are applied to the model where a stretch begins, and
+tables, costs and studies read them. `autocast`, for loops that are not fp4train's, uses the same function.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from fp4train.precision.layers import Layer
-from fp4train.precision.phases import Timeline
+import torch
+from torch import nn
+
+from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose
+from fp4train.hardware import Device
+from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import GEMMS, SHORT, Operands, Recipe
-from fp4train.text import tabulate
+from fp4train.precision.recipe import Recipe
 
-__all__ = ["COLUMNS", "Explain", "Plan", "Row", "elements", "make_plan"]
+__all__ = ["Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row", "make_plan", "plan", "resolve"]
 
-Explain = Callable[[Layer, Recipe, str], tuple[str, str]]
-"""(layer, its recipe, GEMM) → (backend, why that backend)."""
 
-COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One GEMM of one layer: what is multiplied, on which backend, and why there.
+
+    Args:
+        name: "fprop", "dgrad" or "wgrad".
+        operands: the quant specs of its two operands.
+        dtype: of operands in high precision, and of the result.
+        backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
+        why: the reason, for people.
+    """
+
+    name: str
+    operands: Operands
+    dtype: str
+    backend: str
+    why: str
+
+    @property
+    def elements(self) -> str:
+        """What is multiplied: "E2M1·E2M1", "BF16·BF16"."""
+        return self.operands.elements(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What one layer runs.
+
+    Args:
+        layer: its place in the model.
+        recipe: the layer's own, which a policy may have put in the run's place.
+        fprop, dgrad, wgrad: its GEMMs.
+    """
+
+    layer: Layer
+    recipe: Recipe
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    @property
+    def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
+        return self.fprop, self.dgrad, self.wgrad
+
+    @property
+    def table(self) -> Table:
+        """The six operands of the layer's recipe."""
+        return self.recipe.table()
+
+    @property
+    def layer_backend(self) -> str | None:
+        """The backend that runs the three GEMMs together, or None where each is multiplied by itself."""
+        return self.fprop.backend if self.fprop.backend in LAYER_BACKENDS else None
+
+    @property
+    def quantised(self) -> bool:
+        return any(gemm.operands.quantised for gemm in self.gemms)
+
+    def size(self, gemm: str, tokens: int) -> tuple[int, int, int]:
+        """(rows, columns, contraction) of a product over `tokens` tokens."""
+        n, k = self.layer.out_features, self.layer.in_features
+        return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
+
+
+def resolve(
+    layer: Layer, recipe: Recipe, policy: LayerPolicy | None, backend: str, device: Device, *, reason: str | None = None
+) -> LayerPlan:
+    """What `layer` runs where `recipe` holds.
+
+    Args:
+        policy: which layers follow the recipe; None: every one.
+        backend: "auto", or the one that a user asks for by name.
+        device: where the layer's input is.
+        reason: why `recipe` holds, where that is known; it explains GEMMs that a phase took out.
+
+    Raises:
+        ValueError: a pattern of the policy matches no layer, or the named backend cannot run the recipe.
+    """
+    if policy is not None and layer.names:
+        policy.check(layer.names)
+    own = recipe if policy is None else policy.recipe_for(layer, recipe)
+    kept = policy.why_kept(layer) if policy is not None and recipe.quantised else None
+    table = own.table()
+    unconverted = layer.unconverted
+    if unconverted is not None:
+        own = own.with_high_precision(*GEMMS)
+        table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
+    else:
+        choices = choose(table, layer, backend, device)
+    gemms = {}
+    for name, (who, why) in choices.items():
+        operands = table[name] if unconverted is None else HIGH_PRECISION
+        if unconverted is None and not operands.quantised and recipe.quantised:
+            why = kept or (reason if reason and name in recipe.high_precision else own.name)
+        elif kept and unconverted is None:
+            why = f"{kept}; {why}"
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=who, why=why)
+    return LayerPlan(layer=layer, recipe=own, **gemms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStretch:
+    """Steps [start, stop) of a run, in which `recipe` holds because of `reason`, resolved for each layer by name."""
+
+    start: int
+    stop: int
+    recipe: Recipe
+    reason: str
+    layers: Mapping[str, LayerPlan] = field(repr=False)
+
+    @property
+    def title(self) -> str:
+        return f"steps {self.start}–{self.stop - 1}: {self.recipe.name} ({self.reason})"
+
+    def tables(self, backend: str) -> list[Table]:
+        """The distinct tables that `backend` runs layer by layer."""
+        return list(dict.fromkeys(each.table for each in self.layers.values() if each.layer_backend == backend))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One GEMM of one layer in one stretch of the run."""
+    """One GEMM of one layer in one stretch, as tables show it; `size` is (rows, columns, contraction)."""
 
     start: int
     stop: int
     layer: Layer
     gemm: str
-    size: str
+    size: tuple[int, int, int]
     elements: str
     backend: str
     why: str
-    macs: int
 
-    def cells(self) -> tuple[str, ...]:
-        steps = f"{self.start}–{self.stop - 1}"
-        return (steps, self.layer.name, self.gemm, self.size, self.elements, self.backend, self.why)
+    @property
+    def macs(self) -> int:
+        """Multiply-adds."""
+        rows, columns, contraction = self.size
+        return rows * columns * contraction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All rows, in the order of steps, layers and GEMMs."""
+    """What every layer runs in every stretch of a run.
 
-    rows: tuple[Row, ...]
-    titles: Mapping[int, str]
+    Args:
+        stretches: in order; they cover the run without gaps.
+        tokens: rows of x in one forward pass.
+        device: where the layers run.
+    """
+
+    stretches: Sequence[PlannedStretch]
+    policy: LayerPolicy | None
+    tokens: int
+    device: Device
+
+    def at(self, step: int) -> PlannedStretch:
+        """The stretch of `step`; of steps beyond the end, the last one."""
+        return next((s for s in self.stretches if s.start <= step < s.stop), self.stretches[-1])
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any GEMM of the run is quantised."""
+        return any(each.quantised for stretch in self.stretches for each in stretch.layers.values())
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """One row per GEMM, in the order of steps, layers and GEMMs."""
+        for stretch in self.stretches:
+            for each in stretch.layers.values():
+                for gemm in each.gemms:
+                    yield Row(
+                        start=stretch.start,
+                        stop=stretch.stop,
+                        layer=each.layer,
+                        gemm=gemm.name,
+                        size=each.size(gemm.name, self.tokens),
+                        elements=gemm.elements,
+                        backend=gemm.backend,
+                        why=gemm.why,
+                    )
 
     def shares(self, start: int) -> dict[str, float]:
-        """Share of the linear layers' multiply-adds by elements, in the stretch that starts at `start`."""
+        """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
         macs: dict[str, int] = {}
         for row in self.rows:
             if row.start == start:
@@ -59,24 +212,20 @@ class Plan:
         total = sum(macs.values()) or 1
         return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Column names and one row a GEMM, unabridged."""
-        return list(COLUMNS), [list(row.cells()) for row in self.rows]
+    def __str__(self) -> str:
+        from fp4train.precision.report import render
 
-    def render(self, *, full: bool = False) -> str:
-        """The plan as text; unless `full`, equal rows of neighbouring blocks are folded into one."""
-        parts = []
-        for start, title in self.titles.items():
-            rows = [row.cells()[1:] for row in self.rows if row.start == start]
-            rows = rows if full else _fold(rows)
-            lines = tabulate([COLUMNS[1:], *rows])
-            shares = ", ".join(f"{name} {share:.1%}" for name, share in self.shares(start).items())
-            parts.append("\n".join([title, *lines, f"multiply-adds of linear layers: {shares}"]))
-        return "\n\n".join(parts)
+        return render(self)
 
 
 def make_plan(
-    layers: Iterable[Layer], timeline: Timeline, policy: LayerPolicy | None, *, tokens: int, explain: Explain
+    layers: Iterable[Layer],
+    timeline: Timeline,
+    policy: LayerPolicy | None,
+    *,
+    tokens: int,
+    device: Device,
+    backend: str | Mapping[str, str] = "auto",
 ) -> Plan:
     """Resolve every GEMM of every layer over the whole run.
 
@@ -85,83 +234,60 @@ def make_plan(
         timeline: recipe, phases and swaps.
         policy: None: every layer follows the recipe.
         tokens: rows of x in one forward pass.
-        explain: who multiplies, and why.
+        backend: that of all layers, or by layer name.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer.
+        ValueError: a pattern of the policy matches no layer, or a backend asked for by name cannot run a recipe.
     """
     layers = list(layers)
     if policy is not None:
         policy.check(layer.name for layer in layers)
-    rows, titles = [], {}
+    stretches = []
     for stretch in timeline.stretches():
-        titles[stretch.start] = f"steps {stretch.start}–{stretch.stop - 1}: {stretch.recipe.name} ({stretch.reason})"
+        found = {}
         for layer in layers:
-            kept = policy.why_kept(layer) if policy is not None and stretch.recipe.quantised else None
-            recipe = stretch.recipe if policy is None else policy.recipe_for(layer, stretch.recipe)
-            for gemm in GEMMS:
-                backend, why = explain(layer, recipe, gemm)
-                if not recipe.table()[gemm].quantised and stretch.recipe.quantised:
-                    why = kept or (stretch.reason if gemm in stretch.recipe.high_precision else recipe.name)
-                elif kept:
-                    why = f"{kept}; {why}"
-                rows.append(
-                    Row(
-                        start=stretch.start,
-                        stop=stretch.stop,
-                        layer=layer,
-                        gemm=gemm,
-                        size=_size(gemm, layer, tokens),
-                        elements=elements(recipe.table()[gemm], recipe.dtype),
-                        backend=backend,
-                        why=why,
-                        macs=tokens * layer.in_features * layer.out_features,
-                    )
-                )
-    return Plan(rows=tuple(rows), titles=titles)
-
-
-def _size(gemm: str, layer: Layer, tokens: int) -> str:
-    """rows×columns×contraction of the product."""
-    n, k = layer.out_features, layer.in_features
-    return {"fprop": f"{tokens}×{n}×{k}", "dgrad": f"{tokens}×{k}×{n}", "wgrad": f"{n}×{k}×{tokens}"}[gemm]
-
-
-def elements(operands: Operands, dtype: str) -> str:
-    """What is multiplied: "E2M1·E2M1", "BF16·BF16"."""
-    return "·".join(SHORT[dtype] if s is None else s.element.upper() for s in (operands.first, operands.second))
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """Rows alike in all cells, of blocks `first` to `last`; or the row of a layer whose name holds no number."""
-
-    head: str
-    first: int | None
-    last: int | None
-    tail: str
-    cells: tuple[str, ...]
-
-    def row(self) -> tuple[str, ...]:
-        blocks = (
-            "" if self.first is None else f"{self.first}" if self.first == self.last else f"{self.first}–{self.last}"
+            who = backend if isinstance(backend, str) else backend[layer.name]
+            found[layer.name] = resolve(layer, stretch.recipe, policy, who, device, reason=stretch.reason)
+        stretches.append(
+            PlannedStretch(
+                start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=stretch.reason, layers=found
+            )
         )
-        return (f"{self.head}{blocks}{self.tail}", *self.cells)
+    return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 
 
-def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """One row for the same GEMM of consecutive blocks: "blocks.0–4.mlp.up"."""
-    runs: list[_Run] = []
-    latest: dict[tuple[object, ...], _Run] = {}
-    for name, *cells in rows:
-        match = re.fullmatch(r"(.*?)(?<![^.])(\d+)(?![^.])(.*)", name)
-        head, number, tail = match.groups() if match else (name, None, "")
-        index = None if number is None else int(number)
-        key = (head, tail, *cells)
-        run = latest.get(key)
-        if index is not None and run is not None and run.last == index - 1:
-            run.last = index
-        else:
-            latest[key] = _Run(head=head, first=index, last=index, tail=tail, cells=tuple(cells))
-            runs.append(latest[key])
-    return [run.row() for run in runs]
+def plan(
+    model: nn.Module,
+    recipe: Recipe,
+    policy: LayerPolicy | None = None,
+    *,
+    phases: Sequence[Phase] = (),
+    steps: int = 1,
+    tokens: int = 2048,
+    backend: str = "auto",
+    device: torch.device | str | Device | None = None,
+) -> Plan:
+    """What the linear layers of anyone's model run under `fp4train.autocast`; `print` it for a table.
+
+    A model that is not converted yet is planned as `fp4train.convert` would leave it.
+
+    Args:
+        policy: which layers keep high precision; None quantises every layer.
+        phases: changes of the recipe during a run of `steps` steps.
+        tokens: rows of x in one forward pass, for the sizes.
+        backend: of layers that are not converted yet; a converted layer has its own.
+        device: where the layers run; None: where the model's first parameter is.
+
+    Raises:
+        ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot run a recipe.
+    """
+    layers = find_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no linear layer: there is nothing to plan")
+    if device is None:
+        device = next(model.parameters()).device
+    if not isinstance(device, Device):
+        device = Device.of(device)
+    backends = {name: str(getattr(model.get_submodule(name), "backend", backend)) for name in layers}
+    timeline = Timeline(recipe=recipe, steps=steps, phases=phases)
+    return make_plan(layers.values(), timeline, policy, tokens=tokens, device=device, backend=backends)

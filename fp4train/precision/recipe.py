@@ -1,54 +1,24 @@
 """A recipe: how each operand of the three GEMMs of a linear layer is quantised.
 
-A linear layer y = x·wᵀ computes three products in training, each with two operands that are blocked along the
-contraction axis:
-
-    fprop   y  = x·wᵀ     x [M, K],   w [N, K]      blocked along K (in features)
-    dgrad   dx = dy·w     dy [M, N],  wᵀ [K, N]     blocked along N (out features)
-    wgrad   dw = dyᵀ·x    dyᵀ [N, M], xᵀ [K, M]     blocked along M (tokens)
-
-A recipe is the table of these six operands: a `QuantSpec`, or None for high precision. Everything else in the project
-reads that table; no code asks "is this NVFP4?". A research recipe is therefore another table (`Custom`), and "forward
-in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
+A recipe stands for a table of six operands (`fp4train.backends.table`): a `QuantSpec` for each, or None for high
+precision. Everything else in the project reads that table; no code asks "is this NVFP4?". A research recipe is
+therefore another table (`Custom`), and "forward in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe
 from fp4train.quantize import QuantSpec
 from fp4train.text import check_choice, tabulate
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-"""Names of the first and second operand of each GEMM."""
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHORT = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
-"""Dtypes as tables and legends name them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operands:
-    """The two operands of one GEMM: `first` is x or dy, `second` is w (fprop, dgrad) or x (wgrad); None: as it is."""
-
-    first: QuantSpec | None = None
-    second: QuantSpec | None = None
-
-    @property
-    def quantised(self) -> bool:
-        return self.first is not None or self.second is not None
-
-
-HIGH_PRECISION = Operands()
-
 
 def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
-    """The table of a recipe that treats x, w and dy alike wherever they appear."""
+    """The operands of a recipe that treats x, w and dy alike wherever they appear."""
     return {
         "fprop": Operands(first=x, second=w),
         "dgrad": Operands(first=dy, second=w),
@@ -58,7 +28,7 @@ def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of all recipes; subclasses say their six operands in `operands`.
+    """Base of all recipes; subclasses give their six operands in `operands`.
 
     Args:
         high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised whatever the recipe says.
@@ -69,7 +39,7 @@ class Recipe:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, _DTYPES)
+        check_choice("dtype", self.dtype, DTYPES)
         if isinstance(self.high_precision, str):
             object.__setattr__(self, "high_precision", (self.high_precision,))
         unknown = [g for g in self.high_precision if g not in GEMMS]
@@ -85,25 +55,25 @@ class Recipe:
                     f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
                     f"{OPERANDS[gemm][1]}; the transform cancels only when both operands have the same"
                 )
-        table = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
-        object.__setattr__(self, "_table", table)
+        kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
+        object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
         return dict.fromkeys(GEMMS, HIGH_PRECISION)
 
-    def table(self) -> Mapping[str, Operands]:
+    def table(self) -> Table:
         """The six operands that run: GEMM name → operands."""
         return self._table  # type: ignore[attr-defined, no-any-return]
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def quantised(self) -> bool:
         """Whether any GEMM of this recipe is quantised."""
-        return any(o.quantised for o in self.table().values())
+        return self.table().quantised
 
     @property
     def loss_scaling(self) -> LossScaling | None:
@@ -130,43 +100,12 @@ class Recipe:
         return dataclasses.replace(self, high_precision=(*self.high_precision, *gemms))
 
     def __str__(self) -> str:
-        """The table of the six operands, one line an operand."""
+        """The table of the six operands, one line per operand."""
         rows: list[tuple[str, ...]] = [("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")]
         for gemm, operands in self.table().items():
             for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
                 rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
         return "\n".join([self.name, *tabulate(rows)])
-
-
-def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False) -> tuple[str, ...]:
-    """(element, block, scale, rounding, Hadamard) of an operand, for tables."""
-    if spec is None:
-        return (SHORT[dtype], "-", "-", "-", "no")
-    rows, columns = spec.block
-    block = "tensor" if rows is None else "row" if columns is None else f"{rows}×{columns}"
-    if along_tokens and columns is not None:
-        block += " along tokens"
-    scale = spec.scale.upper() if spec.scale != "pow2" else "FP32 2ᵏ"
-    if spec.scale_rounding:
-        scale += f" {spec.scale_rounding}"
-    if spec.global_scale:
-        scale += f" + FP32 {spec.global_scale}"
-    if spec.delayed:
-        scale += " delayed"
-    if spec.four_over_six:
-        scale += f" 4/6 {spec.four_over_six}"
-    hadamard = "no"
-    if spec.hadamard is not None:
-        # A Rotation, which may stand in a Hadamard transform's place, names its kind.
-        words = {
-            "fixed": "signed",
-            "random": "random signs",
-            "none": "unsigned",
-            "dct": "DCT",
-            "orthogonal": "random rotation",
-        }
-        hadamard = f"{spec.hadamard.size}, {words[spec.hadamard.signs]}"
-    return (spec.element.upper(), block, scale, spec.rounding, hadamard)
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24

@@ -1,32 +1,94 @@
-"""A plan in a few lines, for the start of a run: what equal layers have in common, and their share of the arithmetic.
+"""A plan as text: a table with a row per GEMM, or the few lines that a run shows when it starts.
 
     steps 0–319: NVFP4 (recipe)
       blocks 0–4  fprop dgrad wgrad  E2M1·E2M1  80.5%  emulate  auto: Transformer Engine needs a GPU, not cpu
       block 5     fprop dgrad wgrad  BF16·BF16  16.1%  torch    policy.last=0.15 (1 of 6 blocks)
       head        fprop dgrad wgrad  BF16·BF16   3.4%  torch    outside the blocks
 
-Shares are of the linear layers' multiply-adds. The plan itself has a row for each layer and GEMM.
+Shares are of the linear layers' multiply-adds.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
-from fp4train.text import columns
+from fp4train.text import columns, tabulate
+
+COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
 _NAMED = 3
-"""So many kinds of layers of a block are named; more are "blocks"."""
+"""Up to this many kinds of layers of a block are named; more are "blocks"."""
+
+
+def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Column names and one row per GEMM, unabridged."""
+    return list(COLUMNS), [list(cells(row)) for row in plan.rows]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table."""
+    steps, size = f"{row.start}–{row.stop - 1}", "×".join(map(str, row.size))
+    return (steps, row.layer.name, row.gemm, size, row.elements, row.backend, row.why)
+
+
+def render(plan: Plan, *, full: bool = False) -> str:
+    """The plan as a table per stretch; unless `full`, equal rows of neighbouring blocks are folded into one."""
+    parts = []
+    for stretch in plan.stretches:
+        rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
+        rows = rows if full else _fold(rows)
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares(stretch.start).items())
+        lines = tabulate([COLUMNS[1:], *rows])
+        parts.append("\n".join([stretch.title, *lines, f"multiply-adds of linear layers: {shares}"]))
+    return "\n\n".join(parts)
+
+
+@dataclass(kw_only=True)
+class _Span:
+    """Rows alike in all cells, of blocks `first` to `last`; or the row of a layer whose name holds no number."""
+
+    head: str
+    first: int | None
+    last: int | None
+    tail: str
+    cells: tuple[str, ...]
+
+    def row(self) -> tuple[str, ...]:
+        blocks = (
+            "" if self.first is None else f"{self.first}" if self.first == self.last else f"{self.first}–{self.last}"
+        )
+        return (f"{self.head}{blocks}{self.tail}", *self.cells)
+
+
+def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for the same GEMM of consecutive blocks: "blocks.0–4.mlp.up"."""
+    spans: list[_Span] = []
+    latest: dict[tuple[object, ...], _Span] = {}
+    for name, *others in rows:
+        match = re.fullmatch(r"(.*?)(?<![^.])(\d+)(?![^.])(.*)", name)
+        head, number, tail = match.groups() if match else (name, None, "")
+        index = None if number is None else int(number)
+        key = (head, tail, *others)
+        span = latest.get(key)
+        if index is not None and span is not None and span.last == index - 1:
+            span.last = index
+        else:
+            latest[key] = _Span(head=head, first=index, last=index, tail=tail, cells=tuple(others))
+            spans.append(latest[key])
+    return [span.row() for span in spans]
 
 
 def summarise(plan: Plan) -> str:
-    """Title and lines of every stretch."""
+    """Title and lines of every stretch: what equal layers have in common, and their share of the arithmetic."""
     found: list[tuple[str, ...]] = []
     titles: dict[int, str] = {}
-    for start, title in plan.titles.items():
-        titles[len(found)] = title
-        rows = [row for row in plan.rows if row.start == start]
+    for stretch in plan.stretches:
+        titles[len(found)] = stretch.title
+        rows = [row for row in plan.rows if row.start == stretch.start]
         total = sum(row.macs for row in rows) or 1
         for gemms, group in _alike(rows):
             share = f"{sum(row.macs for row in group) / total:6.1%}"
@@ -46,9 +108,9 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     for row in rows:
         by_layer.setdefault((row.layer.name, row.elements, row.backend, row.why), []).append(row)
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for (_, *cells), found in by_layer.items():
+    for (_, *others), found in by_layer.items():
         gemms, outside = " ".join(row.gemm for row in found), found[0].layer.block is None
-        groups.setdefault((gemms, outside, *cells), []).extend(found)
+        groups.setdefault((gemms, outside, *others), []).extend(found)
     return [(str(key[0]), found) for key, found in groups.items()]
 
 

@@ -3,6 +3,7 @@
 from fp4train.quantize.layout import from_torch, nvfp4_quantize, swizzle_scales, to_torch, unswizzle_scales
 from fp4train.quantize.quantize import both_operands, operand, operand_and_codes, quantize, quantize_dequantize
 from fp4train.quantize.quantized import Decoded, Form, Quantized
+from fp4train.quantize.quantizer import PairQuantizer, Quantizer, quantizer
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
@@ -14,8 +15,10 @@ __all__ = [
     "Delayed",
     "Form",
     "Hadamard",
+    "PairQuantizer",
     "QuantSpec",
     "Quantized",
+    "Quantizer",
     "RandomKey",
     "Rotation",
     "both_operands",
@@ -26,6 +29,7 @@ __all__ = [
     "operand_and_codes",
     "quantize",
     "quantize_dequantize",
+    "quantizer",
     "random_bits",
     "swizzle_scales",
     "to_torch",

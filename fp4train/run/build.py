@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,145 +11,24 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.backends.te import region as te_region
-from fp4train.config.schema import Config, plain
+from fp4train.config import Config, plain
 from fp4train.data import Loader
 from fp4train.errors import UserError
-from fp4train.hardware import detect, peak_flops
-from fp4train.nn import Linear, convert
-from fp4train.precision import LayerPolicy, Recipe, Swap, Timeline
+from fp4train.hardware import Device
+from fp4train.nn import convert
+from fp4train.precision import Swap, Timeline
 from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
+from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
-from fp4train.track import NullTracker, Tracker
+from fp4train.run.run import Run
+from fp4train.track import NullTracker
 from fp4train.track.config import METRICS
 
 _log = logging.getLogger(__name__)
 
 COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
-
-
-@dataclass
-class Run:
-    """A run ready to train; `step` is the number of optimizer steps done."""
-
-    config: Config
-    directory: Path
-    device: torch.device
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train_data: Loader
-    val_data: Loader
-    timeline: Timeline
-    plan: Plan
-    tracker: Tracker
-    step: int
-    loss_scale: float
-    good_steps: int
-    fingerprint: str
-
-    @property
-    def policy(self) -> LayerPolicy:
-        return self.config.policy
-
-    @property
-    def description(self) -> str:
-        """Model, batch and device in a line."""
-        count = sum(p.numel() for p in self.model.parameters())
-        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
-        return (
-            f"{type(self.config.model).__name__}, {size} parameters; {self.config.train.steps:,} steps of "
-            f"{self.config.train.tokens:,} tokens; {device}"
-        )
-
-    def te_region(self, recipe: Recipe) -> AbstractContextManager[None]:
-        """What surrounds a forward pass for TE's delayed scaling; nothing where TE does not run."""
-        if self.device.type != "cuda":
-            return nullcontext()
-        recipes = {
-            wanted
-            for module in self.linears()
-            if (wanted := self.policy.recipe_for(module.layer, recipe)).quantised
-            and module.why_not_te(wanted, self.device.type) is None
-        }
-        return te_region(*recipes) if recipes else nullcontext()
-
-    def eagerly(self) -> AbstractContextManager[object]:
-        """Where every module runs by itself, so that hooks on modules inside of a block see them."""
-        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
-
-    def linears(self) -> list[Linear]:
-        """The model's converted layers."""
-        return [m for m in self.model.modules() if isinstance(m, Linear)]
-
-    def peak_tokens_per_s(self) -> float | None:
-        """Tokens a second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
-
-        The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
-        recipes compare; 6 FLOP a weight and token, attention products and recomputation not counted.
-        """
-        gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        flops = 6 * sum(m.in_features * m.out_features for m in self.linears())
-        return None if gpu is None else peak_flops(gpu, "BF16") / flops
-
-    def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By layer, what delayed scaling has seen; empty dicts without it."""
-        return {m.layer.name: m.scaling_state() for m in self.linears()}
-
-    def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Take over what `scaling` gave."""
-        for module in self.linears():
-            module.load_scaling_state(state.get(module.layer.name, {}))
-
-    def state(self) -> dict[str, Any]:
-        """Everything that the future of the run depends on, besides the configuration and the recorded swaps."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaling": self.scaling(),
-            "loss_scale": self.loss_scale,
-            "good_steps": self.good_steps,
-            "data": self.fingerprint,
-        }
-
-    def write_plan(self) -> None:
-        """Keep the plan, every row of it, with the run."""
-        try:
-            run_directory.write_text(self.directory / run_directory.PLAN, self.plan.render(full=True) + "\n")
-        except UserError as error:  # a copy for reading: not worth the run
-            _log.warning("%s", error)
-
-    def save(self) -> Path:
-        """Write a checkpoint of the current step.
-
-        Raises:
-            CheckpointError: it could not be written; the earlier ones are untouched.
-        """
-        tensors, state = checkpoint.flatten(self.state())
-        folder = self.directory / run_directory.CHECKPOINTS
-        return checkpoint.save(folder, self.step, tensors, state, keep=self.config.checkpoint.keep)
-
-    def restore(self, found: checkpoint.Checkpoint) -> None:
-        """Go on from a checkpoint."""
-        state = checkpoint.unflatten(found.tensors, found.state)
-        try:
-            self.model.load_state_dict(state["model"])
-            # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
-            constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(state["optimizer"])
-            for group, values in zip(self.optimizer.param_groups, constants, strict=True):
-                group |= values
-            self.load_scaling(state["scaling"])
-            self.step, self.loss_scale, self.good_steps = found.step, state["loss_scale"], state["good_steps"]
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise UserError(f"{found.path} does not fit this model: {str(error).splitlines()[0]}") from error
-        if state["data"] != self.fingerprint:
-            raise UserError(
-                f"{found.path} was trained on other data (fingerprint {state['data']}, now {self.fingerprint}): "
-                "give the run the data that it began with"
-            )
 
 
 def choose_device(name: str) -> torch.device:
@@ -221,82 +98,18 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
         raise UserError(str(error)) from error
 
 
-def build_plan(config: Config, model: nn.Module, timeline: Timeline, device: torch.device) -> Plan:
-    """What will run where, and why."""
+def build_plan(config: Config, model: nn.Module, timeline: Timeline, device: Device) -> Plan:
+    """What will run where, and why.
 
-    def explain(layer: Any, recipe: Recipe, gemm: str) -> tuple[str, str]:
-        module = model.get_submodule(layer.name)
-        if not isinstance(module, Linear):
-            return "torch", f"{type(module).__name__} is not converted"
-        return module.explain(recipe, gemm, device.type)
-
+    Raises:
+        UserError: a pattern of the policy matches no layer, or `backend` cannot run a recipe on `device`.
+    """
     tokens = (config.train.microbatch or config.train.batch_size) * config.train.seq_len
+    layers = find_layers(model).values()
     try:
-        return make_plan(find_layers(model).values(), timeline, config.policy, tokens=tokens, explain=explain)
+        return make_plan(layers, timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from; None starts at step 0. Nothing is changed yet.
-
-    Raises:
-        UserError: as `find_source`, or no checkpoint is usable.
-    """
-    source = find_source(config, cfg)
-    return None if source is None else _load(source)
-
-
-def find_source(config: Config, cfg: DictConfig) -> Path | None:
-    """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
-
-    Raises:
-        UserError: the run directory, or the run to resume, belongs to another configuration; or it has no checkpoint.
-    """
-    directory = config.run.dir
-    source = Path(config.resume) if config.resume else directory
-    branching = source.resolve() != directory.resolve()
-    if config.run.overwrite and config.resume and not branching:
-        raise UserError(f"resume={source} and run.overwrite=true contradict each other: leave one of them out")
-    held = (directory / run_directory.CONFIG).is_file()
-    if not held and (strange := [name for name in run_directory.PARTS if (directory / name).exists()]):
-        raise UserError(
-            f"{directory} holds {strange[0]} but no {run_directory.CONFIG}: choose another run.name or run.dir"
-        )
-    if config.run.overwrite and not branching:
-        return None
-    if held and not config.run.overwrite:
-        saved = run_directory.read_config(directory)
-        if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
-            raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
-        _check_same(saved, cfg, directory, resuming=bool(config.resume))
-        if checkpoint.steps(directory / run_directory.CHECKPOINTS):
-            return directory
-        if not config.resume and saved.get("resume"):
-            raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
-    if config.resume is None:
-        return None
-    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
-    if not checkpoint.steps(source / run_directory.CHECKPOINTS):
-        raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
-    return source
-
-
-def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:
-    changed = run_directory.differences(saved, cfg, run_directory.RESUMED if resuming else run_directory.CONTINUED)
-    if changed:
-        shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
-        advice = (
-            "this would be another run" if resuming else "choose another run.name, or run.overwrite=true to start over"
-        )
-        raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
-
-
-def _load(run: Path) -> checkpoint.Checkpoint:
-    found = checkpoint.load(run / run_directory.CHECKPOINTS)
-    for path, reason in found.skipped:
-        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
-    return found
 
 
 def build(
@@ -356,7 +169,7 @@ def build(
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
     run.write_plan()
-    run.tracker.log_table("plan", *run.plan.table())
+    run.tracker.log_table("plan", *table(run.plan))
     return run
 
 
@@ -379,7 +192,7 @@ def _build(config: Config, place: Path, timeline: Timeline, device: torch.device
         train_data=loaders["train"],
         val_data=loaders["val"],
         timeline=timeline,
-        plan=build_plan(config, model, timeline, device),
+        plan=build_plan(config, model, timeline, Device.of(device)),
         tracker=NullTracker(),
         step=0,
         loss_scale=scaling.initial if scaling else 1.0,
@@ -402,7 +215,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
     timeline = with_swap(run.timeline, swap)
-    plan = build_plan(run.config, run.model, timeline, run.device)
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device))
     run_directory.record_swap(run.directory, swap.step, recipe, name)
     run.timeline, run.plan = timeline, plan
     run.write_plan()

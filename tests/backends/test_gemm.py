@@ -1,12 +1,12 @@
 """Products of operands: exact where the numbers are, rounded once, and on the backend that was asked for."""
 
-import logging
-
 import pytest
 import torch
 
-from fp4train.backends import BACKENDS, matmul, select
+from fp4train.backends import BACKENDS, Operands, Table, choose, matmul
+from fp4train.hardware import Device, find_gpu
 from fp4train.precision import MXFP8, FP8Current, FP8Row
+from fp4train.precision.layers import Layer
 from fp4train.quantize import Decoded, QuantSpec, quantize
 
 FP8 = FP8Current().table()["fprop"].first
@@ -70,8 +70,9 @@ def test_a_nan_scale_makes_everything_nan() -> None:
 @pytest.mark.parametrize("rows", [0, 3])
 @pytest.mark.parametrize("cols", [0, 16])
 def test_empty_operands_multiply(rows: int, cols: int) -> None:
-    for backend in BACKENDS.values():
-        for spec in (None, QuantSpec(), FP8):
+    for name, specs in {"native": [FP8], "emulate": [None, QuantSpec(), FP8], "reference": [None, QuantSpec()]}.items():
+        backend = BACKENDS[name]
+        for spec in specs:
             a, b = (backend.prepare(torch.ones(r, cols), spec) for r in (rows, 5))
             found = backend.product(a, b, out_dtype=torch.bfloat16)
             assert found.shape == (rows, 5)
@@ -91,19 +92,26 @@ def test_codes_and_decoded_operands_give_the_same_product(spec: QuantSpec) -> No
     assert torch.equal(decoded, stored)
 
 
+CPU = Device(type="cpu")
+LAYER = Layer(name="blocks.0.up", in_features=32, out_features=64, block=0, blocks=1)
+
+
+def table(first: QuantSpec | None, second: QuantSpec | None) -> Table:
+    return Table(fprop=Operands(first=first, second=second), name="mine")
+
+
 def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:
     for spec in (FP8, ROW, QuantSpec()):
-        module, why = select("auto", spec, spec, "cpu")
-        assert module is BACKENDS["emulate"]
-        assert "CPU" in why
-    assert select("native", FP8, FP8, "cpu")[0] is BACKENDS["native"]
+        chosen = choose(table(spec, spec), LAYER, "auto", CPU)["fprop"]
+        assert chosen.backend == "emulate"
+        assert "not cpu" in chosen.why
+    assert choose(table(FP8, FP8), LAYER, "native", CPU)["fprop"].backend == "native"
 
 
-def test_high_precision_is_torchs_whatever_the_backend(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for backend in ("auto", *BACKENDS):
-            assert select(backend, None, None, "cpu")[0] is BACKENDS["emulate"]
-    assert not caplog.records, "nobody asked scaled_mm for a BF16 product"
+def test_high_precision_is_torchs_whatever_the_backend() -> None:
+    for backend in ("auto", "native", "emulate", "reference", "te"):
+        assert {c.backend for c in choose(table(None, None), LAYER, backend, CPU).values()} == {"torch"}
+    assert choose(table(FP8, FP8), LAYER, "native", CPU)["dgrad"].backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -111,31 +119,60 @@ def test_high_precision_is_torchs_whatever_the_backend(caplog: pytest.LogCapture
     [
         (FP8, None, "both operands quantised"),
         (QuantSpec(), QuantSpec(), "FP8 only, not E2M1"),
-        (MXFP8().table()["fprop"].first, FP8, "one scale a tensor or a row"),
+        (MXFP8().table()["fprop"].first, FP8, "one scale per tensor or row"),
         (FP8, ROW, "scaled alike"),
         (E5M2, E5M2, "E5M2 by E5M2"),
     ],
 )
-def test_what_scaled_mm_cannot_do_is_emulated_and_logged_once(
-    first: QuantSpec, second: QuantSpec | None, reason: str, caplog: pytest.LogCaptureFixture
+def test_a_named_backend_that_cannot_is_refused_with_the_reason_and_what_could(
+    first: QuantSpec, second: QuantSpec | None, reason: str
 ) -> None:
-    select.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            module, why = select("native", first, second, "cpu")
-            assert module is BACKENDS["emulate"]
-            assert reason in why
-    assert len(caplog.records) == 1
-    assert reason in caplog.text
+    with pytest.raises(ValueError, match=r"blocks\.0\.up \(32→64\) on cpu") as refused:
+        choose(table(first, second), LAYER, "native", CPU)
+    assert reason in str(refused.value)
+    assert "backend=auto would run it by emulate" in str(refused.value)
+    assert choose(table(first, second), LAYER, "auto", CPU)["fprop"].backend == "emulate"
+
+
+def test_sizes_that_scaled_mm_does_not_take_are_refused_by_name() -> None:
+    odd = Layer(name="head", in_features=32, out_features=65, block=None, blocks=1)
+    with pytest.raises(ValueError, match="out_features divisible by 16, not 65"):
+        choose(table(FP8, FP8), odd, "native", CPU)
 
 
 def test_an_unknown_backend_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="backend='cuda' is not one of auto, emulate, native, reference"):
-        select("cuda", None, None, "cpu")
+    with pytest.raises(ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"):
+        choose(table(None, None), LAYER, "cuda", CPU)
+
+
+def test_a_gpu_elsewhere_is_judged_by_its_capability() -> None:
+    fp8, row = FP8Current().table(), FP8Row().table()
+    hopper, ampere = Device.elsewhere(find_gpu("H100")), Device.elsewhere(find_gpu("A100"))
+    assert choose(fp8, LAYER, "auto", hopper)["fprop"].backend == "te"
+    assert choose(row, LAYER, "auto", hopper)["fprop"].backend == "native"
+    for recipe in (fp8, row):
+        assert choose(recipe, LAYER, "auto", ampere)["fprop"].backend == "emulate"
+    with pytest.raises(ValueError, match=r"FP8 needs compute capability 8\.9; A100 has 8\.0"):
+        choose(row, LAYER, "native", ampere)
 
 
 def test_scaled_mm_is_not_used_on_other_devices() -> None:
-    assert select("native", FP8, FP8, "meta")[0] is BACKENDS["emulate"]
+    with pytest.raises(ValueError, match="not used on meta"):
+        choose(table(FP8, FP8), LAYER, "native", Device(type="meta"))
+
+
+@pytest.mark.parametrize("spec", [FP8, ROW], ids=["tensor", "row"])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33])
+def test_tokens_are_padded_for_scaled_mm_which_changes_no_product(spec: QuantSpec, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(tokens, 32, generator=generator), torch.randn(48, 32, generator=generator)
+    native, exact = BACKENDS["native"], BACKENDS["reference"]
+    for a, b in ((x, w), (w @ x.T, x.T.contiguous())):  # tokens as rows, and as the contraction
+        a, b = (a, b) if a.shape[1] == b.shape[1] else (a, torch.randn(16, a.shape[1], generator=generator))
+        found = native.product(native.prepare(a, spec), native.prepare(b, spec), out_dtype=torch.float32)
+        wanted = exact.product(exact.prepare(a, spec), exact.prepare(b, spec), out_dtype=torch.float32)
+        assert found.shape == wanted.shape
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(("first", "second"), [(FP8, FP8), (E5M2, FP8), (ROW, ROW)])

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
-from fp4train.backends import matmul, widened, widening
+from fp4train.backends import matmul, widened
+from fp4train.backends.emulate import widening
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, FP16, FP32, NVFP4, Recipe, autocast
 from fp4train.quantize import Decoded

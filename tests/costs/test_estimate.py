@@ -17,8 +17,7 @@ from fp4train.costs.roofline import (
     quantise_seconds,
     stored_bytes,
 )
-from fp4train.costs.support import why_emulated
-from fp4train.hardware import GPUS, find_gpu
+from fp4train.hardware import GPUS, Device, Gpu, find_gpu
 from fp4train.precision import (
     BF16,
     FP32,
@@ -37,7 +36,7 @@ from fp4train.precision import (
     Timeline,
 )
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import make_plan
+from fp4train.precision.plan import make_plan, resolve
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cost-model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))
@@ -209,14 +208,14 @@ def test_emulation_quantises_square_blocks_once() -> None:
     [
         (NVFP4(), B200, None),
         (NVFP4(), B300, None),
-        (NVFP4(), H200, "nvfp4 needs compute capability 10.0, H200 has 9.0"),
-        (MXFP8(), H100, "mxfp8 needs compute capability 10.0"),
+        (NVFP4(), H200, "nvfp4 on TE needs compute capability 10.0, H200 has 9.0"),
+        (MXFP8(), H100, "mxfp8 on TE needs compute capability 10.0"),
         (FP8Current(), H100, None),
         (FP8Block(), H200, None),
         (FP8Block(power_of_two=False), B200, "power-of-two scales"),
-        (FP8Current(), A100, "A100 has no tensor cores below BF16"),
+        (FP8Current(), A100, "needs compute capability 8.9, A100 has 8.0"),
         (FP8Row(), H200, None),
-        (FP8Row(), A100, "no tensor cores below BF16"),
+        (FP8Row(), A100, "TE has no quantiser"),
         (MXFP4(), B200, "TE has no quantiser"),
         (MXFP6(), B200, "TE has no quantiser"),
         (NVFP4(guard=16 / 17), B200, "guard"),
@@ -224,9 +223,10 @@ def test_emulation_quantises_square_blocks_once() -> None:
     ],
     ids=lambda value: getattr(value, "name", "")[:24],
 )
-def test_what_a_gpu_runs_and_why_not(recipe: Recipe, gpu, reason: str | None) -> None:  # type: ignore[no-untyped-def]
-    found = why_emulated(recipe, "dgrad", gpu)
-    assert found is None if reason is None else reason in str(found)
+def test_what_a_gpu_runs_and_why_not(recipe: Recipe, gpu: Gpu, reason: str | None) -> None:
+    found = resolve(layer("blocks.0.mlp.up", 64, 64, 0), recipe, None, "auto", Device.elsewhere(gpu)).dgrad
+    assert (found.backend == "emulate") == (reason is not None)
+    assert reason is None or reason in found.why
 
 
 def layer(name: str, k: int, n: int, block: int | None) -> Layer:
@@ -249,14 +249,16 @@ def price(
     width: int = 2048,
     tokens: int = 8192,
     phases: tuple[Phase, ...] = (),
-    backend: str = "emulate",
+    backend: str = "auto",
     microbatches: int = 1,
-    asked: str = "auto",
+    unconverted: str | None = None,
 ) -> CostEstimate:
     timeline = Timeline(recipe=recipe, steps=100, cooldown=80, phases=phases)
     policy = LayerPolicy(last=1)
-    plan = make_plan(layers(width), timeline, policy, tokens=tokens, explain=lambda *_: (backend, "test"))
-    return estimate(plan, find_gpu(gpu), timeline=timeline, policy=policy, microbatches=microbatches, backend=asked)
+    device = Device.elsewhere(find_gpu(gpu))
+    mine = [replace(each, unconverted=unconverted) if unconverted else each for each in layers(width)]
+    plan = make_plan(mine, timeline, policy, tokens=tokens, device=device, backend=backend)
+    return estimate(plan, find_gpu(gpu), microbatches=microbatches)
 
 
 def test_large_layers_gain_and_kept_ones_stay_as_they_are() -> None:
@@ -280,13 +282,13 @@ def test_small_layers_are_told_not_to_quantise() -> None:
 
 
 def test_a_laptops_plan_is_priced_for_the_named_gpu() -> None:
-    """The plan's own backend is the machine at hand; only what is asked for by name holds elsewhere."""
+    """A plan can be made for a GPU that is not here; what is asked for by name holds there too."""
     native, emulated = price(NVFP4(), "B200"), price(NVFP4(), "H200")
     assert native.total < native.bf16
     assert emulated.total > emulated.bf16
-    assert "emulated: nvfp4 needs compute capability 10.0, H200 has 9.0" in emulated.render()
-    assert price(NVFP4(), "B200", asked="emulate").total > native.bf16
-    assert "emulated: backend=emulate" in price(NVFP4(), "B200", asked="emulate").render()
+    assert "emulated: auto: nvfp4 on TE needs compute capability 10.0, H200 has 9.0" in emulated.render()
+    assert price(NVFP4(), "B200", backend="emulate").total > native.bf16
+    assert "emulated: backend=emulate" in price(NVFP4(), "B200", backend="emulate").render()
 
 
 def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
@@ -331,14 +333,16 @@ def test_other_dtypes_and_mixtures_are_priced() -> None:
 
 
 def test_a_layer_that_was_not_converted_is_not_quantised() -> None:
-    cost = price(NVFP4(), "B200", backend="torch")
+    cost = price(NVFP4(), "B200", unconverted="a subclass of nn.Linear")
     assert cost.total == cost.bf16 and not cost.break_even
 
 
 def test_features_that_te_cannot_align_are_emulated() -> None:
-    odd = layer("blocks.0.mlp.up", 1000, 2048, 0)
-    assert "divisible by 32, blocks.0.mlp.up has not" in str(why_emulated(NVFP4(), "fprop", B200, odd))
-    assert why_emulated(FP8Row(), "fprop", H200, replace(odd, in_features=1008)) is None
+    odd, device = layer("blocks.0.mlp.up", 1000, 2048, 0), Device.elsewhere(B200)
+    found = resolve(odd, NVFP4(), None, "auto", device).fprop
+    assert found.backend == "emulate" and "in_features divisible by 32, not 1000" in found.why
+    row = resolve(replace(odd, in_features=1008), FP8Row(), None, "auto", Device.elsewhere(H200)).fprop
+    assert row.backend == "native"
 
 
 def test_microbatches_must_be_positive() -> None:

@@ -21,7 +21,7 @@ def watched(
         with f4.autocast(recipe, policy=policy):
             y = model(x)
         y.square().sum().backward()
-    return seen.measure(lambda layer: recipe if policy is None else policy.recipe_for(layer, recipe), key=KEY)
+    return seen.measure(f4.plan(model, recipe, policy).at(0).layers, key=KEY)
 
 
 def test_every_quantised_operand_is_measured_with_its_own_spec() -> None:

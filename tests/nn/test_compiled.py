@@ -402,7 +402,7 @@ def test_copies_and_pickles_of_a_layer_have_handles_of_their_own() -> None:
         torch.load(stored, weights_only=False)[0],
         parametrized,
     ):
-        assert layer._handle.layer is layer
+        assert layer.handle.layer is layer
 
 
 def test_a_layer_and_its_weight_are_freed_at_once() -> None:

@@ -19,8 +19,8 @@ from fp4train.precision import (
     Operands,
     Recipe,
     autocast,
-    checkpoint,
-    checkpoint_contexts,
+    recompute,
+    recompute_contexts,
 )
 from fp4train.quantize import QuantSpec
 
@@ -49,15 +49,15 @@ def plainly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def ours(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x)
+    return recompute(function, x)
 
 
 def torchs_with_contexts(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return torch_checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)  # type: ignore[no-any-return]
+    return torch_checkpoint(function, x, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[no-any-return]
 
 
 def nested(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(lambda t: checkpoint(function, t), x)
+    return recompute(lambda t: recompute(function, t), x)
 
 
 def train(region: Region, recipe: Recipe, step: int | None, passes: int = 3) -> Iterator[Tensor]:
@@ -120,7 +120,7 @@ def test_torchs_own_checkpoint_raises_instead_of_computing_something_else(
         y = torch_checkpoint(model[0], X.clone().requires_grad_(), use_reentrant=reentrant)  # type: ignore[index]
     with (
         autocast(backward_in or BF16(), enabled=backward_in is not None),
-        pytest.raises(RuntimeError, match=r"0\.0 is recomputed in backward without .*context_fn=.*checkpoint_contexts"),
+        pytest.raises(RuntimeError, match=r"0\.0 is recomputed in backward without .*context_fn=.*recompute_contexts"),
     ):
         y.sum().backward()
 
@@ -166,9 +166,9 @@ def test_a_context_entered_in_a_custom_backward_holds_there() -> None:
 @pytest.mark.parametrize("step", [None, 2])
 def test_llama_with_recompute_has_the_gradients_of_llama_without(step: int | None) -> None:
     found = []
-    for recompute in (False, True):
+    for recomputes in (False, True):
         torch.manual_seed(0)
-        shape = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=48, recompute=recompute)
+        shape = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=48, recompute=recomputes)
         model = f4.convert(shape.build(vocab_size=40, seq_len=8))
         tokens = torch.arange(16).reshape(2, 8)
         with autocast(NVFP4(), step=step):

@@ -57,7 +57,7 @@ def test_sharing_changes_no_bit(recipe: Recipe) -> None:
         with f4.autocast(recipe, step=0):
             gate = model.gate(x)
             if not together:
-                current().memo.clear()  # type: ignore[union-attr]
+                current().shared.clear()  # type: ignore[union-attr]
             y = gate * model.up(x)
         y.sum().backward()
         found.append((y, x.grad, model.gate.weight.grad, model.up.weight.grad))
@@ -81,5 +81,5 @@ def test_nothing_is_held_after_the_context() -> None:
     with f4.autocast(NVFP4(), step=0):
         context = current()
         layer(torch.randn(32, 64))
-        assert context is not None and context.memo
-    assert not context.memo
+        assert context is not None and context.shared
+    assert not context.shared

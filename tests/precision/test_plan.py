@@ -1,14 +1,14 @@
 """The plan says what forward and backward then really do."""
 
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-import fp4train.nn.gemms as gemms
-from fp4train.backends import BACKENDS
+import fp4train as f4
+from fp4train.backends import BACKENDS, GEMMS
+from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import Linear, convert
 from fp4train.precision import (
@@ -26,11 +26,12 @@ from fp4train.precision import (
     Timeline,
     autocast,
 )
-from fp4train.precision.layers import Layer, find_layers
-from fp4train.precision.plan import Plan, elements, make_plan
-from fp4train.precision.recipe import GEMMS, Operands
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import Plan, make_plan, resolve
+from fp4train.precision.report import cells, render, table
 
 BATCH, TIME = 2, 8
+CPU = Device(type="cpu")
 
 
 def model_of(backend: str) -> torch.nn.Module:
@@ -41,46 +42,27 @@ def model_of(backend: str) -> torch.nn.Module:
 
 
 def plan_of(model: torch.nn.Module, timeline: Timeline, policy: LayerPolicy | None) -> Plan:
-    def explain(layer: Layer, recipe: Recipe, gemm: str) -> tuple[str, str]:
-        module = model.get_submodule(layer.name)
-        assert isinstance(module, Linear)
-        return module.explain(recipe, gemm, "cpu")
-
-    return make_plan(find_layers(model).values(), timeline, policy, tokens=BATCH * TIME, explain=explain)
+    backends = {name: model.get_submodule(name).backend for name in find_layers(model)}
+    return make_plan(find_layers(model).values(), timeline, policy, tokens=BATCH * TIME, device=CPU, backend=backends)
 
 
 class Observer:
-    """Writes down the specs and shapes of each product that a layer runs."""
+    """Writes down the shapes of each product that a layer runs, and by which backend."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: dict[str, list[tuple[str, str, str]]] = {}
+        self.seen: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.layer = ""
-        real = gemms.select
+        for name, backend in BACKENDS.items():
+            monkeypatch.setattr(backend, "product", self.watching(name, backend.product), raising=False)
 
-        def select(backend: str, first: Any, second: Any, device: str) -> tuple[ModuleType, str]:
-            gemm, why = real(backend, first, second, device)
-            name = "torch" if first is None and second is None else gemm.__name__.rpartition(".")[2]
-            return self.watching(gemm, name, elements(Operands(first=first, second=second), "bfloat16")), why
+    def watching(self, name: str, product: Any) -> Any:
+        def watched(a: Any, b: Any, **options: Any) -> torch.Tensor:
+            y: torch.Tensor = product(a, b, **options)
+            columns = a.shape[1] if hasattr(a, "shape") else a.values.shape[1]
+            self.seen.setdefault(self.layer, []).append(((y.shape[0], y.shape[1], columns), name))
+            return y
 
-        monkeypatch.setattr(gemms, "select", select)
-
-    def watching(self, gemm: ModuleType, name: str, what: str) -> Any:
-        observer = self
-
-        class Watched:
-            __name__ = gemm.__name__
-            prepare = staticmethod(gemm.prepare)
-
-            @staticmethod
-            def product(a: Any, b: Any, **options: Any) -> torch.Tensor:
-                y: torch.Tensor = gemm.product(a, b, **options)
-                columns = a.shape[1] if hasattr(a, "shape") else a.values.shape[1]
-                observer.seen.setdefault(observer.layer, []).append(
-                    (f"{y.shape[0]}×{y.shape[1]}×{columns}", what, name)
-                )
-                return y
-
-        return Watched()
+        return watched
 
 
 POLICIES = [None, LayerPolicy(), LayerPolicy(first=1, last=1, keep=["mlp.down"], recipe_for_kept=MXFP8())]
@@ -93,7 +75,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["auto", "emulate", "native", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "emulate", "reference"])
 @pytest.mark.parametrize("policy", POLICIES, ids=["all", "last15", "mixed"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_every_row_is_a_product_that_runs(
@@ -113,16 +95,23 @@ def test_every_row_is_a_product_that_runs(
         y.sum().backward()
         planned = [row for row in plan.rows if row.layer.name == name]
         assert [row.gemm for row in planned] == list(GEMMS)
-        rows = [(row.size, row.elements, row.backend) for row in planned]
+        rows = [(row.size, row.backend) for row in planned]
         runs = recipe if policy is None else policy.recipe_for(layer.layer, recipe)
+        assert [row.elements for row in planned] == [o.elements("bfloat16") for o in runs.table().values()]
         if runs.quantised:
             assert rows == observer.seen[name]
         else:  # torch's own layer runs, and none of ours
-            assert name not in observer.seen and {row[1:] for row in rows} == {("BF16·BF16", "torch")}
+            assert name not in observer.seen and {row[1] for row in rows} == {"torch"}
 
 
-def test_the_observer_sees_backends_apart() -> None:
-    assert set(BACKENDS) == {"emulate", "native", "reference"}
+def test_native_products_are_native_and_what_the_policy_keeps_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_every_row_is_a_product_that_runs(FP8Current(), LayerPolicy(), "native", monkeypatch)
+
+
+def test_a_backend_that_cannot_is_refused_when_the_plan_is_made() -> None:
+    for backend, word in (("native", "FP8 only, not E2M1"), ("te", "needs an NVIDIA GPU")):
+        with pytest.raises(ValueError, match=word):
+            plan_of(model_of(backend), Timeline(recipe=NVFP4(), steps=1), None)
 
 
 def test_shares_sum_to_one_and_follow_the_sizes() -> None:
@@ -141,9 +130,9 @@ def test_each_stretch_has_its_rows_and_its_reasons() -> None:
     phase = Phase(start="cooldown", recipe=BF16(), gemms=["fprop"])
     timeline = Timeline(recipe=NVFP4(), steps=10, cooldown=8, phases=[phase])
     plan = plan_of(model_of("auto"), timeline, LayerPolicy(last=1))
-    assert list(plan.titles) == [0, 8]
+    assert [stretch.start for stretch in plan.stretches] == [0, 8]
     rows = {(r.start, r.layer.name, r.gemm): r for r in plan.rows}
-    assert len(rows) == len(plan.rows) == 2 * 3 * len(find_layers(model_of("auto")))
+    assert len(rows) == len(list(plan.rows)) == 2 * 3 * len(find_layers(model_of("auto")))
     assert rows[0, "blocks.0.mlp.up", "fprop"].elements == "E2M1·E2M1"
     assert rows[8, "blocks.0.mlp.up", "fprop"].elements == "BF16·BF16"
     assert rows[8, "blocks.0.mlp.up", "fprop"].why == "phase cooldown: fprop in BF16"
@@ -158,11 +147,11 @@ def test_each_stretch_has_its_rows_and_its_reasons() -> None:
 
 def unfold(rows: list[list[str]]) -> list[tuple[str, ...]]:
     found = []
-    for name, *cells in rows:
+    for name, *others in rows:
         match = re.search(r"(?<![^.])(\d+)–(\d+)(?![^.])", name)
         numbers = range(int(match[1]), int(match[2]) + 1) if match else [None]
         for number in numbers:
-            found.append((name if number is None else f"{name[: match.start()]}{number}{name[match.end() :]}", *cells))  # type: ignore[union-attr]
+            found.append((name if number is None else f"{name[: match.start()]}{number}{name[match.end() :]}", *others))  # type: ignore[union-attr]
     return found
 
 
@@ -179,16 +168,16 @@ def test_folding_loses_nothing(policy: LayerPolicy | None) -> None:
     def body(text: str) -> list[list[str]]:
         return [re.split(r" {2,}", line) for line in text.splitlines()[3:-1]]
 
-    folded, full = body(plan.render()), body(plan.render(full=True))
-    assert sorted(unfold(folded)) == sorted(map(tuple, full)) == sorted(r.cells()[1:] for r in plan.rows)
+    folded, full = body(render(plan)), body(render(plan, full=True))
+    assert sorted(unfold(folded)) == sorted(map(tuple, full)) == sorted(cells(r)[1:] for r in plan.rows)
     assert len(folded) < len(full) / 2
 
 
 def test_the_table_for_trackers_is_unabridged() -> None:
     plan = plan_of(model_of("auto"), Timeline(recipe=NVFP4(), steps=10), LayerPolicy())
-    columns, rows = plan.table()
+    columns, rows = table(plan)
     assert columns == ["steps", "layer", "GEMM", "size", "elements", "backend", "why"]
-    assert len(rows) == len(plan.rows)
+    assert len(rows) == len(list(plan.rows))
     assert all(len(row) == len(columns) for row in rows)
     assert rows[0][0] == "0–9"
 
@@ -205,12 +194,31 @@ def test_high_precision_is_called_by_the_runs_dtype() -> None:
         assert {row.backend for row in plan.rows} == {"torch"}
 
 
-def test_a_backend_that_cannot_says_why_and_what_runs_instead() -> None:
-    layer = Linear(32, 32, backend="native")
-    assert layer.explain(FP8Row(), "fprop", "cpu") == ("native", "backend=native")
-    name, why = layer.explain(NVFP4(), "fprop", "cpu")
-    assert name == "emulate"
-    assert "FP8 only, not E2M1" in why
-    name, why = Linear(32, 32, backend="te").explain(NVFP4(), "fprop", "cpu")
-    assert name == "emulate"
-    assert "needs a GPU" in why
+def test_a_layer_alone_is_resolved_by_the_same_function() -> None:
+    layer = Linear(32, 32).layer
+    assert resolve(layer, FP8Row(), None, "native", CPU).fprop.why == "backend=native"
+    with pytest.raises(ValueError, match=r"FP8 only, not E2M1\. backend=auto would run it by emulate"):
+        resolve(layer, NVFP4(), None, "native", CPU)
+
+
+def test_the_plan_of_anyones_model_is_the_one_that_runs_after_conversion() -> None:
+    shape = Llama(width=32, layers=4, heads=2, kv_heads=1, hidden=48)
+    plain = shape.build(vocab_size=60, seq_len=TIME)
+    before = f4.plan(plain, NVFP4(), LayerPolicy(last=1), tokens=16)
+    after = f4.plan(convert(plain), NVFP4(), LayerPolicy(last=1), tokens=16)
+    assert list(before.rows) == list(after.rows)
+    assert "blocks.0–2.mlp.up" in str(after)
+    with pytest.raises(ValueError, match="holds no linear layer"):
+        f4.plan(torch.nn.ReLU(), NVFP4())
+
+
+def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recipe, policy = model_of("auto"), NVFP4(), LayerPolicy(last=1)
+    stretch = f4.plan(model, recipe, policy).at(0)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.hold(stretch.layers[module.layer.name], recipe, policy, torch.device("cpu"))
+    monkeypatch.setattr("fp4train.nn.linear.resolve", lambda *_, **__: pytest.fail("resolved again"))
+    tokens = torch.zeros(1, TIME, dtype=torch.int64)
+    with autocast(recipe, policy=policy, step=0):
+        assert model(tokens, tokens).isfinite()

@@ -121,7 +121,7 @@ def test_each_switch_of_nvfp4_changes_its_operands_and_no_others(
     changed: Recipe, slots: set[tuple[str, str]] | None, fields: set[str] | None
 ) -> None:
     if slots is None:
-        assert changed.table() == {**NVFP4().table(), "fprop": Operands()}
+        assert dict(changed.table()) == {**NVFP4().table(), "fprop": Operands()}
         return
     found = changes(NVFP4(), changed)
     assert set(found) == slots
@@ -182,7 +182,7 @@ def test_high_precision_takes_gemms_out_whatever_the_recipe(recipe: Recipe) -> N
     assert changed.high_precision == ("fprop", "wgrad")
     assert changed == recipe.with_high_precision("wgrad", "fprop"), "the order of the words means nothing"
     assert hash(changed) == hash(recipe.with_high_precision("wgrad", "fprop"))
-    assert changed.table() == {"fprop": Operands(), "dgrad": recipe.table()["dgrad"], "wgrad": Operands()}
+    assert dict(changed.table()) == {"fprop": Operands(), "dgrad": recipe.table()["dgrad"], "wgrad": Operands()}
     assert type(changed) is type(recipe)
     assert not recipe.with_high_precision("fprop", "dgrad", "wgrad").quantised
 
@@ -284,7 +284,7 @@ def test_names_fit_a_legend_and_differ() -> None:
 
 def test_a_mixed_recipe_takes_each_gemm_from_its_part() -> None:
     mixed = Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=FP8Row())
-    assert mixed.table() == {
+    assert dict(mixed.table()) == {
         "fprop": NVFP4().table()["fprop"],
         "dgrad": MXFP8().table()["dgrad"],
         "wgrad": FP8Row().table()["wgrad"],

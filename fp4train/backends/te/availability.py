@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from types import ModuleType
 
-import torch
-
+from fp4train.backends.table import Table
 from fp4train.backends.te.quantizers import family
-from fp4train.precision.recipe import Recipe
+from fp4train.hardware import Device
 from fp4train.quantize import QuantSpec
 
 OLDEST = (2, 9)
@@ -104,43 +103,41 @@ def _why_not_installed() -> str | None:
     return None
 
 
-def specs(recipe: Recipe) -> list[QuantSpec]:
-    """The distinct quant specs of a recipe's table."""
-    operands = [s for o in recipe.table().values() for s in (o.first, o.second) if s is not None]
-    return list(dict.fromkeys(operands))
+def why_not_device(table: Table, device: Device) -> str | None:
+    """None where TE on `device` runs the table's formats; otherwise the reason and, on this machine, what runs instead.
 
-
-def why_not_device(recipe: Recipe) -> str | None:
-    """None where this machine's TE and GPU run `recipe`'s formats; otherwise a sentence that says what to do.
-
-    A recipe without quantised operands needs no TE: torch's own GEMM runs it.
+    A table without quantised operands needs no TE: torch's own GEMM runs it. Of a GPU on another machine the compute
+    capability decides, with the newest TE that fp4train knows.
     """
-    if not recipe.quantised:
+    if not table.quantised:
         return None
-    if not torch.cuda.is_available():
-        return (
-            f"{recipe.name} on backend=te needs an NVIDIA GPU; torch sees none. Use backend=emulate (exact numerics)."
-        )
-    gpu = f"{torch.cuda.get_device_name()}, compute capability {'{}.{}'.format(*torch.cuda.get_device_capability())}"
+    if device.type != "cuda":
+        return f"Transformer Engine needs an NVIDIA GPU, not {device.type}"
+    if device.capability is None:
+        return "Transformer Engine needs an NVIDIA GPU; torch sees none"
+    families = _families(table)
+    if not device.here:
+        return _why_not_capability(families, device)
     try:
         te = pytorch_module()
-        reason = _why_not_formats(te, _families(recipe))
+        reason = _why_not_formats(te, families, device)
     except ValueError as error:
         reason = str(error)
     if reason is None:
         return None
     native = next((name for name in ("mxfp8", "fp8_current") if _available(name)), None)
-    instead = f" or recipe={native} (native on this GPU)" if native and native not in _families(recipe).values() else ""
-    return (
-        f"{recipe.name} on backend=te cannot run on this GPU ({gpu}): {reason.rstrip('.')}. "
-        f"Use backend=emulate (exact numerics, BF16 speed){instead}."
-    )
+    instead = f"; recipe={native} runs natively" if native and native not in families.values() else ""
+    return f"{reason.rstrip('.')} ({_describe(device)}){instead}"
 
 
-def _families(recipe: Recipe) -> dict[QuantSpec, str]:
+def _describe(device: Device) -> str:
+    return f"{device}, compute capability {'.'.join(map(str, device.capability or ()))}"
+
+
+def _families(table: Table) -> dict[QuantSpec, str]:
     """TE's family of each operand that has one; what TE cannot express at all is `translate`'s to say."""
     found = {}
-    for spec in specs(recipe):
+    for spec in table.specs():
         with contextlib.suppress(ValueError):
             found[spec] = family(spec)
     return found
@@ -161,18 +158,41 @@ _CHECKS = {
     "fp8_block": "is_fp8_block_scaling_available",
 }
 
+_LEAST = {"nvfp4": (10, 0), "mxfp8": (10, 0), "fp8_block": (9, 0), "fp8_current": (8, 9), "fp8_delayed": (8, 9)}
+"""Compute capability that each family needs."""
 
-def _why_not_formats(te: ModuleType, families: Mapping[QuantSpec, str]) -> str | None:
-    capability = torch.cuda.get_device_capability()
+
+def _why_not_formats(te: ModuleType, families: Mapping[QuantSpec, str], device: Device) -> str | None:
+    """TE's own answer for each format, and what TE does not check."""
     for spec, kind in families.items():
         available, reason = getattr(te, _CHECKS[kind])(return_reason=True)
         if not available:
             return str(reason)
-        if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
-            return (
-                "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
-                "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
-            )
-        if kind == "fp8_block" and capability[0] >= 10 and spec.scale == "fp32":
-            return "from 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
+        if (unchecked := _why_not_checked(spec, kind, device)) is not None:
+            return unchecked
+    return None
+
+
+def _why_not_capability(families: Mapping[QuantSpec, str], device: Device) -> str | None:
+    assert device.capability is not None
+    for spec, kind in families.items():
+        least = _LEAST[kind]
+        if device.capability < least or (kind == "mxfp8" and device.capability >= (12, 0)):
+            have = ".".join(map(str, device.capability))
+            return f"{kind} on TE needs compute capability {least[0]}.{least[1]}, {device} has {have}"
+        if (unchecked := _why_not_checked(spec, kind, device)) is not None:
+            return unchecked
+    return None
+
+
+def _why_not_checked(spec: QuantSpec, kind: str, device: Device) -> str | None:
+    """What fails on a GPU although TE says that the format is available there."""
+    capability = device.capability or (0, 0)
+    if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
+        return (
+            "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
+            "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
+        )
+    if kind == "fp8_block" and capability >= (10, 0) and spec.scale == "fp32":
+        return "from compute capability 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
     return None

@@ -1,13 +1,13 @@
 """The GEMMs of a linear layer on TE's kernels: y [*, N] = x [*, K]·wᵀ + b, and their gradients.
 
-One `te.pytorch.Linear` for each recipe, all working on the layer's own parameters. TE builds a module's quantisers
+One `te.pytorch.Linear` for each table, all working on the layer's own parameters. TE builds a module's quantisers
 when it first runs and keeps them while the recipe's class stays the same: `NVFP4BlockScaling(disable_rht=True)` on a
 module that has run with Hadamard transform is silently ignored, and delayed scaling that returns after another recipe
 is no longer updated (module/base.py set_meta_tensor, quantization.py add_fp8_tensors_to_global_buffer). A module for
 each recipe never changes, so neither can happen; it holds quantisers, no parameters, and is idle between its uses.
 
 Each call enters `te.autocast` itself, so layers of one model run different recipes. Delayed scaling updates its scales
-when TE's outermost autocast ends, once for all layers: wrap the model's forward pass in `region(recipe)` for it.
+when TE's outermost autocast ends, once for all layers: wrap the model's forward pass in `region(table)` for it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.te.availability import pytorch_module, specs
+from fp4train.backends.table import Table
+from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.translate import to_te
-from fp4train.precision.recipe import Recipe
 
 
-def _is_delayed(recipe: Recipe) -> bool:
-    return any(spec.delayed is not None for spec in specs(recipe))
+def _is_delayed(table: Table) -> bool:
+    return any(spec.delayed is not None for spec in table.specs())
 
 
-def _token_multiple(recipe: Recipe) -> int:
+def _token_multiple(table: Table) -> int:
     """Tokens are padded to this: the longest block along tokens, and at least TE's 32."""
-    blocks = [size for spec in specs(recipe) for size in spec.block if size is not None]
+    blocks = [size for spec in table.specs() for size in spec.block if size is not None]
     return max(32, *blocks) if blocks else 32
 
 
 @contextmanager
-def region(*recipes: Recipe) -> Iterator[None]:
+def region(*tables: Table) -> Iterator[None]:
     """TE's outermost autocast for one forward pass; needed for delayed scaling, harmless for other recipes.
 
     Args:
-        recipes: those that the pass uses. Nothing happens where none of them is quantised.
+        tables: those that the pass uses. Nothing happens where none of them is quantised.
     """
-    quantised = [recipe for recipe in recipes if recipe.quantised]
+    quantised = [table for table in tables if table.quantised]
     with ExitStack() as stack:
         if quantised:
-            first = next((recipe for recipe in quantised if _is_delayed(recipe)), quantised[0])
+            first = next((table for table in quantised if _is_delayed(table)), quantised[0])
             stack.enter_context(pytorch_module().autocast(enabled=True, recipe=to_te(first)))
         yield
 
@@ -58,7 +58,7 @@ def _inside_region(te: Any) -> bool:
 
 
 class _Built(NamedTuple):
-    """What one recipe needs in one layer."""
+    """What one table needs in one layer."""
 
     te_recipe: Any
     module: Any
@@ -73,7 +73,7 @@ class TEExecutor:
         in_features, out_features: K and N.
         bias: whether calls pass a bias.
         name: of the layer, for TE's messages.
-        translate: our recipe → TE's; another than `to_te` puts TE's reference quantisers in its kernels' place.
+        translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in its kernels' place.
     """
 
     def __init__(
@@ -83,33 +83,33 @@ class TEExecutor:
         out_features: int,
         bias: bool,
         name: str,
-        translate: Callable[[Recipe], Any] = to_te,
+        translate: Callable[[Table], Any] = to_te,
     ) -> None:
         self._translate = translate
         self.in_features, self.out_features, self.bias, self.name = in_features, out_features, bias, name
-        self._built: dict[Recipe, _Built] = {}
-        self._delayed: Recipe | None = None
+        self._built: dict[Table, _Built] = {}
+        self._delayed: Table | None = None
         self._to_load: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave TE's modules behind; they are rebuilt when needed, with their history."""
         return {**self.__dict__, "_built": {}, "_delayed": None, "_to_load": self.state()}
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
         Args:
             x: [*, K] on a CUDA device; padded with zeros to a multiple of 32 tokens (128 for FP8 blocks).
             weight: [N, K]; bias: [N] or None.
-            recipe: any that `why_not` has nothing against.
+            table: any that `why_not` has nothing against.
         """
         te = pytorch_module()
-        dtype = recipe.torch_dtype
+        dtype = table.torch_dtype
         x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
         tokens = x_MK.shape[0]
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        te_recipe, module, token_multiple, delayed = self._module(te, recipe, weight)
+        te_recipe, module, token_multiple, delayed = self._module(te, table, weight)
         padding = -tokens % token_multiple
         if padding:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
@@ -121,15 +121,15 @@ class TEExecutor:
             # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
             stack.enter_context(torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype))
             if delayed:
-                self._enter_delayed(te, recipe)
+                self._enter_delayed(te, table)
             stack.enter_context(te.autocast(enabled=True, recipe=te_recipe))
             if self._to_load and delayed:
                 self._load(te_recipe, module)
             y_MN: Tensor = module(x_MK)
         return y_MN[:tokens].reshape(*x.shape[:-1], self.out_features)
 
-    def _module(self, te: Any, recipe: Recipe, weight: Tensor) -> _Built:
-        if recipe not in self._built:
+    def _module(self, te: Any, table: Table, weight: Tensor) -> _Built:
+        if table not in self._built:
             module = te.Linear(
                 self.in_features,
                 self.out_features,
@@ -138,17 +138,17 @@ class TEExecutor:
                 device="meta",  # the parameters are the caller's
                 name=self.name,
             )
-            self._built[recipe] = _Built(self._translate(recipe), module, _token_multiple(recipe), _is_delayed(recipe))
-        return self._built[recipe]
+            self._built[table] = _Built(self._translate(table), module, _token_multiple(table), _is_delayed(table))
+        return self._built[table]
 
-    def _enter_delayed(self, te: Any, recipe: Recipe) -> None:
+    def _enter_delayed(self, te: Any, table: Table) -> None:
         if not _inside_region(te):
             raise RuntimeError(
-                f"{recipe.name} on backend=te: delayed scaling updates all layers' scales when a forward pass ends; "
+                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a forward pass ends; "
                 "run the pass inside fp4train.backends.te.region(recipe). Recomputed activations have no such end: "
                 "turn recomputation off, or use FP8Current or backend=emulate."
             )
-        self._delayed = recipe
+        self._delayed = table
 
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's scales and amax histories; empty without it."""

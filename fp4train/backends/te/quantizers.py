@@ -18,14 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4train.precision.recipe import Operands, describe
+from fp4train.backends.table import FORMS, Operands, describe
 from fp4train.quantize import QuantSpec
 
-SLOTS = {
-    "input": (("fprop", "first"), ("wgrad", "second")),
-    "weight": (("fprop", "second"), ("dgrad", "second")),
-    "grad_output": (("dgrad", "first"), ("wgrad", "first")),
-}
+SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
 """TE's name of each tensor → (GEMM, operand) of its row-wise and of its column-wise form."""
 
 Forms = tuple[QuantSpec | None, QuantSpec | None]

@@ -19,9 +19,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fp4train.backends.table import OPERANDS, Operands, Shape, Table
 from fp4train.backends.te.availability import recipe_module, version, version_text, why_not_device
 from fp4train.backends.te.quantizers import QuantizerFactory, family
-from fp4train.precision.recipe import OPERANDS, Operands, Recipe
+from fp4train.hardware import Device
 from fp4train.quantize import Hadamard, QuantSpec
 
 INSTEAD = "use backend=emulate, which runs any table"
@@ -29,73 +30,79 @@ ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp
 """What TE's kernels ask of in and out features; tokens are padded by `TEExecutor`."""
 
 
-def to_te(recipe: Recipe) -> Any:
-    """The TE recipe that computes exactly `recipe`'s table; None where nothing is quantised.
+NEWEST = (2, 20)
+"""The TE that a GPU on another machine is taken to have."""
+
+
+def to_te(table: Table) -> Any:
+    """The TE recipe that computes exactly `table`; None where nothing is quantised.
 
     Raises:
         ValueError: TE, or the installed version of it, cannot; the message names the operand and what to use instead.
     """
-    if not recipe.quantised:
+    if not table.quantised:
         return None
     te = recipe_module()
-    table = recipe.table()
-    families = _families(recipe)
-    _check_products(recipe, families)
+    families = _families(table, version() or ())
+    _check_products(table, families)
     native = _native(te, table, families)
-    return native if native is not None else _custom(te, recipe, families)
+    return native if native is not None else _custom(te, table, families)
 
 
-def why_not(recipe: Recipe, *, in_features: int, out_features: int) -> str | None:
-    """None when TE runs exactly this table on this machine for a layer of this size; otherwise the reason.
+def why_not(table: Table, layer: Shape, device: Device) -> str | None:
+    """None when TE runs exactly this table on `device` in a layer of this size; otherwise the reason.
 
     The number of tokens does not matter: `TEExecutor` pads it with zeros, which change neither amax nor product.
     """
-    if not recipe.quantised:
+    if not table.quantised:
         return None
-    reason = why_not_device(recipe)
-    if reason:
+    if (reason := why_not_device(table, device)) is not None:
         return reason
     try:
-        to_te(recipe)
+        if device.here:
+            to_te(table)
+        families = _families(table, (version() or ()) if device.here else NEWEST)
+        _check_products(table, families)
     except ValueError as error:
         return str(error)
-    multiple = max(ALIGNMENT[kind] for kind in _families(recipe).values())
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
+    multiple = max(ALIGNMENT[kind] for kind in families.values())
+    for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
         if size % multiple:
-            return f"{recipe.name} on backend=te needs {name} divisible by {multiple}, not {size}; {INSTEAD}"
+            return f"TE needs {name} divisible by {multiple}, not {size}"
     return None
 
 
-def _families(recipe: Recipe) -> dict[QuantSpec, str]:
+def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
     """TE's family of each distinct operand."""
     found = {}
-    for gemm, operands in recipe.table().items():
+    for gemm, operands in table.items():
         for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
             if spec is None:
                 continue
+            where = f"{table.name}: {gemm} {name}"
             try:
                 found[spec] = family(spec)
             except ValueError as error:
-                raise ValueError(f"{recipe.name}: {gemm} {name}: {error}; {INSTEAD}") from error
-            newer = (version() or ()) >= (2, 14)
+                raise ValueError(f"{where}: {error}; {INSTEAD}") from error
+            newer = installed >= (2, 14)
             if found[spec] == "nvfp4" and (spec.formula == "te2.14") != newer:
                 here = "te2.14" if newer else "te2.13"
                 raise ValueError(
-                    f"{recipe.name}: {gemm} {name}: {version_text()} computes NVFP4 block scales by formula={here}, "
+                    f"{where}: {version_text()} computes NVFP4 block scales by formula={here}, "
                     f"not {spec.formula}; set recipe.formula={here} or {INSTEAD}"
                 )
-            if spec.hadamard is not None and recipe.dtype != "bfloat16":
-                raise ValueError(f"{recipe.name}: {gemm} {name}: TE transforms BF16, not {recipe.dtype}; {INSTEAD}")
+            if spec.hadamard is not None and table.dtype != "bfloat16":
+                raise ValueError(f"{where}: TE transforms BF16, not {table.dtype}; {INSTEAD}")
             if gemm != "wgrad" and spec.hadamard is not None:
-                raise ValueError(f"{recipe.name}: {gemm} {name}: TE transforms the wgrad operands only; {INSTEAD}")
+                raise ValueError(f"{where}: TE transforms the wgrad operands only; {INSTEAD}")
             if gemm != "fprop" and spec.global_scale == "row":
-                raise ValueError(f"{recipe.name}: {gemm} {name}: TE's row-wise global scale is for fprop; {INSTEAD}")
+                raise ValueError(f"{where}: TE's row-wise global scale is for fprop; {INSTEAD}")
     return found
 
 
-def _check_products(recipe: Recipe, families: Mapping[QuantSpec, str]) -> None:
+def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
     """TE multiplies two operands of one family, or two unquantised ones."""
-    for gemm, operands in recipe.table().items():
+    for gemm, operands in table.items():
         first, second = operands.first, operands.second
         if first is None and second is None:
             continue
@@ -103,20 +110,20 @@ def _check_products(recipe: Recipe, families: Mapping[QuantSpec, str]) -> None:
         if first is None or second is None:
             plain, quantised = names if first is None else names[::-1]
             raise ValueError(
-                f"{recipe.name}: {gemm}: {quantised} is quantised and {plain} is not, which no TE kernel multiplies; "
+                f"{table.name}: {gemm}: {quantised} is quantised and {plain} is not, which no TE kernel multiplies; "
                 f"quantise both or none, or {INSTEAD}"
             )
         if families[first] != families[second]:
             raise ValueError(
-                f"{recipe.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is {families[second]}, "
+                f"{table.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is {families[second]}, "
                 f"which no TE kernel multiplies; give both the same format, or {INSTEAD}"
             )
         if first.element == second.element == "e5m2":
             raise ValueError(
-                f"{recipe.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, or {INSTEAD}"
+                f"{table.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, or {INSTEAD}"
             )
         if families[first] == "fp8_block" and first.block == second.block == (128, 128):
-            raise ValueError(f"{recipe.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}")
+            raise ValueError(f"{table.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}")
 
 
 def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec, str]) -> Any:
@@ -224,19 +231,19 @@ def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, f
     )
 
 
-def _custom(te: Any, recipe: Recipe, families: Mapping[QuantSpec, str]) -> Any:
+def _custom(te: Any, table: Table, families: Mapping[QuantSpec, str]) -> Any:
     """A CustomRecipe with one quantiser for each form of each tensor."""
     if (version() or ()) < (2, 19):
         raise ValueError(
-            f"{recipe.name} needs Transformer Engine 2.19 or newer (CustomRecipe with a quantiser for each direction), "
+            f"{table.name} needs Transformer Engine 2.19 or newer (CustomRecipe with a quantiser for each direction), "
             f"and this is {version_text()}; {INSTEAD}"
         )
     if "fp8_delayed" in families.values():
         raise ValueError(
-            f"{recipe.name}: TE's delayed scaling holds for all six operands, E4M3 forward, with one history; "
+            f"{table.name}: TE's delayed scaling holds for all six operands, E4M3 forward, with one history; "
             f"use FP8Current, or {INSTEAD}"
         )
-    factory = QuantizerFactory.of(recipe.table())
+    factory = QuantizerFactory.of(table)
     return _make(
         te.CustomRecipe,
         qfactory=factory,

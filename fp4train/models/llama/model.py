@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.loss import chunked_cross_entropy
-from fp4train.precision.context import activation_dtype, checkpoint
+from fp4train.precision.context import activation_dtype, recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class LlamaModel(nn.Module):
         x = F.embedding(tokens_BT, self.embed.weight).to(dtype)
         cos, sin = (t[: tokens_BT.shape[1]].to(dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
-            x = checkpoint(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
+            x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
         x = self.norm(x)
         if targets_BT is None:
             return widened(F.linear, x, self.head.weight.to(dtype))

@@ -1,4 +1,4 @@
-"""The recipes of the field, one family per file: dataclasses whose fields are the switches of a paper or of Transformer Engine.
+"""The recipes of the field, one family per file: dataclasses whose fields are the switches of a paper or of TE.
 
 `print(NVFP4())` shows the table of six operands that a recipe stands for.
 """

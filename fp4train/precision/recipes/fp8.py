@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fp4train.precision.recipe import Operands, Recipe, by_tensor
+from fp4train.backends.table import Operands
+from fp4train.precision.recipe import Recipe, by_tensor
 from fp4train.quantize import Delayed, QuantSpec
 from fp4train.text import check_choice
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fp4train.precision.recipe import GEMMS, HIGH_PRECISION, LossScaling, Operands, Recipe
+from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands
+from fp4train.precision.recipe import LossScaling, Recipe
 from fp4train.precision.recipes.high import BF16, FP16
 
 

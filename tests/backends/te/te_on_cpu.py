@@ -130,6 +130,8 @@ from transformer_engine.common.recipe import CustomRecipe  # noqa: E402
 from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils  # noqa: E402
 from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState  # noqa: E402
 
+from fp4train import backends  # noqa: E402
+from fp4train.backends.table import Table  # noqa: E402
 from fp4train.backends.te import QuantizerFactory, TEExecutor, to_te  # noqa: E402
 from fp4train.nn import Linear  # noqa: E402
 from fp4train.precision.context import autocast  # noqa: E402
@@ -213,7 +215,7 @@ def same_as_native() -> dict[str, bool]:
     """Whether our factory, given a table that TE has a class for, builds the quantisers which that class builds."""
     result = {}
     for name, recipe in recipes().items():
-        native = to_te(recipe)
+        native = to_te(recipe.table())
         if type(native) is CustomRecipe or native.backward_override:
             continue
         custom = CustomRecipe(qfactory=QuantizerFactory.of(recipe.table()))
@@ -221,15 +223,16 @@ def same_as_native() -> dict[str, bool]:
     return result
 
 
-def reference_recipe(recipe: Recipe) -> CustomRecipe:
-    """TE's pure-torch reference in place of the kernels that `recipe` would run on."""
+def reference_recipe(table: Table) -> CustomRecipe:
+    """TE's pure-torch reference in place of the kernels that `table` would run on."""
+    two_d = table["fprop"].second.block == (16, 16)
 
     def factory(role: QuantizerRole | None) -> Any:
         weight = role is not None and role.tensor_type == "weight"
         return reference_nvfp4.NVFP4QuantizerRef(
             dtype=reference_utils.Fp4Formats.E2M1,
-            quant_tile_shape=(16, 16) if weight and recipe.two_d_weights else (1, 16),
-            with_rht=not weight and recipe.hadamard,
+            quant_tile_shape=(16, 16) if weight and two_d else (1, 16),
+            with_rht=not weight and table["wgrad"].second.hadamard is not None,
         )
 
     return CustomRecipe(qfactory=factory)
@@ -262,8 +265,10 @@ def against_emulation() -> dict[str, dict[str, float]]:
         return linear
 
     ours, theirs = Linear.from_linear(plain(), place, "reference"), Linear.from_linear(plain(), place, "te")
-    theirs.why_not_te = lambda recipe, device: None
-    theirs.te = TEExecutor(in_features=K, out_features=N, bias=False, name="layer", translate=reference_recipe)
+    backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
+    theirs.kernels["te"] = TEExecutor(
+        in_features=K, out_features=N, bias=False, name="layer", translate=reference_recipe
+    )
     base = NVFP4(stochastic_rounding=False)
     switched = {
         "rht_2d": base,
@@ -298,7 +303,7 @@ def switching() -> dict[str, bool]:
     executor = TEExecutor(in_features=K, out_features=N, bias=False, name="layer")
     report = {}
     for recipe in (with_rht, without):
-        te_recipe, own, *_ = executor._module(te, recipe, torch.empty(N, K, dtype=torch.bfloat16))
+        te_recipe, own, *_ = executor._module(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16))
         for name, each in (("te", module), ("fp4train", own)):
             # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check.
             with te.autocast(enabled=False):
@@ -313,7 +318,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     report: dict[str, Any] = {"against_emulation": against_emulation(), "selfcheck": selfcheck()}
     with pretend_gpu():
-        report["quantizers"] = {name: slots(to_te(recipe)) for name, recipe in recipes().items()}
+        report["quantizers"] = {name: slots(to_te(recipe.table())) for name, recipe in recipes().items()}
         report["same_as_native"] = same_as_native()
         report["switching"] = switching()
     json.dump(report, sys.stdout)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import fp4train.backends.te.executor as te_backend
-from fp4train.backends.te import availability, region
-from fp4train.nn import Linear
+from fp4train.backends.te import TransformerEngine, availability, region
 from fp4train.nn import convert as convert_layers
 from fp4train.precision.context import autocast
 from fp4train.precision.policy import LayerPolicy
@@ -88,7 +87,7 @@ class FakeTE(types.ModuleType):
 def te(monkeypatch: pytest.MonkeyPatch) -> FakeTE:
     fake = FakeTE()
     monkeypatch.setattr(te_backend, "pytorch_module", lambda: fake)
-    monkeypatch.setattr(Linear, "why_not_te", lambda self, recipe, device: None)
+    monkeypatch.setattr(TransformerEngine, "why_not", lambda self, table, layer, device: None)
     return fake
 
 
@@ -207,19 +206,19 @@ def test_delayed_scaling_outside_of_a_region_is_refused(te: FakeTE) -> None:
 
 def test_a_region_is_one_outer_autocast(te: FakeTE) -> None:
     recipe = FP8Delayed(history=4)
-    with region(recipe), autocast(recipe):
+    with region(recipe.table()), autocast(recipe):
         assert len(te.stack) == 1
         convert(Model())(X)
         assert len(te.stack) == 1
-    with region(BF16()):
+    with region(BF16().table()):
         assert te.stack == []
-    with region(MXFP8(), recipe):
+    with region(MXFP8().table(), recipe.table()):
         assert type(te.stack[0]).__name__ == "DelayedScaling", "its scales are updated when the region ends"
 
 
 def _delayed(recipe: FP8Delayed) -> Model:
     model = convert(Model())
-    with region(recipe), autocast(recipe):
+    with region(recipe.table()), autocast(recipe):
         model(X)
     return model
 
@@ -229,15 +228,15 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
     layer = _delayed(recipe).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(12.0).reshape(4, 3))
     te.built[0].fp8_meta["scaling_bwd"].scale.fill_(5)
-    state = layer.te.state()
+    state = layer.kernels["te"].state()
     assert set(state) == {"scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 
     resumed = convert(Model()).blocks[0]
-    resumed.te.load_state(state)
-    assert set(resumed.te.state()) == set(state), "a checkpoint written before the first step loses nothing"
-    with region(recipe), autocast(recipe):
+    resumed.kernels["te"].load_state(state)
+    assert set(resumed.kernels["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
+    with region(recipe.table()), autocast(recipe):
         resumed(X)
-    meta = resumed.te._built[recipe][1].fp8_meta
+    meta = resumed.kernels["te"]._built[recipe.table()][1].fp8_meta
     assert torch.equal(meta["scaling_fwd"].amax_history, torch.arange(12.0).reshape(4, 3))
     assert torch.equal(meta["scaling_bwd"].scale, torch.full((2,), 5.0))
 
@@ -246,10 +245,13 @@ def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
     layer = _delayed(FP8Delayed(history=4)).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(4.0)[:, None].expand(4, 3))
     resumed, shorter = convert(Model()).blocks[0], FP8Delayed(history=2)
-    resumed.te.load_state(layer.te.state())
-    with region(shorter), autocast(shorter):
+    resumed.kernels["te"].load_state(layer.kernels["te"].state())
+    with region(shorter.table()), autocast(shorter):
         resumed(X)
-    assert resumed.te._built[shorter][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [0.0, 3.0]
+    assert resumed.kernels["te"]._built[shorter.table()][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
+        0.0,
+        3.0,
+    ]
 
 
 def test_a_copy_rebuilds_its_own_modules_and_takes_the_history_along(te: FakeTE) -> None:
@@ -257,5 +259,5 @@ def test_a_copy_rebuilds_its_own_modules_and_takes_the_history_along(te: FakeTE)
     te.built[0].fp8_meta["scaling_fwd"].scale.fill_(7)
     other = copy.deepcopy(layer)
     assert other.weight is not layer.weight
-    assert other.te._built == {}
-    assert other.te.state()["scale_fwd"].tolist() == [7, 7, 7]
+    assert other.kernels["te"]._built == {}
+    assert other.kernels["te"].state()["scale_fwd"].tolist() == [7, 7, 7]

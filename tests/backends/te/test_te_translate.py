@@ -6,10 +6,12 @@ import sys
 import types
 
 import pytest
-import torch
 
+from fp4train.backends.table import Operands
 from fp4train.backends.te import QuantizerFactory, availability, to_te, translate, why_not, why_not_device
-from fp4train.precision.recipe import Operands, Recipe
+from fp4train.hardware import Device
+from fp4train.precision.layers import Layer
+from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import (
     BF16,
     FP16,
@@ -46,8 +48,8 @@ SWITCHES = {
 
 @pytest.mark.parametrize("recipe", [BF16(), FP16(), FP32(), NVFP4().with_high_precision("fprop", "dgrad", "wgrad")])
 def test_a_recipe_that_quantises_nothing_needs_no_te(recipe: Recipe) -> None:
-    assert to_te(recipe) is None
-    assert why_not(recipe, in_features=17, out_features=3) is None
+    assert to_te(recipe.table()) is None
+    assert why_not(recipe.table(), shape(17, 3), Device(type="cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -80,39 +82,39 @@ def test_a_recipe_that_quantises_nothing_needs_no_te(recipe: Recipe) -> None:
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
 def test_nvfp4_every_switch(recipe: Recipe, changed: dict[str, object]) -> None:
-    made = to_te(recipe)
+    made = to_te(recipe.table())
     assert type(made) is recipes.NVFP4BlockScaling
     assert {name: getattr(made, name) for name in SWITCHES} == SWITCHES | changed
 
 
 def test_mxfp8() -> None:
-    made = to_te(MXFP8())
+    made = to_te(MXFP8().table())
     assert type(made) is recipes.MXFP8BlockScaling
     assert (made.fp8_format, made.enable_2d_quantization) == (recipes.Format.E4M3, False)
-    made = to_te(MXFP8(element="hybrid", two_d_weights=True))
+    made = to_te(MXFP8(element="hybrid", two_d_weights=True).table())
     assert (made.fp8_format, made.enable_2d_quantization) == (recipes.Format.HYBRID, True)
-    assert to_te(MXFP8().with_high_precision("dgrad", "wgrad")).backward_override == "high_precision"
+    assert to_te(MXFP8().with_high_precision("dgrad", "wgrad").table()).backward_override == "high_precision"
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("kind", [FP8Current, FP8Block])
 def test_power_of_two_scales_reach_the_attributes_that_te_reads(kind: type[Recipe], power_of_two: bool) -> None:
-    made = to_te(kind(power_of_two=power_of_two))
+    made = to_te(kind(power_of_two=power_of_two).table())
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         assert getattr(made, name).power_2_scale is power_of_two
 
 
 def test_fp8_formats_and_blocks() -> None:
-    assert to_te(FP8Current()).fp8_format == recipes.Format.HYBRID
-    assert to_te(FP8Current(element="e4m3")).fp8_format == recipes.Format.E4M3
-    block = to_te(FP8Block(element="hybrid"))
+    assert to_te(FP8Current().table()).fp8_format == recipes.Format.HYBRID
+    assert to_te(FP8Current(element="e4m3").table()).fp8_format == recipes.Format.E4M3
+    block = to_te(FP8Block(element="hybrid").table())
     assert type(block) is recipes.Float8BlockScaling
     assert block.fp8_format == recipes.Format.HYBRID
     assert (block.x_block_scaling_dim, block.w_block_scaling_dim, block.grad_block_scaling_dim) == (1, 2, 1)
 
 
 def test_delayed_scaling() -> None:
-    made = to_te(FP8Delayed(element="e4m3", history=16, algorithm="most_recent", margin=1))
+    made = to_te(FP8Delayed(element="e4m3", history=16, algorithm="most_recent", margin=1).table())
     assert type(made) is recipes.DelayedScaling
     assert (made.fp8_format, made.amax_history_len) == (recipes.Format.E4M3, 16)
     assert (made.amax_compute_algo, made.margin) == ("most_recent", 1)
@@ -121,8 +123,8 @@ def test_delayed_scaling() -> None:
 def test_tes_environment_variables_change_nothing() -> None:
     program = (
         "from fp4train.backends.te import to_te; from fp4train.precision.recipes import *; "
-        "r = to_te(NVFP4()); assert not r.disable_rht and r.backward_override is None, r; "
-        "assert to_te(FP8Block()).fp8_quant_fwd_inp.power_2_scale"
+        "r = to_te(NVFP4().table()); assert not r.disable_rht and r.backward_override is None, r; "
+        "assert to_te(FP8Block().table()).fp8_quant_fwd_inp.power_2_scale"
     )
     environment = {
         "NVTE_NVFP4_DISABLE_RHT": "1",
@@ -147,7 +149,7 @@ def test_tes_environment_variables_change_nothing() -> None:
     ids=lambda recipe: recipe.name,
 )
 def test_single_gemms_in_another_precision_need_a_custom_recipe(recipe: Recipe) -> None:
-    made = to_te(recipe)
+    made = to_te(recipe.table())
     assert type(made) is recipes.CustomRecipe
     assert made.backward_override is None
     assert made.qfactory == QuantizerFactory.of(recipe.table())
@@ -155,7 +157,7 @@ def test_single_gemms_in_another_precision_need_a_custom_recipe(recipe: Recipe) 
 
 def test_a_table_is_recognised_whatever_recipe_wrote_it() -> None:
     custom = Custom(label="mine", **NVFP4().table())
-    assert type(to_te(custom)) is recipes.NVFP4BlockScaling
+    assert type(to_te(custom.table())) is recipes.NVFP4BlockScaling
 
 
 def _with(gemm: str, **operands: QuantSpec | None) -> Recipe:
@@ -199,7 +201,7 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
 )
 def test_what_te_cannot_express_is_refused_by_operand_and_with_what_to_do(recipe: Recipe, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
-        to_te(recipe)
+        to_te(recipe.table())
     for word in words:
         assert word in str(error.value)
 
@@ -219,7 +221,7 @@ def test_an_older_te_is_refused_where_it_would_compute_something_else(
     for module in (availability, translate):
         monkeypatch.setattr(module, "version", lambda: found)
     with pytest.raises(ValueError, match=word):
-        to_te(recipe)
+        to_te(recipe.table())
 
 
 def test_a_field_that_an_older_te_lacks_matters_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,11 @@ def test_a_field_that_an_older_te_lacks_matters_only_when_it_is_used(monkeypatch
         translate._make(Older, backward_override="high_precision")
 
 
-def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str) -> None:
+def shape(in_features: int, out_features: int) -> Layer:
+    return Layer(name="up", in_features=in_features, out_features=out_features, block=0, blocks=1)
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str) -> Device:
     """A GPU that TE answers for as it would: by capability."""
 
     def check(least: tuple[int, int], most: tuple[int, int] = (99, 0)) -> object:
@@ -246,53 +252,61 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
         is_nvfp4_available=check((10, 0)),
         is_fp8_block_scaling_available=check((9, 0)),
     )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(availability, "pytorch_module", lambda: te)
+    return Device(type="cuda", name=name, capability=capability)
 
 
-def test_without_a_gpu_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reason = why_not_device(NVFP4())
-    assert reason == "NVFP4 on backend=te needs an NVIDIA GPU; torch sees none. Use backend=emulate (exact numerics)."
+def test_without_a_gpu_the_reason_says_so() -> None:
+    assert why_not_device(NVFP4().table(), Device(type="cpu")) == "Transformer Engine needs an NVIDIA GPU, not cpu"
+    assert "torch sees none" in str(why_not_device(NVFP4().table(), Device(type="cuda")))
 
 
 def test_hopper_runs_fp8_and_is_pointed_at_it_for_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpu(monkeypatch, (9, 0), "NVIDIA H200")
-    reason = why_not_device(NVFP4())
+    device = gpu(monkeypatch, (9, 0), "NVIDIA H200")
+    reason = why_not_device(NVFP4().table(), device)
     assert reason is not None
-    for word in ("NVIDIA H200", "9.0", "10.0 or higher", "backend=emulate", "recipe=fp8_current"):
+    for word in ("NVIDIA H200", "9.0", "10.0 or higher", "recipe=fp8_current"):
         assert word in reason
-    assert why_not(FP8Current(), in_features=64, out_features=64) is None
-    assert why_not_device(MXFP8()) is not None
+    assert why_not(FP8Current().table(), shape(64, 64), device) is None
+    assert why_not_device(MXFP8().table(), device) is not None
 
 
 def test_blackwell_runs_nvfp4_and_names_the_size_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpu(monkeypatch, (10, 0), "NVIDIA B200")
+    device = gpu(monkeypatch, (10, 0), "NVIDIA B200")
     for recipe in (NVFP4(), NVFP4().with_high_precision("fprop"), MXFP8()):
-        assert why_not(recipe, in_features=64, out_features=96) is None
-        assert "out_features divisible by 32, not 40" in str(why_not(recipe, in_features=64, out_features=40))
-    assert "power_of_two=true" in str(why_not_device(FP8Block(power_of_two=False)))
-    assert "E2M3" in str(why_not(MXFP6(), in_features=64, out_features=64))
+        assert why_not(recipe.table(), shape(64, 96), device) is None
+        assert "out_features divisible by 32, not 40" in str(why_not(recipe.table(), shape(64, 40), device))
+    assert "power_of_two=true" in str(why_not_device(FP8Block(power_of_two=False).table(), device))
+    assert "E2M3" in str(why_not(MXFP6().table(), shape(64, 64), device))
 
 
 def test_rtx_blackwell_runs_plain_nvfp4_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpu(monkeypatch, (12, 0), "NVIDIA GeForce RTX 5090")
-    assert "recipe.hadamard=false" in str(why_not_device(NVFP4()))
-    assert why_not_device(NVFP4(hadamard=False, stochastic_rounding=False)) is None
+    device = gpu(monkeypatch, (12, 0), "NVIDIA GeForce RTX 5090")
+    assert "recipe.hadamard=false" in str(why_not_device(NVFP4().table(), device))
+    assert why_not_device(NVFP4(hadamard=False, stochastic_rounding=False).table(), device) is None
+
+
+GPUS = [((9, 0), "H200"), ((10, 0), "B200"), ((12, 0), "RTX 5090"), ((8, 0), "A100"), ((8, 9), "L40")]
+
+
+@pytest.mark.parametrize("capability", GPUS, ids=str)
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Block(), FP8Block(power_of_two=False)], ids=str)
+def test_a_gpu_elsewhere_gets_the_answer_that_it_gives_itself(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, capability: tuple[tuple[int, int], str]
+) -> None:
+    here = gpu(monkeypatch, *capability)
+    elsewhere = Device(type="cuda", name=here.name, capability=here.capability, here=False)
+    found = [why_not(recipe.table(), shape(64, 64), device) is None for device in (here, elsewhere)]
+    assert found[0] == found[1]
 
 
 def test_an_installed_te_that_does_not_load_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-
     def fail(name: str) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
     monkeypatch.setattr(availability.importlib, "import_module", fail)
-    assert "does not load: libcudnn.so.9" in str(why_not_device(NVFP4()))
+    device = Device(type="cuda", name="NVIDIA B200", capability=(10, 0))
+    assert "does not load: libcudnn.so.9" in str(why_not_device(NVFP4().table(), device))
 
 
 def test_importing_fp4train_does_not_import_te() -> None:

@@ -1,94 +1,40 @@
-"""Linear layers inside of torch.compile: one operator a call, no graph break.
+"""One operator per call of a linear layer in compiled graphs. Imported only by `compile`.
 
 A graph must not depend on what changes in a run: recipe, step, seed. So the operator takes the layer and the autocast
 context as opaque objects, reads them when it runs, and leaves what backward needs (codes and scales, whose shapes are
-the recipe's business) in another one. What the graph itself has to know of a layer is its `Route`: that is worked out
-when the graph is traced, and checked as a guard each time before it runs. A change of recipe that leaves the routes
-alone, NVFP4 to MXFP8, compiles nothing anew.
+the recipe's business) in another one.
 
 An operator may not keep a graph's tensors: the compiler puts other values into them. So layers share nothing that they
-made of the same input here, only a layer's own parameter is prepared once a step, and an x that wgrad needs in high
+made of the same input here, only a layer's own parameter is prepared once per step, and an x that wgrad needs in high
 precision is saved by the graph. To the compiler the operator is a function of its arguments: two equal calls of one
-layer in a graph are one call, a call whose result nobody uses is none.
+layer in a graph are one call, and a call whose result nobody uses is none.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBase
+from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 from fp4train.nn.call import Call
-from fp4train.nn.gemms import Gradients, backward, forward, without_torchs_autocast
+from fp4train.nn.gemms import Gradients, gradients_of, without_torchs_autocast
+from fp4train.nn.linear import Handle, Linear
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, current, in_stray_recomputation, once
+from fp4train.precision import opaque
+from fp4train.precision.context import Context, is_stray_recomputation, once, state
 from fp4train.quantize import Quantized
 
-if TYPE_CHECKING:
-    from fp4train.nn.linear import Linear
+__all__ = ["linear", "opaque"]
 
 # What Python decides at each call, random bits above all, must not be replayed from a recording.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Kind = Literal["plain", "torch", "operator", "eager"]
-
-
-class Route(NamedTuple):
-    """What a graph has to know of a layer."""
-
-    kind: Kind
-    """`plain`: nn.Linear, outside of a context; `torch`: a recipe that quantises nothing; `operator`; `eager`: not in
-    the graph, because Transformer Engine runs it or because it raises an error."""
-    dtype: torch.dtype | None = None
-    """The recipe's."""
-    keeps_x: bool = False
-    """Whether wgrad takes x in high precision."""
-
-
-class Handle(OpaqueBase):
-    """A linear layer as torch.compile sees it; the layer owns it, not the other way round."""
-
-    def __init__(self, layer: Linear) -> None:
-        self._layer = weakref.ref(layer)
-
-    @property
-    def layer(self) -> Linear:
-        layer = self._layer()
-        assert layer is not None
-        return layer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        return Handle(memo[id(self.layer)])
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys, to which all layers are alike: graphs hold nothing of one but its route."""
-        return str, (Handle.__qualname__,)
-
-    def route(self) -> Route:
-        """The layer's route in the current context."""
-        context, layer = current(), self.layer
-        if layer.is_stray(context):
-            return Route("eager")
-        if context is None:
-            return Route("plain")
-        try:
-            recipe = context.recipe_for(layer.layer)
-        except ValueError:
-            return Route("eager")
-        if not recipe.quantised:
-            return Route("torch", recipe.torch_dtype)
-        device = next(layer.parameters()).device.type  # not `weight`, which a parametrization would compute anew
-        if layer.why_not_te(recipe, device) is None:
-            return Route("eager")
-        return Route("operator", recipe.torch_dtype, recipe.table()["wgrad"].second is None)
-
-
+Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.opaque`
 register_opaque_type(
     Handle, typ="reference", guard_fn=lambda handle: [handle.route()], members={"route": MemberType.USE_REAL}
 )
@@ -133,26 +79,28 @@ def linear(
         keeps_x: whether backward is given x by the graph.
     """
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
-    call = _call(layer.layer, calls, w_NK, context, x_MK.device.type, training)
-    gradients = Gradients.of((x_MK, w_NK, bias_N), tuple(wanted))
-    y_MN, x = forward(x_MK, w_NK, bias_N, call, gradients, share=None)
+    call = _call(layer.layer, calls, w_NK, context, x_MK.device, training)
+    gradients = gradients_of(x_MK, w_NK, bias_N, tuple(wanted))
+    y_MN, x = call.gemms.forward(x_MK, w_NK, bias_N, call, gradients, None)
     return y_MN, Saved(call, gradients, x if isinstance(x, Quantized) else None, calls)
 
 
-def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, device: str, training: bool) -> Call:
+def _call(
+    layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, device: torch.device, training: bool
+) -> Call:
     """A new call, or, where a graph recomputes activations in its backward, the one of its forward."""
-    if in_stray_recomputation():
+    if is_stray_recomputation(state()):
         if len(calls) != 1:
             raise RuntimeError(
                 f"{layer.layer.name} was called {len(calls)} times in the forward pass that a graph recomputes, "
                 "and nothing tells which of them this is. Compile the blocks inside of the recomputed regions instead."
             )
         return calls[0]
-    recipe = context.recipe_for(layer.layer)
-    call = once(layer, lambda: layer.new_call(context, recipe, device, training))
+    gemms = layer.gemms_in(context, device)
+    call = once(layer, lambda: layer.new_call(context, gemms, training))
     own = layer._parameters.get("weight")
-    if own is None or own.data_ptr() != w_NK.data_ptr():
-        call = replace(call, weights=PreparedWeights())
+    if own is None or not own.is_set_to(w_NK):  # another tensor, which the compiler may overwrite
+        call.weights = PreparedWeights()
     if training:
         calls.append(call)
     return call
@@ -177,9 +125,11 @@ def linear_backward(
     dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: Saved, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias), without elements where one is not wanted; `x_MK` where wgrad takes it in high precision."""
-    assert saved.call is not None and saved.gradients is not None
+    call, gradients = saved.call, saved.gradients
+    assert call is not None and gradients is not None
     with without_torchs_autocast(dy_MN.device.type):
-        dx, dw, dbias = backward(dy_MN, w_NK, saved.x if x_MK is None else x_MK, saved.call, saved.gradients)
+        x = saved.x if x_MK is None else x_MK
+        dx, dw, dbias = call.gemms.backward(dy_MN, w_NK, x, call, gradients)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
     nothing = dy_MN.new_empty(0)

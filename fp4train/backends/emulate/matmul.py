@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.widening import widened, widens
+from fp4train.backends.emulate.widening import widened, widens
 from fp4train.quantize import Decoded
 
 

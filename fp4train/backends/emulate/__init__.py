@@ -1,0 +1,41 @@
+"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4train.backends.emulate.matmul import matmul
+from fp4train.backends.emulate.widening import widened
+from fp4train.backends.protocol import Prepared
+from fp4train.backends.table import Shape, Table
+from fp4train.hardware import Device
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize_dequantize, quantizer
+
+__all__ = ["EMULATE", "Emulate", "matmul", "widened"]
+
+
+class Emulate:
+    """Products of decoded operands."""
+
+    name = "emulate"
+    takes_codes = False
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        """None: every spec is emulated on every device."""
+        return None
+
+    def prepare(
+        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
+        return Decoded(x_RC, None) if spec is None else quantize_dequantize(x_RC, spec, key=key, amax=amax)
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if isinstance(a, Quantized):
+            a = quantizer(a.spec, a.codes.device.type).decode(a)
+        if isinstance(b, Quantized):
+            b = quantizer(b.spec, b.codes.device.type).decode(b)
+        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+
+EMULATE = Emulate()

@@ -1,0 +1,77 @@
+"""Which checkpoint a run goes on from, and whether its directory belongs to the same configuration."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from fp4train import checkpoint
+from fp4train.config import Config
+from fp4train.errors import UserError
+from fp4train.run import directory as run_directory
+
+_log = logging.getLogger(__name__)
+
+
+def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from; None starts at step 0. Nothing is changed yet.
+
+    Raises:
+        UserError: as `find_source`, or no checkpoint is usable.
+    """
+    source = find_source(config, cfg)
+    return None if source is None else _load(source)
+
+
+def find_source(config: Config, cfg: DictConfig) -> Path | None:
+    """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
+
+    Raises:
+        UserError: the run directory, or the run to resume, belongs to another configuration; or it has no checkpoint.
+    """
+    directory = config.run.dir
+    source = Path(config.resume) if config.resume else directory
+    branching = source.resolve() != directory.resolve()
+    if config.run.overwrite and config.resume and not branching:
+        raise UserError(f"resume={source} and run.overwrite=true contradict each other: leave one of them out")
+    held = (directory / run_directory.CONFIG).is_file()
+    if not held and (strange := [name for name in run_directory.PARTS if (directory / name).exists()]):
+        raise UserError(
+            f"{directory} holds {strange[0]} but no {run_directory.CONFIG}: choose another run.name or run.dir"
+        )
+    if config.run.overwrite and not branching:
+        return None
+    if held and not config.run.overwrite:
+        saved = run_directory.read_config(directory)
+        if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
+            raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
+        _check_same(saved, cfg, directory, resuming=bool(config.resume))
+        if checkpoint.steps(directory / run_directory.CHECKPOINTS):
+            return directory
+        if not config.resume and saved.get("resume"):
+            raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
+    if config.resume is None:
+        return None
+    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
+    if not checkpoint.steps(source / run_directory.CHECKPOINTS):
+        raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
+    return source
+
+
+def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:
+    changed = run_directory.differences(saved, cfg, run_directory.RESUMED if resuming else run_directory.CONTINUED)
+    if changed:
+        shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
+        advice = (
+            "this would be another run" if resuming else "choose another run.name, or run.overwrite=true to start over"
+        )
+        raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
+
+
+def _load(run: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.load(run / run_directory.CHECKPOINTS)
+    for path, reason in found.skipped:
+        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
+    return found

@@ -1,0 +1,150 @@
+"""A run that is ready to train: model, data, plan, optimizer, and the step that it has reached."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4train import checkpoint
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.config import Config
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.hardware import detect, peak_flops
+from fp4train.nn import Linear
+from fp4train.precision import LayerPolicy, Timeline
+from fp4train.precision.plan import Plan, PlannedStretch
+from fp4train.precision.report import render
+from fp4train.run import directory as run_directory
+from fp4train.track import Tracker
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A run ready to train; `step` is the number of optimizer steps done."""
+
+    config: Config
+    directory: Path
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train_data: Loader
+    val_data: Loader
+    timeline: Timeline
+    plan: Plan
+    tracker: Tracker
+    step: int
+    loss_scale: float
+    good_steps: int
+    fingerprint: str
+
+    @property
+    def policy(self) -> LayerPolicy:
+        return self.config.policy
+
+    @property
+    def description(self) -> str:
+        """Model, batch and device in a line."""
+        count = sum(p.numel() for p in self.model.parameters())
+        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+        return (
+            f"{type(self.config.model).__name__}, {size} parameters; {self.config.train.steps:,} steps of "
+            f"{self.config.train.tokens:,} tokens; {device}"
+        )
+
+    def apply(self, stretch: PlannedStretch) -> None:
+        """Give every layer what the plan says that it runs in `stretch`."""
+        for module in self.linears():
+            module.hold(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+
+    def region(self) -> AbstractContextManager[object]:
+        """What the backends of the current stretch need around a forward pass."""
+        stretch, stack = self.plan.at(self.step), ExitStack()
+        for name, backend in LAYER_BACKENDS.items():
+            if tables := stretch.tables(name):
+                stack.enter_context(backend.region(tables))
+        return stack
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Where every module runs by itself, so that hooks on modules inside of a block see them."""
+        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
+
+    def linears(self) -> list[Linear]:
+        """The model's converted layers."""
+        return [m for m in self.model.modules() if isinstance(m, Linear)]
+
+    def peak_tokens_per_s(self) -> float | None:
+        """Tokens per second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
+
+        The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
+        recipes compare; 6 FLOP per weight and token, attention products and recomputation not counted.
+        """
+        gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        flops = 6 * sum(m.in_features * m.out_features for m in self.linears())
+        return None if gpu is None else peak_flops(gpu, "BF16") / flops
+
+    def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By layer, what delayed scaling has seen; empty dicts without it."""
+        return {m.layer.name: m.scaling_state() for m in self.linears()}
+
+    def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Take over what `scaling` gave."""
+        for module in self.linears():
+            module.load_scaling_state(state.get(module.layer.name, {}))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the future of the run depends on, besides the configuration and the recorded swaps."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaling": self.scaling(),
+            "loss_scale": self.loss_scale,
+            "good_steps": self.good_steps,
+            "data": self.fingerprint,
+        }
+
+    def write_plan(self) -> None:
+        """Keep the plan, every row of it, with the run."""
+        try:
+            run_directory.write_text(self.directory / run_directory.PLAN, render(self.plan, full=True) + "\n")
+        except UserError as error:  # a copy for reading: not worth the run
+            _log.warning("%s", error)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier ones are untouched.
+        """
+        tensors, state = checkpoint.flatten(self.state())
+        folder = self.directory / run_directory.CHECKPOINTS
+        return checkpoint.save(folder, self.step, tensors, state, keep=self.config.checkpoint.keep)
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint."""
+        state = checkpoint.unflatten(found.tensors, found.state)
+        try:
+            self.model.load_state_dict(state["model"])
+            # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
+            constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+            self.optimizer.load_state_dict(state["optimizer"])
+            for group, values in zip(self.optimizer.param_groups, constants, strict=True):
+                group |= values
+            self.load_scaling(state["scaling"])
+            self.step, self.loss_scale, self.good_steps = found.step, state["loss_scale"], state["good_steps"]
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{found.path} does not fit this model: {str(error).splitlines()[0]}") from error
+        if state["data"] != self.fingerprint:
+            raise UserError(
+                f"{found.path} was trained on other data (fingerprint {state['data']}, now {self.fingerprint}): "
+                "give the run the data that it began with"
+            )
