@@ -23,6 +23,7 @@ from fp4train.precision import LayerPolicy, Recipe, Swap, Timeline
 from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.run import directory as run_directory
+from fp4train.run.swaps import as_swap, read_swaps, record_swap
 from fp4train.track import NullTracker, Tracker
 from fp4train.track.config import METRICS
 
@@ -215,7 +216,7 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
             steps=steps,
             cooldown=cooldown,
             phases=tuple(sorted(config.phases.values(), key=order)),
-            swaps=tuple(run_directory.read_swaps(directory)) if directory else (),
+            swaps=tuple(read_swaps(directory)) if directory else (),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -323,7 +324,7 @@ def build(
     device = choose_device(config.device)
     timeline = build_timeline(config, source if start or not config.run.overwrite else None)
     if start is not None and swap is not None:
-        wanted = run_directory.as_swap(start.step, swap[1], swap[0])
+        wanted = as_swap(start.step, swap[1], swap[0])
         before = [s.recipe for s in timeline.swaps if s.step <= start.step]
         if before and before[-1] == wanted.recipe:
             swap = None  # the same command again: that swap is on record
@@ -347,7 +348,7 @@ def build(
     if start is None:
         (directory / METRICS).unlink(missing_ok=True)
     elif swap is not None:
-        run_directory.record_swap(directory, start.step, swap[1], swap[0])
+        record_swap(directory, start.step, swap[1], swap[0])
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
@@ -394,7 +395,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
     Raises:
         UserError: the swap is impossible; nothing has changed then.
     """
-    swap = run_directory.as_swap(step, recipe, name)
+    swap = as_swap(step, recipe, name)
     if not run.step <= swap.step < run.config.train.steps:
         raise UserError(
             f"step {step} is past: {run.step} steps are done"
@@ -403,7 +404,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
         )
     timeline = with_swap(run.timeline, swap)
     plan = build_plan(run.config, run.model, timeline, run.device)
-    run_directory.record_swap(run.directory, swap.step, recipe, name)
+    record_swap(run.directory, swap.step, recipe, name)
     run.timeline, run.plan = timeline, plan
     run.write_plan()
 
