@@ -8,6 +8,7 @@ of ours stores values, and foreign code does not run.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,29 +35,25 @@ def own_class(target: object, where: str) -> type:
         UserError: it names something else.
     """
     module, _, name = str(target).rpartition(".")
-    says = f"{where}={target!r}"
+    package = module.partition(".")[0]
     if not plugins.may_define(module):
-        package = module.partition(".")[0]
         hint = f"; if you trust the package {package}, add plugins=[{package}]" if package.isidentifier() else ""
-        raise UserError(f"{says} is no configuration class of fp4train{hint}")
+        raise UserError(f"{where}={target!r} is no configuration class of fp4train{hint}")
+    refused = f"{where}={target!r} is no configuration class of {package}"
     try:
         holder = importlib.import_module(module)
-    except (ImportError, ValueError) as error:
-        if module.partition(".")[0] == "fp4train" or not isinstance(error, ModuleNotFoundError):
-            raise UserError(f"{says} is no configuration class: {error}") from error
-        raise UserError(f"{says}: there is no module {error.name}") from error
+    except ModuleNotFoundError as error:
+        raise UserError(f"{refused}: there is no module {error.name}") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{says}: {module} cannot be imported: {plugins.describe_failure(error)}") from error
+        raise UserError(f"{refused}: {module} cannot be imported: {plugins.describe_failure(error)}") from error
     found = getattr(holder, name, None)
     if found is None:
-        classes = [each for each, value in vars(holder).items() if isinstance(value, type)]
-        raise UserError(f"{says} is no configuration class: {module} has no {name}{near_miss(name, classes)}")
+        classes = [each for each, value in vars(holder).items() if dataclasses.is_dataclass(value)]
+        raise UserError(f"{refused}: {module} has no {name}{near_miss(name, classes)}")
     if not isinstance(found, type) or not plugins.may_define(found.__module__):
-        raise UserError(f"{says} is no configuration class of fp4train or of a plugin")
+        raise UserError(refused)
     if "__dataclass_fields__" not in vars(found):
-        raise UserError(
-            f"{says} is no configuration class, because it is no dataclass: @dataclass(frozen=True, kw_only=True)"
-        )
+        raise UserError(f"{refused}: it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)")
     return found
 
 
