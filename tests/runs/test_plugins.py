@@ -59,7 +59,7 @@ def test_a_run_with_a_plugin_is_saved_resumed_and_planned(cli: Cli) -> None:
     sys.modules.pop("ownlab")
     assert cli(*OWN, "resume=runs/a", "train.steps=3").code == 0
     assert sorted(losses("runs/a")) == [1, 2, 3]
-    planned = cli.raw("plan", *OWN, "resume=runs/a", "recipe=own")
+    planned = cli.raw("plan", *OWN, "resume=runs/a", "recipe=own", "train.steps=6", "phases=none")
     assert planned.code == 0 and "Recipe" in planned.out
 
 
