@@ -53,38 +53,28 @@ def package(kind: str, tree: Path, folder: Path) -> Path:
     return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """How fp4train was installed, and the Python of a fresh environment that has it.
+def install(kind: str, folder: Path) -> Path:
+    """Install fp4train into a fresh environment; returns its Python.
 
     The dependencies are lent by the environment of the tests. Its own fp4train stays behind, because .pth files in a
     folder that a .pth file names are not read; --ignore-installed keeps pip from touching it.
     """
-    folder = tmp_path_factory.mktemp(request.param)
-    found = package(request.param, copy_tree(folder / "tree"), folder)
+    found = package(kind, copy_tree(folder / "tree"), folder)
     venv.create(folder / "env")
     interpreter = folder / "env" / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env")}))
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
-    editable = ("-e",) if request.param == "editable" else ()
+    editable = ("-e",) if kind == "editable" else ()
     python(*PIP, "install", *options, *editable, str(found), of=interpreter, cwd=folder)
-    return request.param, interpreter
+    return interpreter
 
 
-def test_it_trains_two_steps_outside_the_tree(installed: tuple[str, Path], tmp_path: Path) -> None:
-    """The console script, with a recipe and an experiment of the installed folders."""
-    _, interpreter = installed
-    script = interpreter.parent / "fp4train"
-    python(str(script), *SMALL, "recipe=nvfp4_plain", "experiment=techniques", of=interpreter, cwd=tmp_path)
-    run = tmp_path / "runs" / "techniques-nvfp4_plain"
-    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]) == 2
-    assert (run / "curves.png").stat().st_size > 10_000
-
-
-def test_it_holds_every_config_and_recipe(installed: tuple[str, Path], tmp_path: Path) -> None:
-    """And it is what was installed; without a compiler the reference serves and says so."""
-    kind, interpreter = installed
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, tmp_path: Path) -> None:
+    """Through the console script, with a recipe and an experiment; without a compiler the reference serves."""
+    interpreter, outside = install(kind, tmp_path), tmp_path / "outside"
+    outside.mkdir()
     code = """if True:
         import fp4train
         from fp4train.config.folders import CONFIGS, RECIPES
@@ -94,11 +84,17 @@ def test_it_holds_every_config_and_recipe(installed: tuple[str, Path], tmp_path:
             for path in folder.rglob("*.yaml"):
                 print(folder.name, path.relative_to(folder).as_posix(), sep="/")
     """
-    where, compiler, *found = python("-c", code, of=interpreter, cwd=tmp_path).splitlines()
-    assert interpreter.parents[2] / ("tree" if kind == "editable" else "env") in Path(where).parents
+    where, compiler, *found = python("-c", code, of=interpreter, cwd=outside).splitlines()
+    assert tmp_path / ("tree" if kind == "editable" else "env") in Path(where).parents
     assert "not built" in compiler
     here = [path.relative_to(ROOT).as_posix() for name in ("configs", "recipes") for path in (ROOT / name).rglob("*.*")]
     assert sorted(found) == sorted(here) and "recipes/nvfp4.yaml" in found
+
+    script = interpreter.parent / "fp4train"
+    python(str(script), *SMALL, "recipe=nvfp4_plain", "experiment=techniques", of=interpreter, cwd=outside)
+    run = outside / "runs" / "techniques-nvfp4_plain"
+    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]) == 2
+    assert (run / "curves.png").stat().st_size > 10_000
 
 
 def test_importing_fp4train_imports_nothing_heavy_besides_torch() -> None:
