@@ -30,4 +30,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kern
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info fp4train/kernels/*.so
+	rm -rf $(VENV) build *.egg-info fp4train/kernels/cpu/*.so

@@ -1,4 +1,7 @@
-"""The C extension of the CPU kernels; everything else about the build is in pyproject.toml.
+"""What pyproject.toml cannot say: the folders that become packages, and the C extension of the CPU kernels.
+
+`configs/` and `recipes/` stand beside the package in the tree and inside it when installed. Neither is a Python
+package; they are listed as ones so that setuptools puts their YAML files there (package-data in pyproject.toml).
 
 optional=True: where there is no compiler, or it fails, the package installs without the extension and the torch
 reference is used. No torch headers: the kernels take pointers, so one build serves every torch version.
@@ -6,11 +9,13 @@ reference is used. No torch headers: the kernels take pointers, so one build ser
 
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 CSRC = Path("fp4train/kernels/cpu/csrc")
 
 setup(
+    packages=[*find_packages(include=["fp4train*"]), "fp4train.configs", "fp4train.recipes"],
+    package_dir={"fp4train.configs": "configs", "fp4train.recipes": "recipes"},
     ext_modules=[
         Extension(
             "fp4train.kernels.cpu._cpu",
@@ -28,5 +33,5 @@ setup(
             ],
             optional=True,
         )
-    ]
+    ],
 )

@@ -19,12 +19,12 @@ from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.build import swap_recipe
-from fp4train.run.directory import take_requests
 from fp4train.run.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
 from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
+from fp4train.run.swaps import take_requests
 
 _log = logging.getLogger(__name__)
 

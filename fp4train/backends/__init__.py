@@ -75,7 +75,7 @@ def choose(table: Table, layer: Shape, backend: str, device: Device) -> dict[str
             continue
         why_not = together.why_not(table, layer, device)
         if why_not is None:
-            return dict.fromkeys(GEMMS, Choice(name, f"backend={backend}: it runs this recipe on {device}"))
+            return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
             raise ValueError(_refusal(table, layer, backend, device, why_not))
         reason = f"auto: {why_not}"

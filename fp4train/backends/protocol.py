@@ -67,9 +67,13 @@ class LayerKernels(Protocol):
 
 
 class LayerBackend(Protocol):
-    """Runs the three GEMMs of a linear layer together."""
+    """Runs the three GEMMs of a linear layer together.
+
+    name: as `backend=` knows it; title: as people know it.
+    """
 
     name: str
+    title: str
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `table` in a layer of this shape on `device`, or None where it can."""

@@ -1,30 +1,28 @@
 """Plain configuration values → the objects that they describe.
 
-A mapping with `_target_` names a dataclass of this package; one without is bound to the dataclass its place asks for.
-Field names and kinds are checked here, once for all classes, so that every slip gets the same kind of answer: the full
-key, the value, what is allowed, and the near miss. What a value means is checked by the class itself.
+A mapping with `_target_` names a dataclass; one without is bound to the dataclass that the field's type names. Field
+names and types are checked here for all classes, so that every error message has the same parts: the full key, the
+value, what is allowed, and a suggestion. The class itself checks whether the values make sense.
 
-Only dataclasses of this package can be named. Building one stores values and does nothing else, so a configuration
-found in a run directory is data and never runs foreign code. (Looking at the name alone would not do: there is
-"fp4train.checkpoint.folder.os.system".)
+Which classes `_target_` may name is checked in `targets`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fp4train.config.targets import own_class
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
 MISSING = "???"
-"""How a configuration says that a value must be given."""
+"""The value of a key that the user must set."""
 
 _WORDS = {
     int: "a whole number",
@@ -37,11 +35,16 @@ _WORDS = {
 
 
 def bind(node: Any, hint: Any, path: str) -> Any:
-    """The value or object that `node`, which stands at key `path`, describes where a value of type `hint` is asked for.
+    """The value or object of type `hint` that `node` describes.
+
+    Args:
+        node: plain values, as YAML gives them.
+        hint: the type that is needed: a dataclass, protocol, scalar, tuple, list, mapping, Literal, or a union of them.
+        path: the full key of `node`, for error messages.
 
     Raises:
-        UserError: a key is unknown or missing, a value is of another kind or refused by its class, or a `_target_` is
-            not one of this package's dataclasses.
+        UserError: a key is unknown or missing, a value has another type or is refused by its class, or a `_target_` is
+            not a configuration class (see `own_class`).
     """
     options = _options(hint)
     if isinstance(node, str) and node == MISSING:
@@ -49,17 +52,15 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, Mapping):
         return _bind_mapping(node, options, path)
     for option in options:
-        if get_origin(option) in (tuple, Sequence) and (
-            isinstance(node, (list, tuple, str)) and type(node) not in options
-        ):
+        if _is_sequence(option) and isinstance(node, (list, tuple, str)) and type(node) not in options:
             return _bind_sequence((node,) if isinstance(node, str) else node, option, path)
     return _bind_scalar(node, options, path)
 
 
 def complete(node: Any, hint: Any) -> Any:
-    """`node` with what it leaves to its classes' defaults written out, and each class by its full name.
+    """`node` with its classes' defaults filled in, and each class by its full name.
 
-    Nothing is checked: keys that no class knows stay, and those that must be given stay missing.
+    Keys that no class has are kept, and missing values are not reported.
     """
     if not isinstance(node, Mapping):
         return node
@@ -75,7 +76,7 @@ def complete(node: Any, hint: Any) -> Any:
 
 
 def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
-    """The full keys below `node`, which stands at key `path`, that its classes do not have."""
+    """The full keys below `node`, whose own key is `path`, that its classes do not have."""
     if not isinstance(node, Mapping):
         return
     kind, hints = _described(node, hint)
@@ -87,66 +88,41 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
             yield from unknown_keys(value, hints(str(key)), where)
 
 
-def check_targets(node: Any, path: str = "") -> None:
-    """Raise UserError where a configuration names anything but a dataclass of this package."""
-    for where, target in _targets(node, path):
-        own_class(target, where)
-
-
-def own_class(target: object, where: str) -> type:
-    """The dataclass of this package that `target` names.
-
-    Raises:
-        UserError: it names something else.
-    """
-    module, _, name = str(target).rpartition(".")
-    found = None
-    if module.split(".")[0] == "fp4train":
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except (ImportError, ValueError):
-            found = None
-    own = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__.split(".")[0] == "fp4train"
-    if not own:
-        raise UserError(
-            f"{where}={target!r} is no configuration class of fp4train; a configuration may name only those"
-        )
-    assert isinstance(found, type)
-    return found
-
-
-def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            where = f"{path}.{key}" if path else str(key)
-            if key == "_target_":
-                yield where, value
-            else:
-                yield from _targets(value, where)
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from _targets(value, f"{path}[{index}]")
-
-
 def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
-    """The dataclass, if any, that `node` describes where a `hint` is asked for, and what is asked for at its keys."""
+    """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its keys need."""
     options = _options(hint)
     kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
     if "_target_" in node:
         kind = own_class(node["_target_"], "_target_")
     if kind is not None:
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         return kind, lambda key: hints.get(key, Any)
-    item = next((get_args(o)[1] for o in options if get_origin(o) is Mapping), Any)
+    item = next((get_args(o)[1] for o in options if _is_mapping(o)), Any)
     return None, lambda key: item
 
 
+def _is_sequence(hint: Any) -> bool:
+    return get_origin(hint) in (tuple, list, Sequence)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return get_origin(hint) in (dict, Mapping)
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    try:
+        return get_type_hints(kind)
+    except NameError as error:
+        raise UserError(f"{_full_name(kind)}: the type of a field cannot be resolved at run time: {error}") from error
+
+
 def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    """What a dataclass is made from, by name."""
+    """The fields that a dataclass's constructor takes, by name."""
     return {f.name: f for f in dataclasses.fields(kind) if f.init}
 
 
@@ -169,27 +145,45 @@ def _as_node(value: Any) -> Any:
 def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:
     if "_target_" in node:
         found = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
-        if not any(_serves(found, option) for option in options):
-            raise UserError(f"{path}: {found.__name__} cannot stand here; {_allowed(options)} is needed")
+        reasons = [_why_not(found, option) for option in options]
+        if all(reasons):
+            because = f": {reasons[0]}" if len(reasons) == 1 else ""
+            raise UserError(f"{path}: {found.__name__} cannot stand here; {_allowed(options)} is needed{because}")
         return _construct(found, {k: v for k, v in node.items() if k != "_target_"}, path)
     for option in options:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             return _construct(option, node, path)
-        if get_origin(option) is Mapping:
+        if _is_mapping(option):
             return {str(key): bind(value, get_args(option)[1], f"{path}.{key}") for key, value in node.items()}
+        if option in (dict, Mapping, Any):
+            return {str(key): bind(value, Any, f"{path}.{key}") for key, value in node.items()}
     raise UserError(f"{path}={dict(node)!r} must be {_allowed(options)}")
 
 
-def _serves(found: type, option: Any) -> bool:
-    """Whether an object of class `found` can stand where `option` is asked for."""
-    if getattr(option, "_is_protocol", False):
-        methods = [name for name in vars(option) if not name.startswith("_")]
-        return all(hasattr(found, m) and _parameters(found, m) == _parameters(option, m) for m in methods)
-    return option is Any or (isinstance(option, type) and issubclass(found, option))
+def _why_not(found: type, option: Any) -> str | None:
+    """Why an object of class `found` cannot stand where `option` is needed; None: it can."""
+    if not getattr(option, "_is_protocol", False):
+        if option is Any or (isinstance(option, type) and issubclass(found, option)):
+            return None
+        return f"it does not inherit from {getattr(option, '__name__', option)}"
+    for name, member in vars(option).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            if name not in _fields(found) and not hasattr(found, name):
+                return f"it has no {name}"
+        elif not _takes(getattr(found, name, None), member):
+            return f"it has no method {name}({', '.join(list(inspect.signature(member).parameters)[1:])})"
+    return None
 
 
-def _parameters(kind: type, method: str) -> set[str]:
-    return set(inspect.signature(getattr(kind, method)).parameters)
+def _takes(method: Any, wanted: Callable[..., Any]) -> bool:
+    """Whether `method` is one that takes the parameters of `wanted`, and needs no others."""
+    if not callable(method):
+        return False
+    given, has = inspect.signature(wanted).parameters, inspect.signature(method).parameters
+    others = [parameter for name, parameter in has.items() if name not in given]
+    return set(given) <= set(has) and all(p.default is not p.empty or p.kind == p.VAR_KEYWORD for p in others)
 
 
 def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
@@ -204,7 +198,7 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     for name, field in fields.items():
         if _needed(field) and name not in node:
             raise UserError(f"{prefix}{name} is missing")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     values = {str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()}
     try:
         return kind(**values)
@@ -214,14 +208,15 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
         ) from error
 
 
-def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ...]:
+def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ...] | list[Any]:
     kinds = get_args(option)
     if get_origin(option) is tuple and kinds[-1] is not Ellipsis:
         if len(node) != len(kinds):
             raise UserError(f"{path}={list(node)!r} must hold {len(kinds)} values")
     else:
         kinds = (kinds[0],) * len(node)
-    return tuple(bind(item, kind, f"{path}[{i}]") for i, (item, kind) in enumerate(zip(node, kinds, strict=True)))
+    found = [bind(item, kind, f"{path}[{i}]") for i, (item, kind) in enumerate(zip(node, kinds, strict=True))]
+    return found if get_origin(option) is list else tuple(found)
 
 
 def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
@@ -229,7 +224,9 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
         raise UserError(f"{path}={node} must be finite")
     if Any in options or type(node) in options:
         return node
-    # What the command line's grammar reads as another kind but can only mean one thing here.
+    if any(get_origin(option) is Literal and node in get_args(option) for option in options):
+        return node
+    # The command line's grammar reads 1 as an integer where 1.0 or "1" is meant.
     if isinstance(node, (int, float)) and not isinstance(node, bool):
         if float in options:
             return float(node)
@@ -244,13 +241,15 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
 
 
 def _allowed(options: tuple[Any, ...]) -> str:
-    """The kinds that are allowed, in words."""
+    """The types that are allowed, in words."""
     words = []
     for option in options:
         if option in _WORDS:
             words.append(_WORDS[option])
-        elif get_origin(option) in (tuple, Sequence):
+        elif _is_sequence(option):
             words.append("a list")
+        elif get_origin(option) is Literal:
+            words.append("one of " + ", ".join(map(str, get_args(option))))
         else:
             name = str(getattr(option, "__name__", option))
             words.append(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")

@@ -1,4 +1,4 @@
-"""Overrides from the command line: checked before Hydra sees them, so that a slip gets its near miss suggested."""
+"""Overrides from the command line, checked before Hydra sees them so that a mistyped name gets a suggestion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fp4train.config.schema import CONFIGS, Config, keys, plain
+from fp4train.config.folders import CONFIGS, check_folder, options, own_options, register_recipes
+from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
@@ -26,12 +27,13 @@ _OTHER_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p
 
 
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
-    """The configuration that the overrides `arguments` make, with the groups in `folders` beside fp4train's own.
+    """The configuration that the overrides `arguments` make, with the groups in `folders` added to fp4train's.
 
     Raises:
         UserError: they do not fit the configuration.
     """
     GlobalHydra.instance().clear()
+    register_recipes()
     found = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
     arguments = [f"hydra.searchpath=[{found}]", *arguments] if found else arguments
     try:
@@ -42,7 +44,7 @@ def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
 
 
 def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The flags among the arguments of a command line, with their values, and all that is no flag's."""
+    """The arguments of a command line as two lists: flags with their values, and everything else."""
     flags: list[str] = []
     words: list[str] = []
     before = ""
@@ -54,7 +56,7 @@ def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """The same arguments, flags before overrides: Hydra's parser takes overrides in one piece only."""
+    """The same arguments, flags before overrides: Hydra's parser does not accept flags between overrides."""
     flags, words = flags_and_words(arguments)
     return [*flags, *words]
 
@@ -87,7 +89,7 @@ def _is_override(argument: str) -> bool:
 
 
 def changed_keys(arguments: list[str]) -> list[str]:
-    """The configuration keys that overrides set; choosing a group sets its whole section, nested groups their part."""
+    """The configuration keys that overrides set; choosing a group's option sets its whole section."""
     return [o.key_or_group.replace("/", ".") for o in parse(arguments) if not o.key_or_group.startswith("hydra")]
 
 
@@ -98,27 +100,46 @@ def swept_keys(arguments: list[str]) -> list[str]:
     return [o.key_or_group.replace("/", ".") for o in parse(arguments) if o.is_sweep_override()]
 
 
-def groups(folders: Iterable[Path] = (CONFIGS,)) -> dict[str, list[str]]:
-    """Config group → its options, nested groups with a slash ("data/tokenizer")."""
-    found: dict[str, list[str]] = {}
+def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
+    """Config group → its options, those of fp4train and of `folders`; nested groups with a slash ("data/tokenizer")."""
+    found = own_options()
     for folder in folders:
-        for path in sorted(folder.glob("*/*.yaml")) + sorted(folder.glob("*/*/*.yaml")):
-            found.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
+        for group, names in options(folder).items():
+            found.setdefault(group, []).extend(names)
+    return found
+
+
+def plugins(arguments: list[str]) -> list[str]:
+    """The packages that `plugins=[…]` names.
+
+    Raises:
+        UserError: it is no list of names, or a sweep.
+    """
+    found: list[str] = []
+    for override in parse(arguments):
+        if override.key_or_group == "plugins":
+            if override.is_sweep_override():
+                raise UserError(f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be swept over")
+            value = None if override.is_delete() else override.value()
+            names = value if isinstance(value, list) else [] if value is None else [value]
+            if strange := [name for name in names if not isinstance(name, str)]:
+                raise UserError(f"{override.input_line}: {strange[0]} is no package's name; write plugins=[mylab]")
+            found = [str(name) for name in names]
     return found
 
 
 def for_resume(arguments: list[str]) -> list[str]:
-    """The arguments of a command with resume=RUN, its keys marked as ones that may be new.
+    """The arguments of a command with resume=RUN; each key=value is marked as an addition (++).
 
-    Which keys there are depends on the groups that RUN was composed of, and Hydra composes the default ones. The keys
-    are checked when they are applied to the saved configuration.
+    RUN may have been composed of other groups than the default ones, which Hydra composes here, so it may have keys
+    that Hydra does not know. They are checked later, against the saved configuration.
     """
-    known = groups([CONFIGS, *own_folders(arguments)])
+    known = groups(own_folders(arguments))
     marked = []
     for argument in arguments:
         key, _, path = argument.partition("=")
         if key == "resume" and not _is_override(argument):
-            # The name of a sweep's point holds "=", which the grammar of overrides wants quoted.
+            # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
             argument = "resume='" + path.replace("'", "\\'") + "'"
         value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra"))
         marked.append(f"++{argument}" if value and key not in known and "@" not in key else argument)
@@ -126,14 +147,18 @@ def for_resume(arguments: list[str]) -> list[str]:
 
 
 def check(arguments: list[str]) -> None:
-    """Raise UserError for an unknown group option or key, with the near miss, and for a key written as a flag."""
+    """Check the arguments of a command against the configuration that they compose.
+
+    Raises:
+        UserError: an unknown group option or key (with a suggestion), a key written as a flag, several values without
+            -m, or a --config-dir that cannot be used.
+    """
     flags, _ = flags_and_words(arguments)
     sweep = bool({"-m", "--multirun"} & set(flags))
     more = own_folders(arguments)
     for folder in more:
-        if not folder.is_dir():
-            raise UserError(f"--config-dir {folder}: there is no such folder")
-    known = groups([CONFIGS, *more])
+        check_folder(folder)
+    known = groups(more)
     sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in known}
     for flag in other_flags(flags):
         name = flag.lstrip("-")
@@ -153,14 +178,14 @@ def check(arguments: list[str]) -> None:
         if key not in known and not override.is_sweep_override():
             others.append(str(override.input_line))
         if key in known and not override.is_delete():
-            options = _options(override)
-            for option in options:
+            picked = _picked(override)
+            for option in picked:
                 if option not in (*known[key], *(["null", "None"] if key == "experiment" else [])):
                     listed = ", ".join(known[key])
                     raise UserError(
                         f"{key}={option}: there is no such {key}{near_miss(option, known[key])} (known: {listed})"
                     )
-            chosen.append([f"{key}={option}" for option in options if option not in ("null", "None")] or [""])
+            chosen.append([f"{key}={option}" for option in picked if option not in ("null", "None")] or [""])
         elif not (override.is_add() or override.is_force_add()):
             values.append(key)
             if override.is_sweep_override():
@@ -179,7 +204,7 @@ def _check_keys(wanted: list[str], have: list[str]) -> None:
     for key in wanted:
         if key in have:
             continue
-        # A key of the right name in another section is likelier meant than one that looks alike: lr, optim.lr.
+        # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
         others = [k for k in have if not key.startswith(f"{k}.")]
         namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
         section = key.rpartition(".")[0]
@@ -190,8 +215,8 @@ def _check_keys(wanted: list[str], have: list[str]) -> None:
         raise UserError(f"unknown key {key!r}{hint}{known}")
 
 
-def _options(override: Override) -> list[str]:
-    """The options that a group override names: several in a sweep."""
+def _picked(override: Override) -> list[str]:
+    """The options that an override of a group picks: several in a sweep."""
     if override.is_sweep_override():
         return [str(option) for option in override.sweep_string_iterator()]
     return [str(override.value())]

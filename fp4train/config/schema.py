@@ -1,7 +1,7 @@
 """The configuration of a run: YAML in, typed and checked objects out.
 
-`configs/train.yaml` is the table of contents. Groups (model, data, recipe, …) name their dataclass by `_target_`, see
-`binding`. Nothing passes a raw dict on: from here everything is an object.
+`configs/train.yaml` lists all keys. Groups (model, data, recipe, …) name their dataclass by `_target_`, see `binding`.
+`to_config` turns the composed YAML into one `Config`; the code after it works with typed objects only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from fp4train.config.binding import bind
 from fp4train.data import Source
 from fp4train.errors import UserError
 from fp4train.models.architecture import Architecture
-from fp4train.optim.adamw import AdamW
+from fp4train.optim.optimizer import Optimizer
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
-from fp4train.track import JsonlTracking, NoTracking, WandbTracking
-
-CONFIGS = Path(__file__).parent.parent / "configs"
+from fp4train.track.config import Tracking
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Name, place and seed of a run; `overwrite` starts over in a directory that holds a run already."""
+    """Name, directory and seed of a run; `overwrite` starts over in a directory that already holds a run."""
 
     name: str
     dir: Path
@@ -57,12 +55,12 @@ class TrainSettings:
 
     Args:
         steps: optimizer steps.
-        batch_size: sequences a step.
-        microbatch: sequences a forward pass; None: the whole batch. The gradient is that of the whole batch.
-        seq_len: tokens a sequence.
-        compile: let torch.compile fuse what lies between the GEMMs of each block. Compiling takes a minute or more on a
-            CPU; what it saves has not been measured yet. It rounds less often, so that numbers differ from a run
-            without it; and layers that read the same tensor (queries, keys and values) quantise it each for itself.
+        batch_size: sequences per step.
+        microbatch: sequences per forward pass; None: the whole batch. The gradient is that of the whole batch.
+        seq_len: tokens per sequence.
+        compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling takes a minute or more
+            on a CPU. Fused operations round less often, so losses differ in the last digits from those of a run without
+            it. Layers that share an input (queries, keys and values) quantise it once per layer.
     """
 
     steps: int
@@ -80,7 +78,7 @@ class TrainSettings:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens per step."""
         return self.batch_size * self.seq_len
 
 
@@ -118,7 +116,16 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that `build` needs to make a run."""
+    """Everything that a run is made from.
+
+    Args:
+        backend: executes the GEMMs; one of `BACKENDS`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        gpu: the GPU that `fp4train plan` estimates times for; None estimates none.
+        resume: the run directory to go on from.
+        plugins: packages that the command line named; kept with the run for information.
+        (the rest: one object for each section of `configs/train.yaml`)
+    """
 
     run: RunSettings
     train: TrainSettings
@@ -126,16 +133,17 @@ class Config:
     checkpoint: CheckpointSettings
     model: Architecture
     data: Source
-    optim: AdamW
+    optim: Optimizer
     schedule: Schedule
     recipe: Recipe
     policy: LayerPolicy
     phases: Mapping[str, Phase]
-    track: JsonlTracking | WandbTracking | NoTracking
+    track: Tracking
     backend: str
     device: str
     gpu: str | None
     resume: str | None
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)

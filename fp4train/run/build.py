@@ -22,6 +22,7 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
 from fp4train.run.run import Run
+from fp4train.run.swaps import as_swap, read_swaps, record_swap
 from fp4train.track import NullTracker
 from fp4train.track.config import METRICS
 
@@ -92,7 +93,7 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
             steps=steps,
             cooldown=cooldown,
             phases=tuple(sorted(config.phases.values(), key=order)),
-            swaps=tuple(run_directory.read_swaps(directory)) if directory else (),
+            swaps=tuple(read_swaps(directory)) if directory else (),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -136,7 +137,7 @@ def build(
     device = choose_device(config.device)
     timeline = build_timeline(config, source if start or not config.run.overwrite else None)
     if start is not None and swap is not None:
-        wanted = run_directory.as_swap(start.step, swap[1], swap[0])
+        wanted = as_swap(start.step, swap[1], swap[0])
         before = [s.recipe for s in timeline.swaps if s.step <= start.step]
         if before and before[-1] == wanted.recipe:
             swap = None  # the same command again: that swap is on record
@@ -160,7 +161,7 @@ def build(
     if start is None:
         (directory / METRICS).unlink(missing_ok=True)
     elif swap is not None:
-        run_directory.record_swap(directory, start.step, swap[1], swap[0])
+        record_swap(directory, start.step, swap[1], swap[0])
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
@@ -207,7 +208,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
     Raises:
         UserError: the swap is impossible; nothing has changed then.
     """
-    swap = run_directory.as_swap(step, recipe, name)
+    swap = as_swap(step, recipe, name)
     if not run.step <= swap.step < run.config.train.steps:
         raise UserError(
             f"step {step} is past: {run.step} steps are done"
@@ -216,7 +217,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
         )
     timeline = with_swap(run.timeline, swap)
     plan = build_plan(run.config, run.model, timeline, Device.of(run.device))
-    run_directory.record_swap(run.directory, swap.step, recipe, name)
+    record_swap(run.directory, swap.step, recipe, name)
     run.timeline, run.plan = timeline, plan
     run.write_plan()
 

@@ -1,17 +1,16 @@
-"""RUN: the directory of a run, and which run it belongs to.
+"""RUN: the directory of a run, its lock, and its saved configuration.
 
-    config.yaml       the configuration, complete; plain values and names of fp4train's classes
-    swaps.json        recipe changes that were asked for, each with its step; they are part of the run from then on
-    swap_requests/    requests that the running loop has not picked up yet
+    config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins
+    swaps.json        the recipe changes of the run, each with its step (`swaps`)
+    swap_requests/    recipe changes that the running process has not picked up (`swaps`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
 
-A lock makes sure that one process at a time trains in it; the kernel releases it however that process ends.
+A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -23,16 +22,16 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train.config.binding import bind, check_targets, complete, unknown_keys
+from fp4train.config.binding import complete, unknown_keys
 from fp4train.config.schema import Config, plain
+from fp4train.config.targets import check_targets
 from fp4train.errors import UserError
-from fp4train.precision import Recipe, Swap
 from fp4train.track.config import METRICS
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
-"""What is of worth in a run directory."""
+"""The results in a run directory; a new run never replaces them unasked."""
 
 CONTINUED = (
     "run.name",
@@ -40,22 +39,24 @@ CONTINUED = (
     "run.overwrite",
     "resume",
     "gpu",
+    "plugins",
     "eval.",
     "checkpoint.",
     "track",
     "data.cache_dir",
 )
-"""Keys that may differ when the same command is given again: they do not change what is computed."""
+"""Keys that may differ when the same command is repeated: they do not change what is computed."""
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
     *("train.steps", "train.microbatch", "train.compile", "model.recompute", "data.path", "data.val_path"),
 )
-"""Keys that `resume=` may change as well; any other would make it another run. Data may move: its fingerprint tells."""
+"""Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
+its fingerprint is compared with that in the checkpoint."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
+    """Write a file atomically.
 
     Raises:
         UserError: it cannot be written; what was there before is untouched.
@@ -125,7 +126,8 @@ def read_config(run: Path) -> DictConfig:
     """The saved configuration of a run, checked to be data only.
 
     Raises:
-        UserError: there is none, it cannot be read, or it names code outside this package.
+        UserError: there is none, it cannot be read, or it names a class that is neither fp4train's nor of a plugin that
+            this command names.
     """
     path = require_run(run) / CONFIG
     try:
@@ -161,10 +163,9 @@ def _leaves(node: Any) -> Iterator[Any]:
 
 
 def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """What differs between two configurations besides the `allowed` keys (prefixes), as "key: old → new".
+    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
 
-    A key that one of them lacks has its class's default there: a run is older than options that came after it, and was
-    made as if they had that value.
+    A missing key counts as its class's default: options that are newer than a saved run did not change it.
     """
 
     def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
@@ -180,7 +181,7 @@ def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> l
 
 @contextmanager
 def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
-    """Where a new run keeps its first files: `run` itself, or a folder `aside` that lasts as long as the context.
+    """The folder for the first files of a new run: `run` itself, or with `aside` a temporary folder in it.
 
     Raises:
         UserError: the folder cannot be made.
@@ -201,7 +202,7 @@ def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
 
 
 def start_over(run: Path) -> None:
-    """Remove what an earlier run left in `run`, and nothing that is not a run's: without its CONFIG, nothing at all."""
+    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no run."""
     if not (run / CONFIG).is_file():
         return
     for name in (CHECKPOINTS, REQUESTS, "wandb"):
@@ -211,7 +212,7 @@ def start_over(run: Path) -> None:
 
 
 def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
-    """Copy the files `names` of run `source`, those that it has, to its branch `run`.
+    """Copy those of the files `names` that run `source` has to its branch `run`.
 
     Raises:
         UserError: one cannot be read or written.
@@ -222,76 +223,3 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
                 shutil.copyfile(source / name, run / name)
     except OSError as error:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
-
-
-# -- swaps ------------------------------------------------------------------------------------------------------------
-
-
-def read_swaps(run: Path) -> list[Swap]:
-    """The recorded swaps of a run, by step."""
-    path = run / SWAPS
-    if not path.exists():
-        return []
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return [as_swap(e["step"], e["recipe"], e["name"]) for e in entries]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def record_swap(run: Path, step: int, recipe: dict[str, Any], name: str) -> None:
-    """Add a swap to the run for good; one at the same step replaces the earlier one."""
-    path = run / SWAPS
-    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    entries = [e for e in entries if e["step"] != step] + [{"step": step, "name": name, "recipe": recipe}]
-    write_text(path, json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1))
-
-
-def as_swap(step: int, recipe: dict[str, Any], name: str) -> Swap:
-    """The swap that a recorded or requested entry describes.
-
-    Raises:
-        UserError: it is not a recipe of this package, or has impossible values.
-    """
-    return Swap(step=bind(step, int, "step"), recipe=bind(recipe, Recipe, "recipe"), name=str(name))
-
-
-def request_swap(run: Path, recipe: dict[str, Any], name: str, at: int | None) -> Path:
-    """Ask the loop that trains in `run` (now or when it is resumed) to change its recipe at step `at`, or at once."""
-    folder = run / REQUESTS
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}") from error
-    path = folder / f"{time.time_ns()}.json"
-    write_text(path, json.dumps({"recipe": recipe, "name": name, "at": at}))
-    return path
-
-
-def take_requests(run: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """Each pending request, removed as it is taken: (request, "") or (None, why it cannot be read)."""
-    folder = run / REQUESTS
-    try:
-        paths = sorted(folder.glob("*.json"))
-    except OSError:
-        return
-    for path in paths:
-        try:
-            request = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(request, dict) or not {"recipe", "name", "at"} <= set(request):
-                raise ValueError("it does not hold recipe, name and at")
-        except (OSError, ValueError, RecursionError) as error:
-            _set_aside(path)
-            yield None, f"request {path.name} cannot be read: {error}"
-        else:
-            yield request, ""
-            _set_aside(path)
-
-
-def _set_aside(request: Path) -> None:
-    """Make sure that a request is not taken again, whatever it is."""
-    try:
-        request.unlink(missing_ok=True)
-    except OSError:
-        with suppress(OSError):
-            request.rename(request.with_suffix(".refused"))

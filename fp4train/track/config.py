@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
@@ -19,6 +19,22 @@ _log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 
+class Tracking(Protocol):
+    """What `track=…` binds to."""
+
+    def build(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> Tracker:
+        """The tracker of a run.
+
+        Args:
+            run_dir, run_name: where the run's files are, and how it is called.
+            config: the whole configuration, as plain values.
+            resume_step: steps done at the checkpoint that the run goes on from; None: it starts at step 0.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class JsonlTracking:
     """RUN/metrics.jsonl only."""
@@ -26,7 +42,7 @@ class JsonlTracking:
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Tracker:
-        """`resume_step`: steps done at the checkpoint the run goes on from; later lines are dropped."""
+        """Lines after `resume_step` are dropped."""
         return MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
 
 

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.config.binding import bind
-from fp4train.config.schema import CONFIGS
+from fp4train.config.overrides import compose
 from fp4train.models.architecture import Architecture
 from fp4train.models.llama.model import Attention, Llama, LlamaModel, rope_angles, rotate
 from fp4train.precision import BF16, NVFP4, autocast
@@ -179,8 +178,7 @@ VOCABULARY = {"tiny": 257, "30m": 257, "125m": 50304, "350m": 64000}
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_named_sizes_have_the_parameters_they_are_named_after(size: str) -> None:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", overrides=[f"model=llama_{size}"])
+    cfg = compose([f"model=llama_{size}"])
     shape = bind(OmegaConf.to_container(cfg.model, resolve=True), Llama, "model")
     assert isinstance(shape, Llama)
     with torch.device("meta"):

@@ -2,15 +2,14 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import fp4train.config.schema
+from fp4train.config import RECIPES
 from fp4train.config.binding import bind
+from fp4train.config.overrides import compose
 from fp4train.precision import (
     BF16,
     FP16,
@@ -32,8 +31,7 @@ from fp4train.precision import (
 from fp4train.quantize import Delayed, Hadamard, QuantSpec
 from fp4train.quantize.rotation import Rotation
 
-CONFIGS = fp4train.config.schema.CONFIGS
-RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 ALL = [
     BF16(),
     FP16(),
@@ -73,8 +71,7 @@ def changes(a: Recipe, b: Recipe) -> dict[tuple[str, str], set[str]]:
 
 
 def from_file(name: str, *overrides: str) -> Recipe:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", overrides=[f"recipe={name}", *overrides])
+    cfg = compose([f"recipe={name}", *overrides])
     recipe = bind(OmegaConf.to_container(cfg.recipe, resolve=True), Recipe, "recipe")
     assert isinstance(recipe, Recipe)
     return recipe
@@ -237,11 +234,11 @@ def test_high_precision_may_be_one_word() -> None:
     assert NVFP4(high_precision="fprop") == NVFP4().with_high_precision("fprop")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_file_builds_and_shows_all_switches(name: str) -> None:
     recipe = from_file(name)
     assert recipe == from_file(name), "composing twice gives the same recipe"
-    text = (Path(CONFIGS) / "recipe" / f"{name}.yaml").read_text()
+    text = (RECIPES / f"{name}.yaml").read_text()
     if "defaults:" in text or "high_precision" in text:
         return  # it builds on another one, or is about one switch
     own = {f.name for f in dataclasses.fields(recipe)} - {"high_precision", "dtype"}
@@ -264,7 +261,7 @@ def test_recipe_files_stand_for_what_they_are_called() -> None:
 
 
 def test_names_fit_a_legend_and_differ() -> None:
-    recipes = [from_file(name) for name in RECIPES]
+    recipes = [from_file(name) for name in NAMES]
     variants = [
         *recipes,
         NVFP4().with_high_precision("fprop", "wgrad"),

@@ -77,7 +77,10 @@ def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: 
     said = cli("run.name=a", "train.compile=true", "recipe.hadamard=false").message
     assert "another configuration (recipe.hadamard: True → False; train.compile: False → True)" in said
     said = cli("run.name=a", "policy=mxfp8_tail").message
-    assert "(policy.recipe_for_kept._target_: fp4train.precision.recipes.BF16 → fp4train.precision.recipes.MX" in said
+    assert (
+        "(policy.recipe_for_kept._target_: fp4train.precision.recipes.high.BF16 → fp4train.precision.recipes.mx.MX"
+        in said
+    )
     again = cli("run.name=a", "checkpoint.every=2")
     assert again.code == 0 and "going on from step 4" in again.err
     assert cli("resume=runs/b").code == 0

@@ -35,7 +35,7 @@ __all__ = [
 class TransformerEngine:
     """The three GEMMs of a layer on TE's kernels."""
 
-    name = "te"
+    name, title = "te", "Transformer Engine"
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)

@@ -1,0 +1,29 @@
+"""`fp4train formats`: the number formats as a table."""
+
+from __future__ import annotations
+
+from fp4train.errors import UserError
+from fp4train.text import tabulate
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; returns the exit code."""
+    from fp4train.formats.table import formats_table
+
+    if arguments:
+        raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
+    header = ("format", "bits", "largest", "smallest normal", "smallest", "binades", "specials")
+    rows = [
+        (
+            r.name,
+            str(r.bits),
+            f"{r.largest:.6g}",
+            f"{r.smallest_normal:.3g}",
+            f"{r.smallest:.3g}",
+            f"{r.binades:.1f}",
+            r.specials,
+        )
+        for r in formats_table()
+    ]
+    print("\n".join(tabulate([header, *rows])))
+    return 0

@@ -1,0 +1,79 @@
+"""`fp4train [train] key=value…`: train a run, or go on with it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from fp4train.cli.launch import launch, settings
+from fp4train.config.schema import to_config
+from fp4train.errors import UserError
+from fp4train.run import directory as run_directory
+
+if TYPE_CHECKING:
+    from fp4train.train import Result
+
+_log = logging.getLogger("fp4train")
+
+
+def main(arguments: list[str]) -> int:
+    """Train; returns the exit code."""
+    return launch(arguments, _train)
+
+
+def _train(cfg: DictConfig) -> int:
+    from fp4train.precision.report import summarise
+    from fp4train.run.build import build
+    from fp4train.run.host import keep_freed_memory
+    from fp4train.run.resume import find_start
+    from fp4train.train import train
+
+    keep_freed_memory()
+    chosen, swap = settings(cfg)
+    config = to_config(chosen)
+    directory = config.run.dir
+    with run_directory.locked(directory):
+        start = find_start(config, chosen)
+        if start is not None and start.step >= config.train.steps:
+            print(
+                f"{directory} is finished: {start.step} steps are done. resume={directory} train.steps=… goes on, "
+                "run.name=… starts another run, run.overwrite=true this one again"
+            )
+            return 0
+        run = build(config, chosen, start, swap)
+        code = 1
+        try:
+            _log.info("%s: %s", directory, run.description)
+            _log.info("%s\nevery layer and GEMM: %s\n", summarise(run.plan), directory / run_directory.PLAN)
+            if start is not None:
+                _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
+            result = train(run)
+            code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
+        finally:
+            run.tracker.finish(code)
+            picture = _draw(directory)
+    print(_summary(directory, result) + picture)
+    return code
+
+
+def _draw(directory: Path) -> str:
+    """Draw the curves of a run that has some; a failure to draw them does not change the exit code."""
+    from fp4train.analysis.curves import draw_curves
+
+    try:
+        return f"; {draw_curves(directory)}"
+    except (UserError, OSError) as error:
+        return f"; no curves ({error})"
+
+
+def _summary(directory: Path, result: Result) -> str:
+    names = {"train/loss": "train loss", "val/loss": "val loss", "val/loss_recipe": "in the recipe"}
+    losses = ", ".join(f"{name} {float(result.metrics[k]):.4f}" for k, name in names.items() if k in result.metrics)
+    ended = "done" if result.saved else "done, but its end is not saved"
+    if result.signal is not None:
+        ended = f"stopped by {signal.Signals(result.signal).name}, resume={directory} goes on"
+    return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s"

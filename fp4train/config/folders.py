@@ -1,0 +1,62 @@
+"""Where fp4train's YAML files are, and how the recipes among them enter Hydra.
+
+In a checkout `configs/` and `recipes/` stand beside the package; in an installed package they are inside it (setup.py
+maps them there). `configs/` is Hydra's primary folder. `recipes/` holds the options of the group `recipe` without a
+folder of that name above them, so they are given to Hydra through its ConfigStore.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from fp4train.errors import UserError
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def _folder(name: str) -> Path:
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+CONFIGS = _folder("configs")
+RECIPES = _folder("recipes")
+
+
+@cache
+def register_recipes() -> None:
+    """Give Hydra the files of `RECIPES` as the options of its group `recipe`."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    for path in sorted(RECIPES.glob("*.yaml")):
+        ConfigStore.instance().store(group="recipe", name=path.stem, node=OmegaConf.load(path), provider="fp4train")
+
+
+def options(folder: Path) -> dict[str, list[str]]:
+    """Config group → its options in a folder of configs, nested groups with a slash ("data/tokenizer")."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*/*.yaml")) + sorted(folder.glob("*/*/*.yaml")):
+        found.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
+    return found
+
+
+def own_options() -> dict[str, list[str]]:
+    """`options` of fp4train, the recipes among them."""
+    return options(CONFIGS) | {"recipe": sorted(path.stem for path in RECIPES.glob("*.yaml"))}
+
+
+def check_folder(folder: Path) -> None:
+    """Check a folder of the user's own configs.
+
+    Raises:
+        UserError: it does not exist, or holds an option that fp4train has, too: one of the two would be ignored.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--config-dir {folder}: there is no such folder")
+    own = own_options()
+    for group, names in options(folder).items():
+        for name in names:
+            if name in own.get(group, ()):
+                raise UserError(
+                    f"{folder / group / name}.yaml: fp4train has a {group}={name} already; give the file another name"
+                )

@@ -1,0 +1,113 @@
+"""Other people's classes: packages that the user names in `plugins=[…]` on the command line.
+
+A configuration names classes by `_target_`, and finding a class imports its module, which runs code. So the command
+line alone decides whose modules may be imported: fp4train's, and those of the plugins it names. What stands in a run
+directory or a YAML file never adds to them.
+
+A plugin is an installed package, or a module or package in a folder given by --config-dir. Such a folder is on Python's
+import path only while the plugins are imported, and last, so that nothing in it can take an installed package's place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+
+from fp4train.errors import UserError
+
+_NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
+
+
+@contextmanager
+def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
+    """Import the packages `names`; inside the context `_target_` may name their classes.
+
+    Args:
+        names: as in an import statement ("mylab", "mylab.models"); their submodules are included.
+        folders: where to look after Python's own import path.
+
+    Raises:
+        UserError: one is no package's name, is not found, or fails when it is imported.
+    """
+    folders = list(folders)
+    for name in names:
+        _import_plugin(name, folders)
+    token = _NAMED.set(tuple(names))
+    try:
+        yield
+    finally:
+        _NAMED.reset(token)
+
+
+def named() -> tuple[str, ...]:
+    """The plugins of the surrounding `using`."""
+    return _NAMED.get()
+
+
+def may_define(module: str) -> bool:
+    """Whether configuration classes may come from `module`: it belongs to fp4train or to a named plugin."""
+    return any(module == name or module.startswith(f"{name}.") for name in ("fp4train", *named()))
+
+
+def describe_failure(error: BaseException) -> str:
+    """What an exception during an import says, and where it was raised."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error}"  # names file and line itself
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
+def _import_plugin(name: str, folders: Sequence[Path]) -> None:
+    if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+        path = Path(name)
+        stem = path.name.removesuffix(".py")
+        example = stem if stem.isidentifier() else "mylab"
+        raise UserError(
+            f"plugins=[{name}]: a plugin is named as in an import statement, not by a path: plugins=[{example}], with "
+            f"--config-dir {path.parent if path.parent.name else 'FOLDER'} if that is where it is"
+        )
+    if name.partition(".")[0] == "fp4train":
+        raise UserError(f"plugins=[{name}]: fp4train's own classes need not be named; take it out")
+    with _import_path(folders):
+        try:
+            module = importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                looked = "".join(f" and {folder}" for folder in folders)
+                raise UserError(
+                    f"plugins=[{name}]: there is no module {error.name} among the installed packages{looked}: install "
+                    "it, or name its folder, --config-dir FOLDER"
+                ) from error
+            raise UserError(f"plugins=[{name}] cannot be imported: {describe_failure(error)}") from error
+    if getattr(module, "__file__", None) is None:
+        raise UserError(f"plugins=[{name}] holds no code: a package has a file __init__.py")
+    _check_place(sys.modules[name.partition(".")[0]], folders)
+
+
+@contextmanager
+def _import_path(folders: Iterable[Path]) -> Iterator[None]:
+    """Python's import path with `folders` at its end."""
+    importlib.invalidate_caches()
+    added = [place for place in (str(folder.absolute()) for folder in folders) if place not in sys.path]
+    sys.path.extend(added)
+    try:
+        yield
+    finally:
+        for place in added:
+            with suppress(ValueError):
+                sys.path.remove(place)
+
+
+def _check_place(module: ModuleType, folders: Iterable[Path]) -> None:
+    """Refuse a module in one of `folders` that another of its name hides."""
+    name, found = module.__name__, Path(module.__file__ or "")
+    for folder in folders:
+        for beside in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if beside.is_file() and beside.resolve() != found.resolve():
+                raise UserError(f"plugins=[{name}]: {beside} is hidden by {found}; give it another name")

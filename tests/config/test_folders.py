@@ -1,0 +1,87 @@
+"""The groups that Hydra sees: fp4train's configs, the recipes, and the folders of users."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fp4train.config import CONFIGS, RECIPES, overrides, plain
+from fp4train.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_in_a_checkout_both_folders_stand_beside_the_package() -> None:
+    assert (CONFIGS, RECIPES) == (ROOT / "configs", ROOT / "recipes")
+    assert CONFIGS.is_dir() and RECIPES.is_dir()
+
+
+def test_the_tree_has_no_links() -> None:
+    """A link becomes a text file in a zip, and where the file system has none."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "100644" in listed
+    assert [line for line in listed.splitlines() if line.startswith("120000")] == []
+
+
+def test_every_recipe_is_an_option_of_the_group() -> None:
+    for path in RECIPES.glob("*.yaml"):
+        found = plain(overrides.compose([f"recipe={path.stem}", "run.name=x"]))["recipe"]
+        assert found["_target_"].startswith("fp4train.precision.")
+
+
+def test_a_folder_of_the_users_adds_groups_and_options_and_builds_on_ours(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "house.yaml").write_text("defaults: [nvfp4, _self_]\nhadamard: false\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /recipe: house\ntrain: {steps: 7}\n"
+    )
+    assert overrides.groups([tmp_path])["recipe"] == [*overrides.groups()["recipe"], "house"]
+    arguments = ["--config-dir", str(tmp_path), "experiment=mine"]
+    overrides.check(arguments)
+    found = plain(overrides.compose(["experiment=mine", "run.name=x"], [tmp_path]))
+    assert found["recipe"]["hadamard"] is False and found["recipe"]["stochastic_rounding"] is True
+    assert found["train"]["steps"] == 7
+
+
+@pytest.mark.parametrize("option", ["recipe/nvfp4", "model/llama_tiny", "data/tokenizer/bytes"])
+def test_an_option_of_our_name_is_refused_and_not_ignored(tmp_path: Path, option: str) -> None:
+    (tmp_path / option).parent.mkdir(parents=True)
+    (tmp_path / f"{option}.yaml").write_text("{}")
+    group, _, name = option.rpartition("/")
+    with pytest.raises(
+        UserError, match=rf"{option}.yaml: fp4train has a {group}={name} already; give the file another"
+    ):
+        overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["train.steps=2"], []),
+        (["plugins=[a,b.c]"], ["a", "b.c"]),
+        (["plugins=a"], ["a"]),
+        (["plugins=[a]", "plugins=[b]"], ["b"]),
+        (["++plugins=['a']"], ["a"]),
+        (["plugins=[mine/lab.py]"], ["mine/lab.py"]),
+        (["plugins=null"], []),
+        (["plugins=[a]", "~plugins"], []),
+    ],
+)
+def test_the_plugins_of_a_command(arguments: list[str], names: list[str]) -> None:
+    assert overrides.plugins(arguments) == names
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("plugins=a,b", "a list has brackets"),
+        ("plugins=[3]", "3 is no package's name"),
+        ("plugins={a:1}", "is no package's name"),
+    ],
+)
+def test_what_is_no_list_of_plugins(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        overrides.plugins(["-m", argument])

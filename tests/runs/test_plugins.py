@@ -1,0 +1,170 @@
+"""Runs with classes of the user's own, from the first step to a resume; a run directory never imports code."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli, StopAt, events, losses
+
+LAB = '''
+from dataclasses import dataclass
+
+from fp4train.models.llama import Llama
+from fp4train.precision import MXFP8
+from fp4train.track import NullTracker
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Llama):
+    """A Llama of another package."""
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(MXFP8):
+    """A recipe of another package."""
+
+@dataclass(frozen=True, kw_only=True)
+class Nowhere:
+    """A tracker of another package."""
+    def build(self, run_dir, run_name, config, *, resume_step=None):
+        return NullTracker()
+'''
+OWN = ("--config-dir", "mine", "plugins=[ownlab]")
+
+
+@pytest.fixture(autouse=True)
+def mine(cli: Cli) -> Iterator[None]:
+    """The folder mine, with a plugin and one YAML file per class."""
+    for path, text in {
+        "ownlab.py": LAB,
+        "model/own.yaml": "_target_: ownlab.Model\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: 1\nhidden: 64\n",
+        "recipe/own.yaml": "_target_: ownlab.Recipe\n",
+        "track/own.yaml": "_target_: ownlab.Nowhere\n",
+        "experiment/own.yaml": "# @package _global_\nplugins: [ownlab]\n",
+    }.items():
+        (Path("mine") / path).parent.mkdir(parents=True, exist_ok=True)
+        (Path("mine") / path).write_text(text)
+    yield
+    for name in ("ownlab", "evil"):
+        sys.modules.pop(name, None)
+
+
+def imported() -> bool:
+    return "ownlab" in sys.modules
+
+
+def test_a_run_with_a_plugin_is_saved_resumed_and_planned(cli: Cli) -> None:
+    assert cli(*OWN, "model=own", "run.name=a", "train.steps=2").code == 0
+    assert "plugins:\n- ownlab\n" in Path("runs/a/config.yaml").read_text()
+    sys.modules.pop("ownlab")
+    assert cli(*OWN, "resume=runs/a", "train.steps=3").code == 0
+    assert sorted(losses("runs/a")) == [1, 2, 3]
+    planned = cli.raw("plan", *OWN, "resume=runs/a", "recipe=own", "train.steps=6", "phases=none")
+    assert planned.code == 0 and "Recipe" in planned.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["resume=runs/a", "train.steps=3"],
+        ["plan", "resume=runs/a"],
+        ["--config-dir", "mine", "resume=runs/a", "train.steps=3"],
+        ["--config-dir", "mine", "run.name=a", "model=own", "train.steps=2"],
+    ],
+)
+def test_a_saved_run_needs_its_plugins_named_again(cli: Cli, command: list[str]) -> None:
+    assert cli(*OWN, "model=own", "run.name=a", "train.steps=2").code == 0
+    sys.modules.pop("ownlab")
+    ended = cli(*command)
+    assert ended.code == 1 and "add plugins=[ownlab]" in ended.message
+    assert not imported() and sorted(losses("runs/a")) == [1, 2]
+
+
+def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(1)
+    assert cli(*OWN, "model=own", "run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none").code == 137
+    stop_at(-1)
+    sys.modules.pop("ownlab")
+    asked = cli.raw("swap", "runs/a", "recipe=bf16")
+    assert asked.code == 1 and "add plugins=[ownlab]" in asked.message and not imported()
+    assert cli.raw("swap", "runs/a", "recipe=own", "--config-dir", "mine").code == 1
+    assert not Path("runs/a/swap_requests").exists()
+    assert cli.raw("swap", "runs/a", "recipe=own", *OWN).code == 0
+    assert cli(*OWN, "resume=runs/a").code == 0
+    assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4", "Recipe", "Recipe"]
+    assert json.loads(Path("runs/a/swaps.json").read_text())[0]["recipe"]["_target_"] == "ownlab.Recipe"
+    assert "add plugins=[ownlab]" in cli("resume=runs/a", "train.steps=4").message
+
+
+def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(1)
+    assert cli("run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none").code == 137
+    stop_at(-1)
+    assert cli.raw("swap", "runs/a", "recipe=own", *OWN).code == 0
+    sys.modules.pop("ownlab")
+    assert cli("resume=runs/a").code == 0
+    assert "add plugins=[ownlab]" in events("runs/a", "swap refused")[0]["reason"]
+    assert not imported() and [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 3
+
+
+def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    Path("evil.py").write_text("open('hit', 'w')\n" + LAB)
+    monkeypatch.syspath_prepend(str(cli.folder))
+    config = Path("runs/a/config.yaml")
+    innocent = config.read_text()
+    config.write_text(innocent.replace("plugins: []", "plugins: [evil]"))
+    assert "evil" in config.read_text()
+    assert cli("resume=runs/a", "train.steps=2").code == 0, "the names are information"
+    assert "evil" not in config.read_text(), "and say what this command named"
+    hostile = innocent.replace("plugins: []", "plugins: [evil]").replace("fp4train.models.llama.Llama", "evil.Model")
+    config.write_text(hostile)
+    Path("runs/a/swap_requests").mkdir()
+    for command in (["resume=runs/a", "train.steps=3"], ["plan", "resume=runs/a"], ["run.name=a", "train.steps=1"]):
+        said = cli(*command).message
+        assert said.startswith("runs/a/config.yaml: model._target_='evil.Model' is no configuration class of fp4train")
+    config.write_text(innocent)
+    recipe = {"_target_": "evil.Recipe"}
+    Path("runs/a/swap_requests/1.json").write_text(json.dumps({"recipe": recipe, "name": "x", "at": None}))
+    assert cli("resume=runs/a", "train.steps=3").code == 0
+    assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
+    Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 2}]))
+    assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
+    assert "evil" not in sys.modules and not Path("hit").exists()
+
+
+def test_a_yaml_file_cannot_name_plugins(cli: Cli) -> None:
+    ended = cli("--config-dir", "mine", "experiment=own", "run.name=a")
+    assert ended.message == (
+        "plugins=[ownlab] comes from a YAML file, which cannot import packages: add it to the command line"
+    )
+    assert not imported()
+    assert cli(*OWN, "experiment=own", "run.name=a", "train.steps=1").code == 0
+
+
+def test_a_plugin_without_a_use_changes_nothing(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2").code == 0
+    assert cli(*OWN, "run.name=b", "train.steps=2").code == 0
+    assert losses("runs/a") == losses("runs/b")
+    again = cli(*OWN, "run.name=a", "train.steps=2")
+    assert again.code == 0 and "runs/a is finished" in again.out, "naming it does not make another run"
+
+
+def test_a_tracker_of_the_users_own(cli: Cli) -> None:
+    assert cli(*OWN, "track=own", "run.name=a", "train.steps=1").code == 0
+    assert not Path("runs/a/metrics.jsonl").exists()
+
+
+def test_a_sweep_over_own_and_shipped_recipes(cli: Cli) -> None:
+    assert cli("-m", *OWN, "recipe=own,bf16", "train.steps=1").code == 0
+    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["llama_tiny-bf16", "llama_tiny-own"]
+
+
+def test_a_plugin_that_is_not_there_ends_before_anything_is_written(cli: Cli) -> None:
+    ended = cli("--config-dir", "mine", "plugins=[mine/ownlab.py]", "run.name=a")
+    assert "not by a path: plugins=[ownlab], with --config-dir mine" in ended.message
+    assert "there is no module onwlab among the installed packages and mine" in (
+        cli("--config-dir", "mine", "plugins=[onwlab]", "run.name=a").message
+    )
+    assert "no module ownlab among the installed packages: install" in cli("plugins=[ownlab]", "run.name=a").message
+    assert not Path("runs").exists()
