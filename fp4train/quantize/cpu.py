@@ -128,7 +128,7 @@ def _float32_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
 def _given_scales(amax: Tensor, x_RC: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """(scale, scale_inv) of FP8 with one scale for the tensor or for each row."""
     margin = spec.delayed.margin if spec.delayed else 0
-    return scales_float(amax.reshape(-1, 1), spec.format, x_RC.dtype, pow2=spec.scale == "pow2", margin=margin)
+    return scales_float(amax.reshape(-1, 1), spec.format, spec.scale_format, x_RC.dtype, margin=margin)
 
 
 def _request(
