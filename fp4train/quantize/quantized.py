@@ -2,32 +2,18 @@
 multiplies.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4train.formats import decode, unpack_fp4
-from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import global_scales
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """How one of the two forms of a tensor is made: row-wise of x, or column-wise, which is that of x.T.
-
-    spec; key: its random bits; amax: the global one where it is known from elsewhere, as for `quantize`.
-    """
-
-    spec: QuantSpec
-    key: RandomKey | None = None
-    amax: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One side of an emulated GEMM: the tensor is `values * scale`.
 
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
@@ -41,8 +27,7 @@ class Decoded:
     transpose_ok: bool = False
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.
 
     codes: uint8 [R, Cp], one a byte; e2m1 packed two a byte [R, Cp/2]. Cp is C padded with zeros to whole blocks (and

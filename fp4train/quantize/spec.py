@@ -137,7 +137,9 @@ class QuantSpec:
             having = _scales(lambda fmt: fmt.needs_global)
             raise ValueError(f"global_bound={self.global_bound!r}: only {having} has one; leave 448")
         if fmt.is_byte and fmt.mantissa_bits and None in self.block:
-            raise ValueError(f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or scale='fp32'")
+            raise ValueError(
+                f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or scale='fp32'"
+            )
         if self.global_scale == "row" and self.block[0] != 1:
             raise ValueError(
                 f"global_scale='row': block={self.block!r} spans rows of different scale; use block=(1, ...)"

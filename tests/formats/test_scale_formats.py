@@ -84,5 +84,7 @@ def test_formats_used_in_training_are_exact_in_bf16() -> None:
 
 
 def test_an_unknown_scale_format_names_the_near_miss() -> None:
-    with pytest.raises(ValueError, match=r"scale format 'ue5m2' is unknown; did you mean 'ue5m3'\? \(known: e4m3, e8m0"):
+    with pytest.raises(
+        ValueError, match=r"scale format 'ue5m2' is unknown; did you mean 'ue5m3'\? \(known: e4m3, e8m0"
+    ):
         get_scale_format("ue5m2")
