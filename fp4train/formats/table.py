@@ -24,7 +24,7 @@ class FormatRow:
 
 
 def formats_table() -> list[FormatRow]:
-    """All formats: the elements, narrowest first, scales that are no element too, and FP16, BF16, FP32 for reference."""
+    """All formats: the elements, narrowest first; scales that are no element; FP16, BF16, FP32 for reference."""
     names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
     return [
         *map(_of_element, ELEMENT_FORMATS),

@@ -158,13 +158,13 @@ class CpuQuantizer(Quantizer):
                 if coded is None:
                     return None
                 jobs.append(coded[0])
-                results.append(Quantized(one.spec, (rows, cols), *coded[1:4]))
+                results.append(_new(Quantized, (one.spec, (rows, cols), *coded[1:4])))
             else:
                 valued = one._kernels.values(x_RC, words, amax)
                 if valued is None:
                     return None
                 jobs.append(valued[0])
-                results.append(Decoded(valued[1], valued[2], one._transposable))
+                results.append(_new(Decoded, (valued[1], valued[2], one._transposable)))
         if self._run(*jobs, self._threads(), self._isa):
             return None
         return results[0], results[1]

@@ -13,9 +13,9 @@ def quantize(
 ) -> Quantized:
     """Codes and scales of x.
 
-    x_RC: [R, C], float32, BF16 or FP16, any strides; other shapes and dtypes raise ValueError, tensors without memory of
-        their own (DTensor, FakeTensor, meta) TypeError. Blocks run along C, so `quantize(x.T, spec)` is the column-wise
-        form.
+    x_RC: [R, C], float32, BF16 or FP16, any strides; other shapes and dtypes raise ValueError, tensors without memory
+        of their own (DTensor, FakeTensor, meta) TypeError. Blocks run along C, so `quantize(x.T, spec)` is the
+        column-wise form.
     key: which random bits, for stochastic rounding.
     amax: the global (tensor or row) amax, where it is known from elsewhere: reduced over ranks, or from delayed
         scaling's history; after the Hadamard transform.

@@ -32,8 +32,8 @@ class Quantized(NamedTuple):
 
     codes: uint8 [R, Cp], one a byte; e2m1 packed two a byte [R, Cp/2]. Cp is C padded with zeros to whole blocks (and
         Hadamard groups).
-    scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1] a
-        row, [1, 1] a tensor.
+    scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
+        for rows, [1, 1] for the tensor.
     amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None where only
         blocks count.
     """

@@ -44,8 +44,8 @@ STREAM_BYTES: Final = 1 << 24
 
 LAYOUT: Final = 1
 _SCHEME: Final = Struct("=4i2i2i2iI3fq")
-"""element, scale, scale rounding, formula; block; whole, amax of rows; stochastic, Hadamard size; signs; largest, bound,
-margin; stream bytes."""
+"""element, scale, scale rounding, formula; block; whole, amax of rows; stochastic, Hadamard size; signs; largest,
+bound, margin; stream bytes."""
 _JOB: Final = Struct(f"={_SCHEME.size}s24s6Q4q2i")
 """scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
 _DECODE: Final = Struct(f"={_SCHEME.size}s5Q6q")
@@ -73,8 +73,8 @@ def _stale(extension: ModuleType) -> str | None:
     if built == wanted:
         return None
     return (
-        f"the C extension {extension.__name__} was built from other sources (layout {built}, not {wanted}); rebuild it: "
-        "pip install -e . or python setup.py build_ext --inplace"
+        f"the C extension {extension.__name__} was built from other sources (layout {built}, not {wanted}); "
+        "rebuild it: pip install -e . or python setup.py build_ext --inplace"
     )
 
 
