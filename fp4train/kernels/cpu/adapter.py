@@ -53,6 +53,13 @@ _DECODE: Final = Struct(f"={_SCHEME.size}s5Q6q")
 _pack_job: Final = _JOB.pack
 _pack_decode: Final = _DECODE.pack
 
+_new_float32: Final = torch.empty(0, dtype=torch.float32, device="cpu").new_empty
+_new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_empty
+_new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
+_number: Final = torch.empty((), dtype=torch.float32, device="cpu")
+_empty_like: Final = torch.empty_like
+"""Of what is new in a call the fastest there is: two thirds of the time of `torch.empty` with a shape and a dtype."""
+
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` where nothing is drawn."""
 
@@ -191,8 +198,8 @@ class Kernels:
         self._packed = scheme.element == "e2m1"
         self._width = 1 if scheme.signs is None else 16
         self._no_random = None if scheme.stochastic else NO_RANDOM
-        self._value_dtype = torch.float32 if scheme.scale == "fp32" and not self._whole else torch.bfloat16
-        self._scale_dtype = torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32
+        self._new_values = _new_float32 if scheme.scale == "fp32" and not self._whole else _new_bfloat16
+        self._new_scales = _new_uint8 if scheme.scale in ("e4m3", "e8m0") else _new_float32
         self.reads_columns = scheme.block[0] == 1 and scheme.block[1] in COLUMN_BLOCKS
         """Whether a kernel works along the strided axis of x.T: for single rows of narrow blocks."""
 
@@ -223,10 +230,10 @@ class Kernels:
         elif not self._measures:
             return None
         width = self._width
-        values = x_RC.new_empty((rows, -(-cols // width) * width), dtype=self._value_dtype)
+        values = self._new_values(rows, -(-cols // width) * width)
         factor = None
         if self._amax:
-            factor = x_RC.new_empty((rows, 1) if self._row_amax else (), dtype=torch.float32)
+            factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
             factor_address = factor.data_ptr()
             if self._whole:
                 scale_address, factor_address = factor_address, 0
@@ -272,17 +279,17 @@ class Kernels:
         elif not self._measures:
             return None
         elif self._amax:
-            amax = x_RC.new_empty((rows, 1) if self._row_amax else (), dtype=torch.float32)
+            amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
             measure = True
         if self._whole:
             coded = cols + cols % 2 if self._packed else cols
-            scales = x_RC.new_empty((rows if self._row_amax else 1, 1), dtype=torch.float32)
+            scales = _new_float32(rows if self._row_amax else 1, 1)
         else:
             width, block = self._width, self._block_cols
             blocks = -(-(-(-cols // width) * width) // block)
             coded = blocks * block
-            scales = x_RC.new_empty((-(-rows // self._block_rows), blocks), dtype=self._scale_dtype)
-        codes = x_RC.new_empty((rows, coded // 2 if self._packed else coded), dtype=torch.uint8)
+            scales = self._new_scales(-(-rows // self._block_rows), blocks)
+        codes = _new_uint8(rows, coded // 2 if self._packed else coded)
         job = _pack_job(
             self._scheme,
             random,
@@ -311,12 +318,12 @@ class Kernels:
         rows, code_bytes = codes.shape
         width = self._width
         wide = -(-cols // width) * width
-        values = codes.new_empty((rows, wide), dtype=self._value_dtype)
+        values = self._new_values(rows, wide)
         factor, address, factor_address, amaxes = None, 0, 0, 0
         if self._whole:
             factor = scales if self._row_amax else scales.view(())
         elif amax is not None:
-            factor = torch.empty_like(amax)
+            factor = _empty_like(amax)
             address, factor_address, amaxes = amax.data_ptr(), factor.data_ptr(), amax.numel()
         job = _pack_decode(
             self._scheme,
