@@ -136,6 +136,15 @@ def test_ue5m3_decodes_by_its_formula() -> None:
     assert q.dequantize()[0, :4].tolist() == [1.0, -0.0, 0.0, 12.0]
 
 
+def test_a_guard_keeps_ue5m3_scales_from_clipping() -> None:
+    """Rounding to nearest takes a normal scale down by 16/17 at most."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    for guard, clips in ((1.0, True), (16 / 17, False)):
+        scales = quantize(x, replace(UE5M3, guard=guard)).block_scales()
+        largest = (x.reshape(64, 16, 16).abs().amax(-1) / scales).max()
+        assert (largest > 6.0) == clips
+
+
 def test_ue5m3_never_hides_what_is_not_finite() -> None:
     for bad in (float("nan"), float("inf")):
         x = torch.ones(2, 32)

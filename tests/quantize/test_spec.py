@@ -1,10 +1,12 @@
 """Impossible specs are refused, and the message names field, value and what is allowed."""
 
+import copy
 import dataclasses
 import pickle
 import re
 
 import pytest
+import torch
 
 from fp4train.formats import E4M3
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, Rotation
@@ -84,6 +86,18 @@ def test_specs_are_frozen_hashable_and_compare_by_value() -> None:
     assert len({QuantSpec(), QuantSpec(), QuantSpec(hadamard=Hadamard())}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantSpec().element = "e4m3"
+
+
+def test_keys_are_frozen_compare_by_value_and_survive_pickling_and_replacing() -> None:
+    key = RandomKey(seed=1, step=2, layer=3, operand=4)
+    assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != dataclasses.replace(key, row_offset=1)
+    assert pickle.loads(pickle.dumps(key)).words == key.words != dataclasses.replace(key, row_offset=1).words
+    assert len({key, copy.copy(key)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        key.step = 5
+    for value in (1.0, "1", None, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="step="):
+            dataclasses.replace(key, step=value)
 
 
 def test_a_spec_from_another_process_has_this_ones_hash_and_formats() -> None:

@@ -212,15 +212,18 @@ static int unpack_form(PyObject *object, Form *form) {
 
 static int works_across(const Job *job) { return job->hadamard || (job->x.stride_col != 1 && job->x.stride_row == 1); }
 
-/* Several narrow rows as one: a kernel takes strips of sixteen blocks of a row, and narrow rows fill few. */
-static void join_narrow_rows(Job *job) {
-    const int64_t block = job->block_cols, cols = job->x.cols;
-    if (job->scale == SCALE_GIVEN || job->block_rows != 1 || job->amax_stride) return;
-    if (job->x.stride_col != 1 || job->x.stride_row != cols) return;
-    if (cols % block || cols % (16 * block) == 0 || cols >= 128 * block) return;
+/* How many narrow rows to take as one: a kernel takes strips of sixteen blocks of a row, and narrow rows fill few. */
+static int64_t rows_together(int64_t rows, int64_t cols, int64_t block) {
     int64_t together = 16;
-    while (job->x.rows % together) together /= 2;
-    if (together == 1) return;
+    if (cols % block || cols % (16 * block) == 0 || cols >= 128 * block) return 1;
+    while (rows % together) together /= 2;
+    return together;
+}
+
+static void join_narrow_rows(Job *job) {
+    const int64_t cols = job->x.cols, together = rows_together(job->x.rows, cols, job->block_cols);
+    if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1 || job->amax_stride) return;
+    if (job->x.stride_col != 1 || job->x.stride_row != cols) return;
     if (job->stochastic) job->own_cols = cols;
     job->x.rows /= together;
     job->x.cols = job->x.stride_row = job->values_stride = job->code_cols = cols * together;
@@ -321,6 +324,17 @@ static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t
     return PyBool_FromLong(not_finite);
 }
 
+static void join_narrow_coded_rows(DecodeJob *job) {
+    const int64_t cols = job->cols, together = rows_together(job->rows, cols, job->block_cols);
+    if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1) return;
+    if (job->code_cols != cols || job->codes_stride != (job->element == E2M1 ? cols / 2 : cols)) return;
+    if (job->scales_stride != cols / job->block_cols) return;
+    job->rows /= together;
+    job->cols = job->code_cols = job->values_stride = cols * together;
+    job->codes_stride *= together;
+    job->scales_stride *= together;
+}
+
 PyDoc_STRVAR(decode_doc, "decode(job, threads, isa): a packed job");
 static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     Py_buffer view;
@@ -357,6 +371,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
         .values_stride = p.cols,
         .stream = p.rows * p.cols * (f32 ? 4 : 2) >= s->stream_bytes,
     };
+    join_narrow_coded_rows(&job);
     Call call = {.kernels = kernels, .decode = &job};
     call.grid = wide_grid(job.rows, job.cols, 1, threads);
     run(decode_tile, &call, threads);
