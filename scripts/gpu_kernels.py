@@ -166,22 +166,21 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
 def check(case: Case, device: str) -> dict[str, str]:
     """Differences between the kernels and the reference, by what differs; empty if there are none."""
     x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
-    if reason := kernels.why_not(x, case.spec):
+    if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
     quantized = kernels.quantize(x, case.spec, key=case.key, amax=amax)
-    operand = kernels.quantize_dequantize(x, case.spec, key=case.key, amax=amax)
+    decoded = kernels.quantize_dequantize(x, case.spec, key=case.key, amax=amax)
     wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
-    wanted_operand = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
+    wanted_decoded = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
     pairs = {
         "codes": (quantized.codes, wanted.codes),
         "scales": (quantized.scales, wanted.scales),
         "amax": (quantized.amax, wanted.amax),
-        "values": (operand.values, wanted_operand.values),
-        "scale": (operand.scale, wanted_operand.scale),
+        "values": (decoded.values, wanted_decoded.values),
+        "scale": (decoded.scale, wanted_decoded.scale),
     }
     if case.spec.block[1] is not None:
-        decoded = kernels.operand(quantized)
-        pairs["decoded"] = (decoded.values, wanted_operand.values)
+        pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
     found = {what: difference(*pair) for what, pair in pairs.items()}
     return {what: text for what, text in found.items() if text is not None}
 
@@ -259,11 +258,11 @@ def timings(x: Tensor) -> list[Timing]:
         ),
         Timing("nvfp4 16x16 codes", lambda: q(x, square, amax=amax), plain + n // 2 + n // 256),
         Timing("nvfp4 16x16 values", lambda: qd(x, square, amax=amax), 2 * plain),
-        Timing("nvfp4 decode", lambda: kernels.operand(saved4), plain + codes4),
+        Timing("nvfp4 decode", lambda: kernels.decode(saved4), plain + codes4),
         Timing("mxfp8 codes", lambda: q(x, mxfp8), plain + codes8),
         Timing("mxfp8 values", lambda: qd(x, mxfp8), 2 * plain),
         Timing("mxfp8 codes, columns", lambda: q(x.T, mxfp8), plain + codes8),
-        Timing("mxfp8 decode", lambda: kernels.operand(saved8), plain + codes8),
+        Timing("mxfp8 decode", lambda: kernels.decode(saved8), plain + codes8),
         Timing("fp8 tensor codes", lambda: q(x, tensor8, amax=amax), plain + n),
         Timing("fp8 tensor values", lambda: qd(x, tensor8, amax=amax), 2 * plain),
     ]
@@ -345,7 +344,7 @@ def main() -> int:
     parser.add_argument("--cols", type=int, default=16384, help="features of the timed tensor")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := kernels.why_not(torch.ones(1, 1, device=device), QuantSpec()):
+    if reason := kernels.why_not(QuantSpec(), device):
         print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
         return 2
     found = machine()

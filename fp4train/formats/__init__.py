@@ -7,18 +7,17 @@ from fp4train.formats.element import (
     E3M2,
     E4M3,
     E5M2,
-    ELEMENT_FORMATS,
     FP16,
     FP32,
     WIDE_FORMATS,
     ElementFormat,
     decode,
     encode,
-    get_format,
     value_table,
 )
 from fp4train.formats.packing import pack_fp4, pack_fp6, unpack_fp4, unpack_fp6
-from fp4train.formats.scale import e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
+from fp4train.formats.registry import ELEMENT_FORMATS, SCALE_FORMATS, get_format, get_scale_format
+from fp4train.formats.scale import ScaleFormat, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
 from fp4train.formats.table import FormatRow, formats_table
 
 __all__ = [
@@ -31,9 +30,11 @@ __all__ = [
     "ELEMENT_FORMATS",
     "FP16",
     "FP32",
+    "SCALE_FORMATS",
     "WIDE_FORMATS",
     "ElementFormat",
     "FormatRow",
+    "ScaleFormat",
     "decode",
     "e4m3_decode",
     "e4m3_encode",
@@ -42,6 +43,7 @@ __all__ = [
     "encode",
     "formats_table",
     "get_format",
+    "get_scale_format",
     "pack_fp4",
     "pack_fp6",
     "unpack_fp4",

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fp4train.formats.grid import grid_code, grid_position
-from fp4train.text import near_miss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +101,8 @@ FP32: Final = ElementFormat(
     has_nan=True,
 )
 
-ELEMENT_FORMATS: Final = (E2M1, E2M3, E3M2, E4M3, E5M2)
-"""Formats that tensors are quantised to, narrowest first."""
-
 WIDE_FORMATS: Final = (FP16, BF16, FP32)
 """Formats for reference: torch holds them, nothing here encodes them."""
-
-
-def get_format(name: str) -> ElementFormat:
-    """The element format called `name` (e2m1, e2m3, e3m2, e4m3, e5m2). ValueError with a near miss otherwise."""
-    for fmt in ELEMENT_FORMATS:
-        if fmt.name == name:
-            return fmt
-    names = [fmt.name for fmt in ELEMENT_FORMATS]
-    raise ValueError(f"element format {name!r} is unknown{near_miss(str(name), names)} (known: {', '.join(names)})")
 
 
 def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:

@@ -1,22 +1,76 @@
-"""Scale formats: E8M0 and E4M3 bytes, one a block.
+"""Scale formats: what a block's scale is stored as.
 
-E8M0 (OCP MX v1.0, section 5.4.1) is a bare exponent: byte b means 2^(b-127), 255 is NaN; no zero, no sign. 2^-127 is a
-float32 subnormal, 2^127 its largest power of two. E4M3 scales are the element format's non-negative half.
+E4M3 (NVFP4) is the element format's non-negative half. E8M0 (OCP MX v1.0, section 5.4.1) is a bare exponent: byte b
+means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127 its largest power of two. FP32 and
+POW2 are float32 numbers: there the scale that multiplies x is rounded, and its inverse is stored. `registry.py` lists
+all formats; how scales come from an amax is the business of `quantize.scaling`.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from fp4train.formats.element import ElementFormat
+
 E8M0_BIAS = 127
 E8M0_NAN = 255
+BF16_SIGNIFICANT_BITS = 8
 
 
-def e8m0_decode(codes: Tensor) -> Tensor:
-    """Float32 value 2^(b-127) of each uint8 byte b; NaN for 255. Exact."""
-    table = torch.tensor([math.ldexp(1.0, b - E8M0_BIAS) for b in range(E8M0_NAN)] + [math.nan], device=codes.device)
-    return table[codes.to(torch.int32)]
+@dataclass(frozen=True, kw_only=True)
+class ScaleFormat:
+    """A format of scales, all >= 0.
+
+    name: as `QuantSpec.scale` names it.
+    dtype: what it is stored in: uint8 (one byte a scale) or float32.
+    mantissa_bits: explicit ones; 0 is a power of two.
+    smallest, smallest_normal, max: positive finite values.
+    needs_global: its range is too short for a tensor's without a global scale above it.
+    roundings: the ways to round a power of two that `QuantSpec.scale_rounding` chooses from, the default first; empty
+        where there is one way only.
+    encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The direction of rounding is the
+        format's: see its function.
+    decode: stored scales -> float32 values, exact.
+    """
+
+    name: str
+    dtype: torch.dtype
+    mantissa_bits: int
+    smallest: float
+    smallest_normal: float
+    max: float
+    needs_global: bool
+    roundings: tuple[str, ...] = ()
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+    @property
+    def is_byte(self) -> bool:
+        """A scale of a byte belongs to the decoded element. One of float32 over a whole row or tensor is left to the
+        product."""
+        return self.dtype == torch.uint8
+
+    def exact_in_bf16(self, element: ElementFormat) -> bool:
+        """Whether every element times every scale has few enough significant bits for BF16.
+
+        A product of p and q significant bits has p + q at most; a power of two adds none.
+        """
+        scale_bits = self.mantissa_bits + 1 if self.mantissa_bits else 0
+        return element.mantissa_bits + 1 + scale_bits <= BF16_SIGNIFICANT_BITS
+
+
+def e4m3_encode(x: Tensor) -> Tensor:
+    """Bytes of the nearest E4M3 value, ties to even, saturating at 448; NaN gives 0x7f. x float32 and >= 0."""
+    return x.clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F
+
+
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """Float32 value of each E4M3 byte. Exact."""
+    return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def e8m0_encode(x: Tensor) -> Tensor:
@@ -33,11 +87,63 @@ def e8m0_encode(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), (exponent + up).clamp_(max=254), E8M0_NAN).to(torch.uint8)
 
 
-def e4m3_encode(x: Tensor) -> Tensor:
-    """Bytes of the nearest E4M3 value, ties to even, saturating at 448; NaN gives 0x7f. x float32 and >= 0."""
-    return x.clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """Float32 value 2^(b-127) of each uint8 byte b; NaN for 255. Exact."""
+    table = torch.tensor([math.ldexp(1.0, b - E8M0_BIAS) for b in range(E8M0_NAN)] + [math.nan], device=codes.device)
+    return table[codes.to(torch.int32)]
 
 
-def e4m3_decode(codes: Tensor) -> Tensor:
-    """Float32 value of each E4M3 byte. Exact."""
-    return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def pow2_encode(x: Tensor) -> Tensor:
+    """The largest power of two <= x (mantissa bits cleared), x float32 and >= 0; subnormals become 0."""
+    return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
+
+
+E4M3_SCALE: Final = ScaleFormat(
+    name="e4m3",
+    dtype=torch.uint8,
+    mantissa_bits=3,
+    smallest=2.0**-9,
+    smallest_normal=2.0**-6,
+    max=448.0,
+    needs_global=True,
+    encode=e4m3_encode,
+    decode=e4m3_decode,
+)
+E8M0_SCALE: Final = ScaleFormat(
+    name="e8m0",
+    dtype=torch.uint8,
+    mantissa_bits=0,
+    smallest=2.0**-127,
+    smallest_normal=2.0**-127,
+    max=2.0**127,
+    needs_global=False,
+    roundings=("rceil", "floor", "even", "ceil"),
+    encode=e8m0_encode,
+    decode=e8m0_decode,
+)
+FP32_SCALE: Final = ScaleFormat(
+    name="fp32",
+    dtype=torch.float32,
+    mantissa_bits=23,
+    smallest=2.0**-149,
+    smallest_normal=2.0**-126,
+    max=math.ldexp(2**24 - 1, 104),
+    needs_global=False,
+    encode=_unchanged,
+    decode=_unchanged,
+)
+POW2_SCALE: Final = ScaleFormat(
+    name="pow2",
+    dtype=torch.float32,
+    mantissa_bits=0,
+    smallest=2.0**-126,
+    smallest_normal=2.0**-126,
+    max=2.0**127,
+    needs_global=False,
+    encode=pow2_encode,
+    decode=_unchanged,
+)

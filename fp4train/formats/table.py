@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from fp4train.formats.element import ELEMENT_FORMATS, WIDE_FORMATS
+from fp4train.formats.element import WIDE_FORMATS, ElementFormat
+from fp4train.formats.registry import ELEMENT_FORMATS, SCALE_FORMATS
+from fp4train.formats.scale import ScaleFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +24,34 @@ class FormatRow:
 
 
 def formats_table() -> list[FormatRow]:
-    """All formats, narrowest first: the elements, the E8M0 scale, and FP16, BF16, FP32 for reference."""
-    rows = [
-        FormatRow(
-            name=fmt.name,
-            bits=fmt.bits,
-            largest=fmt.max,
-            smallest_normal=fmt.smallest_normal,
-            smallest=fmt.smallest_subnormal,
-            binades=fmt.binades,
-            specials="inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none",
-        )
-        for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)
+    """All formats: the elements, narrowest first; scales that are no element; FP16, BF16, FP32 for reference."""
+    names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
+    return [
+        *map(_of_element, ELEMENT_FORMATS),
+        *(_of_scale(fmt) for fmt in SCALE_FORMATS if fmt.is_byte and fmt.name not in names),
+        *map(_of_element, WIDE_FORMATS),
     ]
-    smallest = math.ldexp(1.0, -127)
-    e8m0 = FormatRow(
-        name="e8m0",
-        bits=8,
-        largest=math.ldexp(1.0, 127),
-        smallest_normal=smallest,
-        smallest=smallest,
-        binades=254.0,
-        specials="NaN; no sign, no zero",
+
+
+def _of_element(fmt: ElementFormat) -> FormatRow:
+    return FormatRow(
+        name=fmt.name,
+        bits=fmt.bits,
+        largest=fmt.max,
+        smallest_normal=fmt.smallest_normal,
+        smallest=fmt.smallest_subnormal,
+        binades=fmt.binades,
+        specials="inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none",
     )
-    rows.insert(len(ELEMENT_FORMATS), e8m0)
-    return rows
+
+
+def _of_scale(fmt: ScaleFormat) -> FormatRow:
+    return FormatRow(
+        name=fmt.name,
+        bits=8,
+        largest=fmt.max,
+        smallest_normal=fmt.smallest_normal,
+        smallest=fmt.smallest,
+        binades=math.log2(fmt.max) - math.log2(fmt.smallest),
+        specials="NaN; no sign" if fmt.mantissa_bits else "NaN; no sign, no zero",
+    )

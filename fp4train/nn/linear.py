@@ -203,7 +203,7 @@ class Linear(nn.Linear):
         return y_MN.to(out_dtype).view(shape)
 
     def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
-        if not gemms.plan.quantised:
+        if not gemms.plan.quantised or gemms.device == "meta":  # meta tensors have a shape, which is torch's too
             return self.by_torch(x_MK, gemms.dtype)
         if (together := gemms.plan.layer_backend) is not None:
             return self.kernels[together](x_MK, self.weight, self.bias, gemms.plan.table)

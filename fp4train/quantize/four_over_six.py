@@ -9,18 +9,17 @@ S_enc under either formula.
 import torch
 from torch import Tensor
 
-from fp4train.formats import e4m3_decode, e4m3_encode
 from fp4train.quantize.rounding import round_to_values
-from fp4train.quantize.scaling import encode_scales_e4m3, nan_if_not_finite
+from fp4train.quantize.scaling import encode_factor, nan_if_not_finite
 from fp4train.quantize.spec import QuantSpec
 
 
 def choose_scales(
     x_blocks: Tensor, amax_b: Tensor, amax: Tensor, encode: Tensor, decode: Tensor, spec: QuantSpec
 ) -> Tensor:
-    """E4M3 bytes [Rb, Cb] of the better scale of each block. x_blocks float32 [Rb, br, Cb, bc], amax 0-d or [R, 1]."""
+    """Bytes [Rb, Cb] of the better scale of each block. x_blocks float32 [Rb, br, Cb, bc], amax 0-d or [R, 1]."""
     base = (nan_if_not_finite(amax_b) / spec.format.max) * encode
-    six, four = e4m3_encode(base), e4m3_encode(base * 1.5)
+    six, four = spec.scale_format.encode(base), spec.scale_format.encode(base * 1.5)
     error_six = block_error(x_blocks, six, amax, decode, spec)
     error_four = block_error(x_blocks, four, amax, decode, spec)
     return torch.where(error_four < error_six, four, six)
@@ -28,9 +27,10 @@ def choose_scales(
 
 def block_error(x_blocks: Tensor, scale_bytes: Tensor, amax: Tensor, decode: Tensor, spec: QuantSpec) -> Tensor:
     """Sum of |error| or error^2 of each block [Rb, Cb], decoded as ((e2m1 * scale) * amax) / (6 * bound)."""
-    factor = encode_scales_e4m3(scale_bytes, decode)[:, None, :, None]
+    scales = spec.scale_format.decode(scale_bytes)
+    factor = encode_factor(scales * decode)[:, None, :, None]
     values = round_to_values(x_blocks * factor, spec.format)
-    values.mul_(e4m3_decode(scale_bytes)[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
+    values.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
     difference = values.div_(spec.format.max * spec.global_bound).sub_(x_blocks)
     errors = difference.square_() if spec.four_over_six == "mse" else difference.abs_()
     total = errors[..., 0].clone()

@@ -7,6 +7,7 @@ Column-wise operands need nothing here: they are the transposed tensor, quantise
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 from fp4train.formats import pack_fp4
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.rounding import round_to_codes
-from fp4train.quantize.scaling import block_scales_e4m3, encode_scales_e4m3
+from fp4train.quantize.scaling import block_scales_two_level, encode_factor
 from fp4train.quantize.spec import QuantSpec
 
 TILE_ROWS, TILE_COLS = 128, 4
@@ -53,15 +54,15 @@ def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
     rows, cols = a_MK.shape
     blocks = a_MK.detach().to(torch.float32).reshape(rows, cols // 16, 16)
     encode = sf_g.to(torch.float32).reshape(())
-    scales = block_scales_e4m3(blocks.abs().amax(dim=-1), encode, spec)
-    t = (blocks * encode_scales_e4m3(scales, encode.reciprocal()).unsqueeze(-1)).add_(0.0)
+    scales = block_scales_two_level(blocks.abs().amax(dim=-1), encode, spec)
+    t = (blocks * encode_factor(spec.scale_format.decode(scales) * encode.reciprocal()).unsqueeze(-1)).add_(0.0)
     codes = round_to_codes(t, spec.format).reshape(rows, cols)
     return pack_fp4(codes), swizzle_scales(scales)
 
 
 @dataclass(frozen=True)
-class TorchOperand:
-    """One side of `torch.nn.functional.scaled_mm`.
+class HardwareTensor:
+    """Codes and scales in torch's dtypes and the hardware's layout: one side of `torch.nn.functional.scaled_mm`.
 
     data: float4_e2m1fn_x2 [R, Cp/2], or float8_e4m3fn / float8_e5m2 [R, Cp]. scales: float8_e4m3fn (NVFP4) or
         float8_e8m0fnu (MX), flat in the 128x4 layout, one a row and block (2-D blocks repeated for their rows); float32
@@ -74,30 +75,42 @@ class TorchOperand:
     global_scale: Tensor | None
 
 
-_DATA_DTYPES = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+_DATA_DTYPES: Final = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_BLOCK_SCALE_DTYPES: Final = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+_FLOAT_SCALES: Final = ("fp32", "pow2")
 
 
-def to_torch(q: Quantized) -> TorchOperand:
-    """`q` in torch's dtypes and the hardware's layout. FP6 has no torch dtype: ValueError (see `formats.pack_fp6`)."""
-    if q.spec.element not in _DATA_DTYPES:
-        allowed = ", ".join(_DATA_DTYPES)
-        raise ValueError(
-            f"element={q.spec.element!r} has no torch dtype; allowed: {allowed}. formats.pack_fp6 packs FP6"
-        )
+def why_no_layout(spec: QuantSpec) -> str | None:
+    """Why torch has no dtypes for codes and scales of this spec, or None."""
+    if spec.element not in _DATA_DTYPES:
+        return f"element={spec.element!r} has no torch dtype; allowed: {', '.join(_DATA_DTYPES)}"
+    if spec.scale not in _BLOCK_SCALE_DTYPES and spec.scale not in _FLOAT_SCALES:
+        return f"scale={spec.scale!r} has no torch dtype; allowed: {', '.join((*_BLOCK_SCALE_DTYPES, *_FLOAT_SCALES))}"
+    return None
+
+
+def to_torch(q: Quantized) -> HardwareTensor:
+    """`q` in torch's dtypes and the hardware's layout. ValueError where torch has none: FP6 (see `formats.pack_fp6`),
+    UE5M3 scales."""
+    if (reason := why_no_layout(q.spec)) is not None:
+        raise ValueError(f"{reason}. Multiply `q.decoded()` instead, or pack the codes yourself (formats.pack_fp6)")
     data = q.codes.contiguous().view(_DATA_DTYPES[q.spec.element])
-    if q.spec.scale not in _SCALE_DTYPES:
-        return TorchOperand(data, q.scales, None)
+    if q.spec.scale in _FLOAT_SCALES:
+        return HardwareTensor(data, q.scales, None)
     scales = q.scales.repeat_interleave(q.spec.block[0] or 1, dim=0)[: q.shape[0]]
-    swizzled = swizzle_scales(scales).view(_SCALE_DTYPES[q.spec.scale])
-    return TorchOperand(data, swizzled, q.global_decode())
+    swizzled = swizzle_scales(scales).view(_BLOCK_SCALE_DTYPES[q.spec.scale])
+    return HardwareTensor(data, swizzled, q.global_decode())
 
 
-def from_torch(operand: TorchOperand, spec: QuantSpec, shape: tuple[int, int], amax: Tensor | None = None) -> Quantized:
+def from_torch(
+    tensor: HardwareTensor, spec: QuantSpec, shape: tuple[int, int], amax: Tensor | None = None
+) -> Quantized:
     """The inverse of `to_torch`. `amax` is `Quantized.amax`, which the hardware does not store."""
-    codes = operand.data.view(torch.uint8)
-    if spec.scale not in _SCALE_DTYPES:
-        return Quantized(spec, shape, codes, operand.scales, amax)
+    if (reason := why_no_layout(spec)) is not None:
+        raise ValueError(reason)
+    codes = tensor.data.view(torch.uint8)
+    if spec.scale in _FLOAT_SCALES:
+        return Quantized(spec, shape, codes, tensor.scales, amax)
     padded = codes.shape[1] * (2 if spec.element == "e2m1" else 1)
-    scales = unswizzle_scales(operand.scales.view(torch.uint8), shape[0], padded // (spec.block[1] or padded))
+    scales = unswizzle_scales(tensor.scales.view(torch.uint8), shape[0], padded // (spec.block[1] or padded))
     return Quantized(spec, shape, codes, scales[:: spec.block[0] or 1].contiguous(), amax)

@@ -2,37 +2,22 @@
 multiplies.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.formats import decode, e4m3_decode, e8m0_decode, unpack_fp4
-from fp4train.quantize.random import RandomKey
+from fp4train.formats import decode, unpack_fp4
 from fp4train.quantize.scaling import global_scales
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """How one of the two forms of a tensor is made: row-wise of x, or column-wise, which is that of x.T.
-
-    spec; key: its random bits; amax: the global one where it is known from elsewhere, as for `quantize`.
-    """
-
-    spec: QuantSpec
-    key: RandomKey | None = None
-    amax: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One side of an emulated GEMM: the tensor is `values * scale`.
 
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
-        where element times block scale is exact in BF16 (E4M3, E8M0 and power-of-two scales; tensor- and row-scaled),
-        otherwise float32.
+        where that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
     scale: the float32 factor that the product still lacks, 0-d or [R, 1]; None for 1.
     transpose_ok: `values.T` with the same scale is the operand of the transposed tensor.
     """
@@ -42,14 +27,13 @@ class Decoded:
     transpose_ok: bool = False
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.
 
     codes: uint8 [R, Cp], one a byte; e2m1 packed two a byte [R, Cp/2]. Cp is C padded with zeros to whole blocks (and
         Hadamard groups).
-    scales: uint8 bytes (e4m3, e8m0) or float32 (fp32, pow2: the factor that decodes), [ceil(R/br), Cp/bc]; [R, 1] a
-        row, [1, 1] a tensor.
+    scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
+        for rows, [1, 1] for the tensor.
     amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None where only
         blocks count.
     """
@@ -67,13 +51,11 @@ class Quantized:
 
     def block_scales(self) -> Tensor:
         """The block scales as float32 factors, in the shape of `scales`, without the global one."""
-        if self.spec.scale == "e4m3":
-            return e4m3_decode(self.scales)
-        return e8m0_decode(self.scales) if self.spec.scale == "e8m0" else self.scales
+        return self.spec.scale_format.decode(self.scales)
 
     def global_decode(self) -> Tensor | None:
         """S_dec, float32 0-d or [R, 1]; None without a global scale."""
-        if self.spec.scale != "e4m3" or self.amax is None:
+        if not self.spec.scale_format.needs_global or self.amax is None:
             return None
         return global_scales(self.amax, self.spec)[1]
 
@@ -81,7 +63,7 @@ class Quantized:
         """What the emulating GEMM multiplies; equal to `quantize_dequantize` to the bit."""
         spec = self.spec
         values = decode(self.element_codes, spec.format)
-        if None in spec.block and spec.scale in ("fp32", "pow2"):
+        if spec.has_outer_scale:
             scale = self.scales.reshape(()) if spec.block[0] is None else self.scales
             return finish_operand(values, scale, spec, self.shape)
         return finish_operand(
@@ -126,6 +108,5 @@ def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tenso
 def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Decoded:
     """Cut the padding off and store in BF16 where that is exact."""
     values = values[: shape[0], : operand_width(spec, shape[1])]
-    exact = spec.scale != "fp32" or None in spec.block
-    values = values.to(torch.bfloat16) if exact else values
+    values = values.to(torch.bfloat16) if spec.exact_in_bf16 else values
     return Decoded(values.contiguous(), scale, spec.transposable)

@@ -6,7 +6,10 @@ neighbours in a row share one call and take 16 bits each. The same element gets 
 activation recomputation, after a resume, and however the tensor is sharded (the offsets place a shard in the whole).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from struct import Struct
+from struct import error as StructError
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,11 +33,17 @@ _LIMITS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+_pack_words: Final = Struct("=QIIII").pack
+_set: Final = object.__setattr__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, init=False)
 class RandomKey:
     """Which random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
 
     `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
+    `words` is the key and the constant part of the counter as kernels take them: seed, row_offset, col_offset / 8,
+    step * 8 + operand, layer.
     """
 
     seed: int
@@ -43,16 +52,36 @@ class RandomKey:
     operand: int
     row_offset: int = 0
     col_offset: int = 0
+    words: bytes = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        for field, limit in _LIMITS.items():
-            value = getattr(self, field)
+    def __init__(
+        self, *, seed: int, step: int, layer: int, operand: int, row_offset: int = 0, col_offset: int = 0
+    ) -> None:
+        """Written out, because stochastic rounding makes one for each operand and call; packing checks the ranges."""
+        try:
+            words = _pack_words(seed, row_offset, col_offset >> 3, step * LANES + operand, layer)
+            fits = 0 <= operand < LANES and not col_offset % LANES
+        except (StructError, TypeError):
+            fits = False
+        _set(self, "seed", seed)
+        _set(self, "step", step)
+        _set(self, "layer", layer)
+        _set(self, "operand", operand)
+        _set(self, "row_offset", row_offset)
+        _set(self, "col_offset", col_offset)
+        if not fits:
+            self._refuse()
+        _set(self, "words", words)
+
+    def _refuse(self) -> NoReturn:
+        """ValueError that names the field which does not fit."""
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value < limit:
-                raise ValueError(f"{field}={value!r}: RandomKey allows integers 0 <= {field} < {limit}")
-        if self.col_offset % LANES:
-            raise ValueError(
-                f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
-            )
+                raise ValueError(f"{name}={value!r}: RandomKey allows integers 0 <= {name} < {limit}")
+        raise ValueError(
+            f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
+        )
 
 
 def philox4x32(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.formats import e4m3_decode, e8m0_decode, pack_fp4
+from fp4train.formats import pack_fp4
 from fp4train.quantize import scaling
 from fp4train.quantize.four_over_six import choose_scales
 from fp4train.quantize.quantized import Decoded, Quantized, finish_operand
@@ -60,28 +60,33 @@ def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
     x_blocks = to_blocks(x_RC, spec)
     amax_b = x_blocks.abs().amax(dim=(1, 3)).to(torch.float32)  # [Rb, Cb]
     x_blocks = x_blocks.to(torch.float32)
-    if spec.scale == "e4m3":
-        return _scale_nvfp4(x_blocks, amax_b, spec, amax)
-    if spec.scale == "e8m0":
-        mode = spec.scale_rounding or "rceil"
+    fmt = spec.scale_format
+    if fmt.needs_global:
+        return _scale_two_level(x_blocks, amax_b, spec, amax)
+    if fmt.roundings:
+        mode = spec.scale_rounding or fmt.roundings[0]
         stored = scaling.block_scales_e8m0(amax_b, spec.format, mode)
         t = x_blocks * _spread(scaling.encode_scales_e8m0(stored, mode))
-        return Scaled(t, stored, e8m0_decode(stored), None, None)
-    whole = None in spec.block
+        return Scaled(t, stored, fmt.decode(stored), None, None)
+    if fmt.is_byte:
+        stored = scaling.block_scales(amax_b, spec)
+        decode = fmt.decode(stored)
+        t = (x_blocks * _spread(scaling.encode_factor(decode))).add_(0.0)  # as below
+        return Scaled(t, stored, decode, None, None)
     used = amax_b if amax is None else amax.to(torch.float32).reshape(-1, 1).expand_as(amax_b)
     margin = spec.delayed.margin if spec.delayed else 0
-    scale, scale_inv = scaling.scales_float(used, spec.format, dtype, pow2=spec.scale == "pow2", margin=margin)
+    scale, scale_inv = scaling.scales_float(used, spec.format, fmt, dtype, margin=margin)
     t = x_blocks * _spread(scale)
     if amax is not None:  # an amax from elsewhere need not cover x: saturate what is larger, but never an infinity
         t = torch.where(x_blocks.isfinite(), t, torch.nan)
-    if not whole:
+    if not spec.has_outer_scale:
         return Scaled(t, scale_inv, scale_inv, None, None)
     if spec.block[0] is None:
         return Scaled(t, scale_inv, scale_inv, used.reshape(()), scale_inv.reshape(()))
     return Scaled(t, scale_inv, scale_inv, used, scale_inv)
 
 
-def _scale_nvfp4(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
+def _scale_two_level(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
     if amax is not None:
         amax = (
             amax.to(torch.float32).reshape(-1, 1) if spec.global_scale == "row" else amax.to(torch.float32).reshape(())
@@ -94,10 +99,11 @@ def _scale_nvfp4(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor
     if spec.four_over_six is not None:
         stored = choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
-        stored = scaling.block_scales_e4m3(amax_b, encode, spec)
+        stored = scaling.block_scales_two_level(amax_b, encode, spec)
+    scale = spec.scale_format.decode(stored)
     # + 0.0: a negative zero is coded as zero, as in TE
-    t = (x_blocks * _spread(scaling.encode_scales_e4m3(stored, decode))).add_(0.0)
-    return Scaled(t, stored, e4m3_decode(stored), amax, decode)
+    t = (x_blocks * _spread(scaling.encode_factor(scale * decode))).add_(0.0)
+    return Scaled(t, stored, scale, amax, decode)
 
 
 def _spread(per_block: Tensor) -> Tensor:
@@ -134,7 +140,7 @@ def quantize_dequantize(
     scaled = scale_tensor(x_RC, spec, amax)
     t = scaled.t
     values = round_to_values(t, spec.format, _bits(t, spec, key))
-    if None not in spec.block or spec.scale == "e8m0":
+    if not spec.has_outer_scale:
         values.mul_(_spread(scaled.decode))
     values = values.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
     rows, cols = x_RC.shape

@@ -6,7 +6,7 @@ A non-finite amax makes every scale that depends on it NaN, whatever the format:
 import torch
 from torch import Tensor
 
-from fp4train.formats import ElementFormat, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
+from fp4train.formats import ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
 from fp4train.quantize.spec import Delayed, QuantSpec
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -30,18 +30,23 @@ def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return encode, encode.reciprocal()
 
 
-def block_scales_e4m3(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
-    """E4M3 bytes of the block scales: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
+def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
+    """Bytes of the block scales under a global one: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
     largest = amax_b.new_tensor(element_range(spec))
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
-        return e4m3_encode((amax_b / largest) * encode)
-    return e4m3_encode(amax_b * (encode * largest.reciprocal()))
+        return spec.scale_format.encode((amax_b / largest) * encode)
+    return spec.scale_format.encode(amax_b * (encode * largest.reciprocal()))
 
 
-def encode_scales_e4m3(scale_bytes: Tensor, decode: Tensor) -> Tensor:
-    """The factor that brings x onto the element grid: min(1 / (scale * S_dec), FLT_MAX)."""
-    return (e4m3_decode(scale_bytes) * decode).reciprocal_().clamp_(max=FLOAT32_MAX)
+def encode_factor(decode: Tensor) -> Tensor:
+    """The factor that brings x onto the element grid, of the one that decodes: min(1 / decode, FLT_MAX)."""
+    return decode.reciprocal().clamp_(max=FLOAT32_MAX)
+
+
+def block_scales(amax_b: Tensor, spec: QuantSpec) -> Tensor:
+    """Bytes of block scales that stand alone, rounded as their format rounds: amax_b / 6."""
+    return spec.scale_format.encode(nan_if_not_finite(amax_b) / element_range(spec))
 
 
 def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
@@ -73,17 +78,15 @@ def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
 
 
 def scales_float(
-    amax: Tensor, fmt: ElementFormat, dtype: torch.dtype, *, pow2: bool, margin: int = 0
+    amax: Tensor, fmt: ElementFormat, scale_format: ScaleFormat, dtype: torch.dtype, *, margin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin, 1 where amax = 0; with pow2 rounded down to a power
-    of two.
+    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin as its format holds it, 1 where amax = 0.
 
     An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
     """
     scale = (amax.new_tensor(fmt.max) / amax) / 2.0**margin
     scale = torch.where(scale.isinf(), torch.finfo(dtype).max, scale)
-    if pow2:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = scale_format.encode(scale)
     scale = torch.where(amax == 0, 1.0, scale)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return scale, scale.reciprocal()

@@ -5,20 +5,22 @@ NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
 MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None
 FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
+FP4 without a global scale e2m1     (1, 16)     ue5m3  None
 
 Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor quantised row-wise.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Final
 
-from fp4train.formats import ElementFormat, get_format
+from fp4train.formats import SCALE_FORMATS, ElementFormat, ScaleFormat, get_format, get_scale_format
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
-SCALES: Final = ("e4m3", "e8m0", "fp32", "pow2")
-SCALE_ROUNDINGS: Final = ("floor", "rceil", "even", "ceil")
 GLOBAL_SCALES: Final = (None, "tensor", "row")
 GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
@@ -52,7 +54,7 @@ class QuantSpec:
 
     element: e2m1, e2m3, e3m2, e4m3, e5m2.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) a row, (None, None) the tensor.
-    scale: e4m3 (needs a global scale), e8m0, fp32, pow2 (a float32 power of two).
+    scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
     scale_rounding: how the E8M0 exponent is rounded; None otherwise. rceil (the default) never clips.
     global_scale: the second, float32 level above E4M3 block scales: one a tensor or one a row.
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
@@ -84,18 +86,19 @@ class QuantSpec:
         get_format(self.element)
         object.__setattr__(self, "block", tuple(self.block))
         self._check_block()
-        check_choice("scale", self.scale, SCALES)
+        check_choice("scale", self.scale, [fmt.name for fmt in SCALE_FORMATS])
         check_choice("formula", self.formula, FORMULAS)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("four_over_six", self.four_over_six, ERROR_METRICS)
         check_choice("global_scale", self.global_scale, GLOBAL_SCALES)
         check_choice("global_bound", self.global_bound, GLOBAL_BOUNDS)
-        if self.scale == "e8m0":
+        if roundings := self.scale_format.roundings:
             if self.scale_rounding is None:
-                object.__setattr__(self, "scale_rounding", "rceil")
-            check_choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+                object.__setattr__(self, "scale_rounding", roundings[0])
+            check_choice("scale_rounding", self.scale_rounding, roundings)
         elif self.scale_rounding is not None:
-            raise ValueError(f"scale_rounding={self.scale_rounding!r}: only scale='e8m0' has one; use None")
+            having = _scales(lambda fmt: bool(fmt.roundings))
+            raise ValueError(f"scale_rounding={self.scale_rounding!r}: only {having} has one; use None")
         self._check_scale()
         self._check_options()
 
@@ -119,17 +122,24 @@ class QuantSpec:
             raise ValueError(f"block={self.block!r}: e2m1 packs two codes a byte; cols must be even")
 
     def _check_scale(self) -> None:
-        if self.scale == "e4m3":
+        fmt = self.scale_format
+        if fmt.needs_global:
             if self.global_scale is None:
-                raise ValueError("global_scale=None: scale='e4m3' covers 18 binades only and needs 'tensor' or 'row'")
-            if None in self.block:
-                raise ValueError(f"block={self.block!r}: scale='e4m3' is a block scale; use integers, or scale='fp32'")
+                binades = round(math.log2(fmt.max / fmt.smallest))
+                raise ValueError(
+                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and needs 'tensor' or 'row'"
+                )
         elif self.global_scale is not None:
             raise ValueError(
                 f"global_scale={self.global_scale!r}: scale={self.scale!r} spans the whole range; use None"
             )
         elif self.global_bound != 448.0:
-            raise ValueError(f"global_bound={self.global_bound!r}: only scale='e4m3' has one; leave 448")
+            having = _scales(lambda fmt: fmt.needs_global)
+            raise ValueError(f"global_bound={self.global_bound!r}: only {having} has one; leave 448")
+        if fmt.is_byte and fmt.mantissa_bits and None in self.block:
+            raise ValueError(
+                f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or scale='fp32'"
+            )
         if self.global_scale == "row" and self.block[0] != 1:
             raise ValueError(
                 f"global_scale='row': block={self.block!r} spans rows of different scale; use block=(1, ...)"
@@ -137,8 +147,9 @@ class QuantSpec:
 
     def _check_options(self) -> None:
         if self.four_over_six is not None:
-            if self.scale != "e4m3" or self.element != "e2m1":
-                raise ValueError(f"four_over_six={self.four_over_six!r}: needs element='e2m1' and scale='e4m3'")
+            if not self.scale_format.needs_global or self.element != "e2m1":
+                having = _scales(lambda fmt: fmt.needs_global)
+                raise ValueError(f"four_over_six={self.four_over_six!r}: needs element='e2m1' and {having}")
             if self.rounding != "nearest":
                 raise ValueError(
                     f"four_over_six={self.four_over_six!r}: choosing by error biases rounding={self.rounding!r}; "
@@ -148,18 +159,56 @@ class QuantSpec:
                 raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
         if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= 1.0:
             raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to 1.0")
-        if self.guard != 1.0 and self.scale != "e4m3":
+        if self.guard != 1.0 and not _rounds_down(self.scale_format):
             raise ValueError(
-                f"guard={self.guard!r}: only scale='e4m3' rounds scales down far enough to need it; use 1.0"
+                f"guard={self.guard!r}: only {_scales(_rounds_down)} rounds scales down far enough to need it; use 1.0"
             )
-        if self.delayed is not None and (self.block != (None, None) or self.scale not in ("fp32", "pow2")):
-            raise ValueError(f"delayed={self.delayed!r}: needs block=(None, None) and scale 'fp32' or 'pow2'")
+        if self.delayed is not None and (self.block != (None, None) or self.scale_format.is_byte):
+            having = _scales(lambda fmt: not fmt.is_byte)
+            raise ValueError(f"delayed={self.delayed!r}: needs block=(None, None) and {having}")
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: specs are keys of what is looked up at every call."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is computed from the fields: hashes differ between processes, and formats are compared by
+        identity."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
     def format(self) -> ElementFormat:
         return get_format(self.element)
+
+    @cached_property
+    def scale_format(self) -> ScaleFormat:
+        return get_scale_format(self.scale)
+
+    @property
+    def has_outer_scale(self) -> bool:
+        """Whether the scale of whole rows or the tensor is left to the product, as a factor of its result."""
+        return None in self.block and not self.scale_format.is_byte
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether decoded elements, without what is left to the product, are exact in BF16."""
+        return self.has_outer_scale or self.scale_format.exact_in_bf16(self.format)
 
     @property
     def transposable(self) -> bool:
         """Whether the transposed result is the result for the transposed tensor (nearest rounding): square blocks."""
         return self.block[0] == self.block[1] and self.hadamard is None
+
+
+def _scales(having: Callable[[ScaleFormat], bool]) -> str:
+    """For errors: the formats that have a property."""
+    return "scale=" + " or ".join(repr(fmt.name) for fmt in SCALE_FORMATS if having(fmt))
+
+
+def _rounds_down(fmt: ScaleFormat) -> bool:
+    """Whether a scale rounded to nearest may be much smaller than it should be, so that elements clip."""
+    return fmt.is_byte and fmt.mantissa_bits > 0

@@ -12,15 +12,19 @@ it stay on the device: nothing here waits for the GPU. Equal to `quantize.refere
 on first use.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
+from fp4train.quantize.quantizer import Quantizer, check_input
 from fp4train.quantize.random import LANES, MASK, RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -31,27 +35,36 @@ TILE: Final = 4096  # elements a program: 32 a thread
 LARGEST_EXTENT: Final = 2**31 - 2**12
 
 
-def why_not(x: Tensor, spec: QuantSpec) -> str | None:
-    """Why these kernels cannot quantise x by spec, in words; None if they can."""
+_SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
+_NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
+_KNOWN: Final[dict[str, tuple[object, ...]]] = {
+    "element": tuple(_NAN_ABOVE),
+    "scale": tuple(_SCALE_DTYPES),
+    "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
+    "formula": ("te2.14", "te2.13"),
+    "rounding": ("nearest", "stochastic"),
+    "global_scale": (None, "tensor", "row"),
+    "four_over_six": (None,),
+}
+"""What the kernels know of each field of a spec that names something; anything else has no kernel."""
+
+
+def why_not(spec: QuantSpec, device_type: str) -> str | None:
+    """Why these kernels cannot quantise by spec there, in words; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'fp4train[triton]')"
-    interpreted = _interpreted()
-    if not x.is_cuda and not interpreted:
-        return f"x is on {x.device}, Triton kernels run on CUDA devices"
-    if x.is_cuda and torch.version.hip is not None:
+    if device_type != "cuda" and not _interpreted():
+        return f"x is on {device_type}, Triton kernels run on CUDA devices"
+    if device_type == "cuda" and torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return f"compute capability {torch.cuda.get_device_capability(x.device)} of {x.device} is below 8.0"
-    if x.numel() == 0:
-        return "x is empty"
-    if max(x.shape) > LARGEST_EXTENT:
-        return f"x.shape={tuple(x.shape)}: rows and columns must stay below 2**31"
-    return _why_not_spec(spec)
+    return why_not_spec(spec)
 
 
-def _why_not_spec(spec: QuantSpec) -> str | None:
-    if spec.four_over_six is not None:
-        return f"four_over_six={spec.four_over_six!r} has no Triton kernel"
+def why_not_spec(spec: QuantSpec) -> str | None:
+    """Why there is no kernel for the spec, whatever the device; None if there is one."""
+    for field, known in _KNOWN.items():
+        if (value := getattr(spec, field)) not in known:
+            return f"{field}={value!r} has no Triton kernel (known: {', '.join(map(str, known))})"
     rows, cols = spec.block
     if cols is None:
         if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.element == "e2m1":
@@ -68,9 +81,57 @@ def _why_not_spec(spec: QuantSpec) -> str | None:
     return None
 
 
+def why_not_tensor(x: Tensor) -> str | None:
+    """Why the kernels cannot read x, whatever the spec; None if they can."""
+    if x.numel() == 0:
+        return "x is empty"
+    if max(x.shape) > LARGEST_EXTENT:
+        return f"x.shape={tuple(x.shape)}: rows and columns must stay below 2**31"
+    if x.is_cuda and _capability(x.device) < (8, 0):
+        return f"compute capability {_capability(x.device)} of {x.device} is below 8.0"
+    return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def make(spec: QuantSpec) -> TritonQuantizer:
+    """The quantizer of a spec that `why_not` has nothing against."""
+    return TritonQuantizer(spec)
+
+
+class TritonQuantizer(Quantizer):
+    """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the reference."""
+
+    kernel = "triton"
+
+    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+        """Codes and scales of x."""
+        x_RC = check_input(x_RC, self.spec, key, amax)
+        if why_not_tensor(x_RC) is not None:
+            return super().codes(x_RC, key, amax)
+        return quantize(x_RC, self.spec, key=key, amax=amax)
+
+    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
+        """`codes(...).decoded()` to the bit, fused."""
+        x_RC = check_input(x_RC, self.spec, key, amax)
+        if why_not_tensor(x_RC) is not None:
+            return super().values(x_RC, key, amax)
+        return quantize_dequantize(x_RC, self.spec, key=key, amax=amax)
+
+    def decode(self, quantized: Quantized) -> Decoded:
+        """`quantized.decoded()` to the bit; one kernel for (1, N) and (N, N) blocks."""
+        if quantized.spec is not self.spec:
+            self._check_spec(quantized)
+        if self.spec.block[1] is None or 0 in quantized.shape:
+            return super().decode(quantized)
+        return decode(quantized)
+
+
 def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
-    """Codes and scales; see `fp4train.quantize.quantize`. ValueError with the reason where `why_not` has one."""
-    _require(x_RC, spec)
+    """Codes and scales; see `fp4train.quantize.quantize`."""
     with torch.cuda.device_of(x_RC):  # type: ignore[no-untyped-call]
         if spec.block[1] is None:
             codes, inverse, whole = _quantize_whole(x_RC, spec, key, amax, values=False)
@@ -83,7 +144,6 @@ def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
 ) -> Decoded:
     """`quantize(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
-    _require(x_RC, spec)
     with torch.cuda.device_of(x_RC):  # type: ignore[no-untyped-call]
         if spec.block[1] is None:
             values, inverse, _ = _quantize_whole(x_RC, spec, key, amax, values=True)
@@ -93,7 +153,7 @@ def quantize_dequantize(
         return Decoded(values, decode, spec.transposable)
 
 
-def operand(quantized: Quantized) -> Decoded:
+def decode(quantized: Quantized) -> Decoded:
     """`quantized.decoded()` to the bit in one kernel, for (1, N) and (N, N) blocks: what backward decodes."""
     spec = quantized.spec
     if spec.block[1] not in ROW_BLOCKS or spec.block[0] not in (1, spec.block[1]):
@@ -117,7 +177,7 @@ def operand(quantized: Quantized) -> Decoded:
                 "MANTISSA": fmt.mantissa_bits,
                 "MIN_EXPONENT": fmt.min_exponent,
                 "CODE_BITS": fmt.bits - 1,
-                "NAN_ABOVE": {"e4m3": 0x7E, "e5m2": 0x7C}.get(fmt.name, 0xFF),
+                "NAN_ABOVE": _NAN_ABOVE[fmt.name],
                 "N": n,
                 "HEIGHT": spec.block[0],
                 "ROWS": tile_rows,
@@ -190,10 +250,7 @@ def _quantize_blocks(
         out = torch.empty(rows, groups * n // 2 if packed else groups * n, dtype=torch.uint8, device=x_RC.device)
         wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
         words = out.view(torch.int64) if wide else out.view(torch.int32) if packed else out
-    float_scale = spec.scale in ("fp32", "pow2")
-    scales = torch.empty(
-        _cdiv(rows, spec.block[0] or 1), groups, dtype=torch.float32 if float_scale else torch.uint8, device=x_RC.device
-    )
+    scales = torch.empty(_cdiv(rows, spec.block[0] or 1), groups, dtype=_SCALE_DTYPES[spec.scale], device=x_RC.device)
     pointers = (x_RC, x_RC if amax is None else amax, words, scales, scales if decode is None else decode)
     constants = _block_constants(spec, x_RC.dtype) | _rounding_constants(spec)
     constants |= {
@@ -354,7 +411,7 @@ def _column_tile(n: int, spec: QuantSpec) -> tuple[int, int, int]:
 
 
 def _values_dtype(spec: QuantSpec) -> torch.dtype:
-    return torch.float32 if spec.scale == "fp32" else torch.bfloat16
+    return torch.bfloat16 if spec.exact_in_bf16 else torch.float32
 
 
 def _unit_columns(x_RC: Tensor) -> Tensor:
@@ -378,11 +435,6 @@ def _interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-def _require(x_RC: Tensor, spec: QuantSpec) -> None:
-    if (reason := why_not(x_RC, spec)) is not None:
-        raise ValueError(f"the Triton kernels cannot quantise this: {reason}")
 
 
 def _launch(

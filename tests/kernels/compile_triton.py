@@ -45,7 +45,6 @@ def recorded() -> Iterator[list[Launch]]:
     with (
         mock.patch.object(backend, "_launch", note),
         mock.patch.object(backend, "_interpreted", lambda: False),
-        mock.patch.object(backend, "why_not", lambda x, spec: None),
     ):
         yield launches
 

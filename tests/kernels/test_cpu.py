@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import NO_RANDOM, Machine, Request, Scheme, adapter
+from fp4train.kernels.cpu import Kernels, Machine, Scheme, adapter
 
 if (missing := cpu.unavailable()) is not None:
     pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
@@ -19,12 +21,32 @@ NVFP4 = Scheme(
     scale_rounding=None,
     formula="te2.14",
     block=(1, 16),
+    whole=None,
+    amax="tensor",
+    measures=True,
     largest=6.0,
     bound=448.0 * 6.0,
+    margin=1.0,
     stochastic=False,
     signs=None,
 )
 MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instruction_sets() for threads in (1, 2, 3)]
+
+
+def codes(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
+    """(codes, scales, amax), or None where x is not finite."""
+    kernels = Kernels(scheme, machine)
+    made = kernels.codes(x, None, amax)
+    assert made is not None
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:4]
+
+
+def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor, ...] | None:
+    """(values, factor), or None where x is not finite."""
+    kernels = Kernels(scheme, machine)
+    made = kernels.values(x, None, amax)
+    assert made is not None
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:3]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -32,35 +54,51 @@ MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instr
 def test_amax_of_the_tensor_and_of_rows(dtype: torch.dtype, machine: Machine) -> None:
     x = torch.randn(150, 530).to(dtype)
     for y in (x, x.T, x[::2, ::3]):
-        assert torch.equal(cpu.amax(y, machine), y.abs().amax().float())
-        assert torch.equal(cpu.amax(y, machine, rowwise=True), y.abs().amax(1, keepdim=True).float())
+        tensor, rows = codes(y, NVFP4, machine), codes(y, replace(NVFP4, amax="row"), machine)
+        assert tensor is not None and torch.equal(tensor[2], y.abs().amax().float())
+        assert rows is not None and torch.equal(rows[2], y.abs().amax(1, keepdim=True).float())
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_amax_propagates_nan_and_infinity(machine: Machine) -> None:
+def test_what_is_not_finite_is_reported(machine: Machine) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        x = torch.randn(150, 530).to(dtype)
-        x[149, 529] = float("inf")
-        assert cpu.amax(x, machine).item() == float("inf")
-        x[3, 3] = -float("nan")
-        assert cpu.amax(x, machine).isnan()
-        assert cpu.amax(x.T, machine).isnan()
-        nan_or_inf = Request(scheme=replace(NVFP4, signs=5), measure="tensor")
-        assert cpu.quantize(x.T, nan_or_inf, machine) is None, "reported, from the amax after the transform"
+        for bad in (float("inf"), -float("nan")):
+            x = torch.randn(150, 530).to(dtype)
+            x[149, 529] = bad
+            for y in (x, x.T):
+                assert codes(y, NVFP4, machine) is None
+                assert values(y, NVFP4, machine) is None
+            assert codes(x.T, replace(NVFP4, signs=5), machine) is None, "from the amax after the transform"
+    for bad in (float("inf"), float("nan")):
+        whole = replace(NVFP4, element="e4m3", scale="fp32", whole="tensor")
+        assert values(torch.ones(4, 16), whole, machine, torch.tensor(bad)) is None, "an amax from elsewhere"
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_measured_amax_is_that_of_an_amax_given(machine: Machine) -> None:
     x = torch.randn(150, 530).bfloat16()
     for y, scheme in ((x, NVFP4), (x.T, NVFP4), (x.T, replace(NVFP4, signs=5))):
-        measured = cpu.quantize(y, Request(scheme=scheme, measure="tensor", codes=True), machine)
-        assert measured is not None and measured.amax is not None
-        given = cpu.quantize(y, Request(scheme=scheme, amax=measured.amax.clone()), machine)
-        assert given is not None
-        if scheme.signs is None:
-            assert torch.equal(measured.amax, y.abs().amax().float())
-        for a, b in ((measured.values, given.values), (measured.global_decode, given.global_decode)):
-            assert a is not None and b is not None and torch.equal(a, b)
+        for result in (codes, values):
+            measured, (_, _, amax) = result(y, scheme, machine), codes(y, scheme, machine)
+            given = result(y, scheme, machine, amax.clone())
+            assert measured is not None and given is not None
+            assert all(torch.equal(a, b) for a, b in zip(measured, given, strict=True))
+
+
+def test_what_the_extension_does_not_take_is_refused_before_it_is_called() -> None:
+    kernels = Kernels(NVFP4)
+    refused = [torch.ones(16), torch.ones(2, 16).double(), torch.ones(0, 16), torch.ones(16, 0)]
+    for make in (kernels.codes, kernels.values):
+        assert all(make(x, None, None) is None for x in refused)
+        assert make(torch.ones(2, 16), None, torch.ones(2)) is None, "an amax of another size"
+        assert getattr(Kernels(replace(NVFP4, stochastic=True)), make.__name__)(torch.ones(2, 16), None, None) is None
+        assert getattr(Kernels(replace(NVFP4, measures=False)), make.__name__)(torch.ones(2, 16), None, None) is None
+
+
+@pytest.mark.parametrize("field", ["element", "scale", "scale_rounding", "formula"])
+def test_a_scheme_with_a_name_the_kernels_do_not_know_is_not_packed(field: str) -> None:
+    with pytest.raises(KeyError, match="ue9"):
+        Kernels(replace(NVFP4, **{field: "ue9"}))
 
 
 def test_machine_refuses_what_the_cpu_lacks() -> None:
@@ -89,13 +127,19 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "module = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "x = array.array('f', [float(i) for i in range(300000)])\n"
+        "codes, scales = array.array('B', bytes(300 * 504)), array.array('B', bytes(300 * 63))\n"
         "out = array.array('f', [0.0])\n"
-        "job = (x.buffer_info()[0], 1, 300, 1000, 1000, 1, out.buffer_info()[0], 0)\n"
-        "module.amax(job, None, 4, 0)\n"
+        "job = bytes.fromhex(sys.argv[2])\n"
+        "import struct\n"
+        "address = lambda a: a.buffer_info()[0]\n"
+        "job += struct.pack('=6Q4q2i', address(x), 0, address(codes), address(scales), address(out), 0,"
+        " 300, 1000, 1000, 1, 1, 1)\n"
+        "assert not module.quantize(job, None, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
-    path = adapter._cpu().__file__
-    run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    path, head = adapter._cpu().__file__, NVFP4.packed() + cpu.NO_RANDOM
+    command = [sys.executable, "-c", script, str(path), head.hex()]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["pthreads", "299999.0"]
 
 
@@ -109,25 +153,43 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
     near = torch.randn(2, 64).bfloat16()
     view = storage.as_strided((2, 64), (far, 1))
     view.copy_(near)
-    request = Request(scheme=NVFP4, amax=torch.tensor(4.0), random=NO_RANDOM, values=True, codes=True)
-    expected = cpu.quantize(near, request, Machine())
-    assert expected is not None
     for machine in MACHINES[:: len(MACHINES) // 3]:
-        actual = cpu.quantize(view, request, machine)
-        assert actual is not None
-        for a, b in (
-            (actual.values, expected.values),
-            (actual.codes, expected.codes),
-            (actual.scales, expected.scales),
-        ):
-            assert a is not None and b is not None and torch.equal(a, b)
-        assert torch.equal(cpu.amax(view, machine), near.abs().amax().float())
-    across = cpu.quantize(view.T, request, Machine())
-    assert across is not None and across.values is not None
-    again = cpu.quantize(near.T, request, Machine())
-    assert again is not None and again.values is not None and torch.equal(across.values, again.values)
+        for result in (codes, values):
+            for far_form, near_form in ((view, near), (view.T, near.T)):
+                expected, actual = result(near_form, NVFP4, machine), result(far_form, NVFP4, machine)
+                assert expected is not None and actual is not None
+                assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
+    for layout in (None, (adapter.LAYOUT + 1, 176, 152)):
+        stale = ModuleType("_cpu")
+        if layout is not None:
+            stale.layout = layout
+        assert "built from other sources" in str(adapter._stale(stale)) and "rebuild it" in str(adapter._stale(stale))
+
+
+def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
+    extension = adapter._cpu()
+    with pytest.raises(ValueError, match="a packed job has 176 bytes"):
+        extension.quantize(bytes(175), None, 1, 0)
+    with pytest.raises(ValueError, match="a packed job has"):
+        extension.decode(bytes(9), 1, 0)
+    with pytest.raises(TypeError, match="takes 4 arguments, not 2"):
+        extension.quantize(bytes(176), None)
+    with pytest.raises(TypeError, match="bytes-like"):
+        extension.quantize((1, 2), None, 1, 0)
+
+
+def test_an_address_of_zero_is_refused_instead_of_read() -> None:
+    """What a tensor without memory has: DTensor, FakeTensor."""
+    extension = adapter._cpu()
+    with pytest.raises(TypeError, match="no memory of its own"):
+        extension.quantize(bytes(176), None, 1, 0)
+    with pytest.raises(TypeError, match="no memory of their own"):
+        extension.decode(bytes(152), 1, 0)
 
 
 def test_refuses_an_instruction_set_by_number() -> None:
     with pytest.raises(ValueError, match="lacks the instruction set"):
-        adapter._cpu().decode((0, 0, 1, 1, 1, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0), 1, 9)
+        adapter._cpu().decode(bytes(152), 1, 9)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize
 from fp4train.quantize import triton as backend
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
@@ -42,10 +42,9 @@ def test_importing_the_backend_does_not_import_triton() -> None:
 
 @needs_triton
 def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
-    x = torch.ones(16, 16)
-    assert "cpu" in str(backend.why_not(x, QuantSpec()))
+    assert "cpu" in str(backend.why_not(QuantSpec(), "cpu"))
     with pytest.raises(ValueError, match="CUDA"):
-        backend.quantize(x, QuantSpec())
+        quantize(torch.ones(16, 16), QuantSpec(), kernel="triton")
 
 
 @pytest.mark.parametrize(
@@ -58,10 +57,11 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
         (QuantSpec(block=(16, 16), hadamard=Hadamard()), "hadamard"),
         (QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None), "no Triton kernel"),
         (QuantSpec(element="e4m3", block=(1, None), scale="e8m0", global_scale=None), "no Triton kernel"),
+        (QuantSpec(scale="ue5m3", global_scale=None), "scale='ue5m3' has no Triton kernel"),
     ],
 )
 def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str) -> None:
-    assert reason in str(backend._why_not_spec(spec))
+    assert reason in str(backend.why_not_spec(spec))
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 33, 96, 256, 5120])

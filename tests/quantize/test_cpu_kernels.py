@@ -1,6 +1,7 @@
 """The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and values."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from fp4train.kernels.cpu import Machine
 from fp4train.kernels.cpu import adapter as kernels
-from fp4train.quantize import Decoded, Hadamard, Quantized, QuantSpec, RandomKey, cpu, reference
+from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, RandomKey, cpu, reference
+from fp4train.quantize.cpu import CpuQuantizer
 
 if (missing := kernels.unavailable()) is not None:
     pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
@@ -47,19 +49,19 @@ def assert_same_codes(ours: Quantized, theirs: Quantized) -> None:
     assert same_bits(ours.codes, theirs.codes)
 
 
-def assert_same_operand(ours: Decoded, theirs: Decoded) -> None:
+def assert_same_values(ours: Decoded, theirs: Decoded) -> None:
     assert same_bits(ours.scale, theirs.scale)
     assert same_bits(ours.values, theirs.values)
     assert ours.transpose_ok == theirs.transpose_ok
 
 
 def assert_equals_reference(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None) -> None:
-    assert cpu.why_not(x, spec) is None
+    assert cpu.why_not(spec, "cpu") is None
+    quantizer = CpuQuantizer(spec, machine)
     expected = reference.quantize(x, spec, key=KEY, amax=amax)
-    assert_same_codes(cpu.quantize(x, spec, key=KEY, amax=amax, machine=machine), expected)
-    values = reference.quantize_dequantize(x, spec, key=KEY, amax=amax)
-    assert_same_operand(cpu.quantize_dequantize(x, spec, key=KEY, amax=amax, machine=machine), values)
-    assert_same_operand(cpu.operand(expected, machine=machine), expected.decoded())
+    assert_same_codes(quantizer.codes(x, KEY, amax), expected)
+    assert_same_values(quantizer.values(x, KEY, amax), reference.quantize_dequantize(x, spec, key=KEY, amax=amax))
+    assert_same_values(quantizer.decode(expected), expected.decoded())
 
 
 @st.composite
@@ -182,9 +184,9 @@ def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtyp
 def test_what_is_not_finite_is_left_to_the_reference_and_not_hidden(spec: QuantSpec, value: float) -> None:
     x = draw_values("normal", 40, 300, 2).bfloat16()
     x[17, 201] = value
-    assert_equals_reference(x, spec, cpu.HERE)
-    assert_equals_reference(x.T, spec, cpu.HERE)
-    assert not cpu.quantize_dequantize(x, spec).values.isfinite().all()
+    assert_equals_reference(x, spec, kernels.HERE)
+    assert_equals_reference(x.T, spec, kernels.HERE)
+    assert not CpuQuantizer(spec).values(x).values.isfinite().all()
 
 
 GOLDEN = Path(os.environ.get("FP4TRAIN_GOLDEN", Path(__file__).resolve().parents[3] / "shared" / "golden"))
@@ -209,16 +211,16 @@ def test_an_amax_from_elsewhere_does_not_hide_an_infinity() -> None:
     x = draw_values("normal", 40, 300, 2)
     x[3, 299] = float("inf")
     for spec in (NVFP4, FP8, TOKENS):
-        assert_equals_reference(x, spec, cpu.HERE, amax=torch.tensor(2.0))
+        assert_equals_reference(x, spec, kernels.HERE, amax=torch.tensor(2.0))
 
 
 def test_an_amax_from_elsewhere_is_used() -> None:
     x = draw_values("normal", 40, 300, 2)
     for amax in (0.0, 0.5, 40.0):
-        assert_equals_reference(x, NVFP4, cpu.HERE, amax=torch.tensor(amax))
-        assert_equals_reference(x, FP8, cpu.HERE, amax=torch.tensor(amax))
+        assert_equals_reference(x, NVFP4, kernels.HERE, amax=torch.tensor(amax))
+        assert_equals_reference(x, FP8, kernels.HERE, amax=torch.tensor(amax))
     for rows in (40, 1):
-        assert_equals_reference(x[:rows], replace(NVFP4, global_scale="row"), cpu.HERE, amax=torch.rand(rows, 1))
+        assert_equals_reference(x[:rows], replace(NVFP4, global_scale="row"), kernels.HERE, amax=torch.rand(rows, 1))
 
 
 ROW_SPECS = (NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, FP8, replace(NVFP4, block=(16, 16)))
@@ -232,25 +234,40 @@ def test_both_forms_from_one_read_are_those_of_two(isa: str, threads: int) -> No
     x = draw_values("outliers", 140, 530, 3).bfloat16()
     for row_spec in ROW_SPECS:
         for column_spec in COLUMN_SPECS:
-            forms = cpu.Form(spec=row_spec, key=KEY), cpu.Form(spec=column_spec, key=KEY)
-            row = reference.quantize_dequantize(x, row_spec, key=KEY)
-            values, columns = cpu.both_operands(x, *forms, machine=machine)
-            assert_same_operand(values, row)
-            assert_same_operand(columns, reference.quantize_dequantize(x.T, column_spec, key=KEY))
-            values, codes = cpu.operand_and_codes(x, *forms, machine=machine)
-            assert_same_operand(values, row)
+            row, column = CpuQuantizer(row_spec, machine), CpuQuantizer(column_spec, machine)
+            expected_row = reference.quantize_dequantize(x, row_spec, key=KEY)
+            expected_row_codes = reference.quantize(x, row_spec, key=KEY)
+            one_read = row.with_columns
+            values, columns = one_read(column, x, KEY, None, KEY, None, False, False)
+            assert_same_values(values, expected_row)
+            assert_same_values(columns, reference.quantize_dequantize(x.T, column_spec, key=KEY))
+            row_codes, codes = one_read(column, x, KEY, None, KEY, None, True, True)
+            assert_same_codes(row_codes, expected_row_codes)
             assert_same_codes(codes, reference.quantize(x.T, column_spec, key=KEY))
 
 
-def test_both_forms_of_a_tensor_that_one_read_cannot_serve() -> None:
-    forms = cpu.Form(spec=NVFP4), cpu.Form(spec=TOKENS)
+def test_both_forms_of_a_tensor_that_one_read_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", 0)
+    pair = PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)
     x = draw_values("normal", 40, 300, 4).bfloat16()
     not_finite = x.clone()
     not_finite[0, 0] = float("nan")
-    for y in (x.T.contiguous().T, not_finite):
-        values, codes = cpu.operand_and_codes(y, *forms)
-        assert_same_operand(values, reference.quantize_dequantize(y, NVFP4))
+    for y in (x, x.T.contiguous().T, not_finite, x[:0], x[:, :0]):
+        values, codes = pair(y)
+        assert_same_values(values, reference.quantize_dequantize(y, NVFP4))
         assert_same_codes(codes, reference.quantize(y.T, TOKENS))
+
+
+def test_one_read_is_taken_from_the_size_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    with_columns = CpuQuantizer.with_columns
+    monkeypatch.setattr(CpuQuantizer, "with_columns", lambda self, *a: reads.append(1) or with_columns(self, *a))
+    x = draw_values("normal", 40, 300, 4).bfloat16()
+    for size, expected in ((x.nbytes + 1, 0), (x.nbytes, 1)):
+        monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", size)
+        PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)(x)
+        PairQuantizer(CpuQuantizer(TOKENS), CpuQuantizer(NVFP4), row_codes=False, column_codes=True)(x)
+        assert len(reads) == expected, "a row-wise Hadamard transform has no kernel of its own"
 
 
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
@@ -306,14 +323,15 @@ def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype, isa: 
     ],
 )
 def test_why_not_names_what_has_no_kernel(spec: QuantSpec, reason: str) -> None:
-    assert reason in str(cpu.why_not(torch.ones(32, 32), spec))
+    assert reason in str(cpu.why_not(spec, "cpu"))
 
 
-def test_empty_tensors_are_left_to_the_reference() -> None:
-    assert cpu.why_not(torch.ones(0, 16), NVFP4) == "x has no elements"
-    assert cpu.why_not(torch.ones(16, 0), NVFP4) == "x has no elements"
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_empty_tensors_are_left_to_the_reference(shape: tuple[int, int]) -> None:
+    for spec in (NVFP4, TOKENS, MXFP8, FP8):
+        assert_equals_reference(torch.ones(shape), spec, kernels.HERE)
 
 
 def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_extension", lambda: "the C extension is not built; reinstall")
-    assert "reinstall" in str(cpu.why_not(torch.ones(16, 16), NVFP4))
+    assert "reinstall" in str(cpu.why_not(NVFP4, "cpu"))

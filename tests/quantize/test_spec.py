@@ -1,10 +1,14 @@
 """Impossible specs are refused, and the message names field, value and what is allowed."""
 
+import copy
 import dataclasses
+import pickle
 import re
 
 import pytest
+import torch
 
+from fp4train.formats import E4M3
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, Rotation
 
 MX = {"block": (1, 32), "scale": "e8m0", "global_scale": None}
@@ -23,7 +27,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"block": (None, 16)}, "block=(None, 16): blocks run along the last axis"),
         ({**FP8, "block": (4, None)}, "block=(4, None): whole rows are (1, None)"),
         ({"block": (1, None)}, "block=(1, None): scale='e4m3' is a block scale"),
-        ({"scale": "e5m2"}, "scale='e5m2' is not one of e4m3, e8m0, fp32, pow2"),
+        ({"scale": "e5m2"}, "scale='e5m2' is not one of e4m3, e8m0, ue5m3, fp32, pow2; did you mean 'ue5m3'?"),
         ({"scale": "e8m0"}, "global_scale='tensor': scale='e8m0' spans the whole range; use None"),
         ({**FP8, "global_scale": "row"}, "global_scale='row': scale='fp32' spans the whole range"),
         ({"global_scale": None}, "global_scale=None: scale='e4m3'"),
@@ -33,7 +37,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"global_bound": 384.0}, "global_bound=384.0 is not one of 448.0, 256.0"),
         ({**MX, "global_bound": 256.0}, "global_bound=256.0: only scale='e4m3' has one"),
         ({"scale_rounding": "floor"}, "scale_rounding='floor': only scale='e8m0' has one"),
-        ({**MX, "scale_rounding": "up"}, "scale_rounding='up' is not one of floor, rceil, even, ceil"),
+        ({**MX, "scale_rounding": "up"}, "scale_rounding='up' is not one of rceil, floor, even, ceil"),
         ({"formula": "te3"}, "formula='te3' is not one of te2.14, te2.13"),
         ({"rounding": "up"}, "rounding='up' is not one of nearest, stochastic"),
         ({"four_over_six": "max"}, "four_over_six='max' is not one of None, mae, mse"),
@@ -43,6 +47,8 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"guard": 1.5}, "guard=1.5: allowed are numbers above 0.5 up to 1.0"),
         ({**MX, "guard": 0.9}, "guard=0.9: only scale='e4m3'"),
         ({"delayed": Delayed()}, "needs block=(None, None)"),
+        ({"scale": "ue5m3"}, "global_scale='tensor': scale='ue5m3' spans the whole range"),
+        ({"scale": "ue5m3", "global_scale": None, "block": (1, None)}, "scale='ue5m3' is a block scale"),
     ],
 )
 def test_an_impossible_spec_names_the_field(fields: dict, message: str) -> None:
@@ -80,3 +86,24 @@ def test_specs_are_frozen_hashable_and_compare_by_value() -> None:
     assert len({QuantSpec(), QuantSpec(), QuantSpec(hadamard=Hadamard())}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantSpec().element = "e4m3"
+
+
+def test_keys_are_frozen_compare_by_value_and_survive_pickling_and_replacing() -> None:
+    key = RandomKey(seed=1, step=2, layer=3, operand=4)
+    assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != dataclasses.replace(key, row_offset=1)
+    assert pickle.loads(pickle.dumps(key)).words == key.words != dataclasses.replace(key, row_offset=1).words
+    assert len({key, copy.copy(key)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        key.step = 5
+    for value in (1.0, "1", None, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="step="):
+            dataclasses.replace(key, step=value)
+
+
+def test_a_spec_from_another_process_has_this_ones_hash_and_formats() -> None:
+    """Hashes of strings differ between processes, and formats are compared by identity."""
+    spec = QuantSpec(element="e4m3")
+    assert hash(spec) and spec.format is E4M3 and spec.scale_format.name == "e4m3"
+    copied = pickle.loads(pickle.dumps(spec))
+    assert not {"_hash", "format", "scale_format"} & set(vars(copied))
+    assert copied == spec and copied.format is E4M3 and hash(copied) == hash(spec)

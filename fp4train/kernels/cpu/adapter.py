@@ -2,18 +2,21 @@
 
 Everything here is in terms of the tensor whose last axis is blocked, [R, C]; with strides (1, R) it is the column-wise
 form x.T and comes out transposed, without a copy. Blocks are 16, 32, 64 or 128 wide; C that fills no block is padded
-with zeros. A NaN or an infinity in x is not handled but reported: the functions return None and the reference has to do
-it.
+with zeros. A NaN or an infinity in x is not handled but reported: the extension returns True and the reference has to
+do it.
 
-Which instruction set and how many threads is a `Machine`; the results are the same bits for all of them. The extension
-is built with the package and optional: `unavailable()` says why it is missing.
+A call packs one struct and makes one call of the extension. What is the same for every call of a scheme is packed once;
+`LAYOUT` and the sizes of the structs tell an extension that was built from other sources. Which instruction set and how
+many threads is a `Machine`; the results are the same bits for all of them. The extension is built with the package and
+optional: `unavailable()` says why it is missing.
 """
 
 import importlib
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
+from struct import Struct
 from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,12 +24,14 @@ from torch import Tensor
 INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 """From the slowest to the fastest."""
 
+# What the kernels know: names that are not here have no kernel. The numbers are those of csrc/job.h.
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in INPUTS}
 ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
-SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "given": 4}
+SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
+ROUNDINGS: Final = {"nearest": 0, "stochastic": 1}
+EXTENTS: Final = {None: 0, "tensor": 1, "row": 2}
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
@@ -37,15 +42,47 @@ PAIR_ROWS: Final = 128
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs are written past the caches, which could not keep them."""
 
+LAYOUT: Final = 1
+_SCHEME: Final = Struct("=4i2i2i2iI3fq")
+"""element, scale, scale rounding, formula; block; whole, amax of rows; stochastic, Hadamard size; signs; largest,
+bound, margin; stream bytes."""
+_JOB: Final = Struct(f"={_SCHEME.size}s24s6Q4q2i")
+"""scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
+_DECODE: Final = Struct(f"={_SCHEME.size}s5Q6q")
+"""scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes a row, strides, amaxes."""
+_pack_job: Final = _JOB.pack
+_pack_decode: Final = _DECODE.pack
+
+_new_float32: Final = torch.empty(0, dtype=torch.float32, device="cpu").new_empty
+_new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_empty
+_new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
+_number: Final = torch.empty((), dtype=torch.float32, device="cpu")
+_empty_like: Final = torch.empty_like
+"""Of what is new in a call the fastest there is: two thirds of the time of `torch.empty` with a shape and a dtype."""
+
+NO_RANDOM: Final = bytes(24)
+"""The words of a `RandomKey` where nothing is drawn."""
+
 
 @cache
 def _extension() -> ModuleType | str:
+    name = "fp4train.kernels.cpu._cpu"
     try:
-        return importlib.import_module("fp4train.kernels.cpu._cpu")
+        extension = importlib.import_module(name)
     except ImportError as error:
-        return (
-            f"the C extension fp4train.kernels.cpu._cpu is not built ({error}); reinstall where a C compiler is found"
-        )
+        return f"the C extension {name} is not built ({error}); reinstall where a C compiler is found"
+    return _stale(extension) or extension
+
+
+def _stale(extension: ModuleType) -> str | None:
+    """The reason not to call an extension that was built from other sources than these."""
+    built, wanted = getattr(extension, "layout", None), (LAYOUT, _JOB.size, _DECODE.size)
+    if built == wanted:
+        return None
+    return (
+        f"the C extension {extension.__name__} was built from other sources (layout {built}, not {wanted}); "
+        "rebuild it: pip install -e . or python setup.py build_ext --inplace"
+    )
 
 
 def unavailable() -> str | None:
@@ -85,18 +122,20 @@ class Machine:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads!r}: allowed are integers >= 1")
 
-    def resolve(self) -> tuple[int, int]:
-        """(threads, instruction set) as the extension takes them."""
-        name = self.instruction_set or instruction_sets()[-1]
-        return self.threads or torch.get_num_threads(), INSTRUCTION_SETS.index(name)
+
+HERE: Final = Machine()
+"""The fastest instruction set of this CPU, with torch's number of threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """A quantisation in primitive terms.
 
-    scale `given`: the caller passes factors for the tensor or for rows, and blocks are only a unit of work.
+    whole: "tensor" or "row" where one float scale serves all of it; blocks are then only a unit of work. None: blocks.
+    amax: of what an amax must be known before the blocks are: "tensor", "row", or None.
+    measures: whether it may be taken from x, where nobody gives it.
     largest: the magnitude that scales aim at; bound: that of the global range, S_enc = bound / amax.
+    margin: what `whole` scales are divided by.
     signs: a Hadamard transform of sixteen columns, where bit i negates column i; None for no transform.
     """
 
@@ -105,206 +144,206 @@ class Scheme:
     scale_rounding: str | None
     formula: str
     block: tuple[int, int]
+    whole: str | None
+    amax: str | None
+    measures: bool
     largest: float
     bound: float
+    margin: float
     stochastic: bool
     signs: int | None
 
-    @cached_property
-    def numbers(self) -> tuple[object, ...]:
-        """As the extension takes it."""
-        return (
+    def packed(self) -> bytes:
+        """As the extension takes it. KeyError for a name that it does not know."""
+        return _SCHEME.pack(
             ELEMENTS[self.element],
             SCALES[self.scale],
             SCALE_ROUNDINGS[self.scale_rounding],
             FORMULAS[self.formula],
             *self.block,
-            self.largest,
-            self.bound,
+            EXTENTS[self.whole],
+            self.amax == "row",
             self.stochastic,
             0 if self.signs is None else 16,
             self.signs or 0,
+            self.largest,
+            self.bound,
+            self.margin,
+            STREAM_BYTES,
         )
 
-    @property
-    def values_f32(self) -> bool:
-        """Element times float32 block scale is not exact in BF16."""
-        return self.scale == "fp32"
 
-    def code_width(self, cols: int) -> int:
-        """Columns that have codes: padded to whole transforms and blocks, or, with given scales, to whole bytes."""
-        if self.scale == "given":
-            return cols + cols % 2 if self.element == "e2m1" else cols
-        return -(-self.value_width(cols) // self.block[1]) * self.block[1]
+class Kernels:
+    """The kernels of one scheme on one machine: they make jobs, and `run` and `run_decode` do them.
 
-    def value_width(self, cols: int) -> int:
-        """Columns that have values: a transform fills its padding."""
-        return cols if self.signs is None else -(-cols // 16) * 16
-
-
-class Output(NamedTuple):
-    """values: BF16 or float32 [R, C], without the global scale. codes: uint8 [R, Cp] or, packed, [R, Cp/2]. scales:
-    uint8 or float32, one a block. amax: as given, or, beside codes, as measured; global_decode: 1 / S_enc, 0-d or [R,
-    1], beside values that lack it."""
-
-    values: Tensor | None
-    codes: Tensor | None
-    scales: Tensor | None
-    amax: Tensor | None
-    global_decode: Tensor | None
-
-    def with_rows(self, rows: int) -> "Output":
-        """The same memory seen as `rows` rows."""
-        parts = {
-            name: tensor.view(rows, -1)
-            for name in ("values", "codes", "scales")
-            if (tensor := getattr(self, name)) is not None
-        }
-        return self._replace(**parts)
-
-
-Random = tuple[int, int, int, int, int]
-"""Philox: seed, row offset, column offset / 8, step * 8 + operand, layer."""
-NO_RANDOM: Final[Random] = (0, 0, 0, 0, 0)
-
-
-class Request(NamedTuple):
-    """A form of a tensor that is wanted.
-
-    amax: float32, one value or R, the global amax or the given scales. measure: where amax is None, which to take from
-        x first: the amax of the "tensor" or of each "row".
-    own_cols: a row of x is several rows of the tensor, this wide, and the random bits are those of its elements there.
+    The makers return None for what the extension does not take: no two dimensions, another dtype, no elements, no
+    random words where the scheme draws, an amax of another size than the scheme's or none where it must be given.
+    Besides the job they return the tensors that it fills, and last x as it is read, which has to live until then.
     """
 
-    scheme: Scheme
-    amax: Tensor | None = None
-    measure: str | None = None
-    random: Random = NO_RANDOM
-    own_cols: int = 0
-    values: bool = True
-    codes: bool = False
+    def __init__(self, scheme: Scheme, machine: Machine = HERE) -> None:
+        extension, name = _cpu(), machine.instruction_set or instruction_sets()[-1]
+        self.run = extension.quantize
+        self.run_decode = extension.decode
+        self.isa = INSTRUCTION_SETS.index(name)
+        threads = machine.threads
+        self.threads = torch.get_num_threads if threads is None else lambda: threads
+        self._scheme = scheme.packed()
+        self._block_rows, self._block_cols = scheme.block
+        self._whole = scheme.whole is not None
+        self._row_amax = scheme.amax == "row"
+        self._amax = scheme.amax is not None
+        self._measures = scheme.measures
+        self._decode = scheme.amax is not None and not self._whole
+        self._packed = scheme.element == "e2m1"
+        self._width = 1 if scheme.signs is None else 16
+        self._no_random = None if scheme.stochastic else NO_RANDOM
+        self._new_values = _new_float32 if scheme.scale == "fp32" and not self._whole else _new_bfloat16
+        self._new_scales = _new_uint8 if scheme.scale in ("e4m3", "e8m0") else _new_float32
+        self.reads_columns = scheme.block[0] == 1 and scheme.block[1] in COLUMN_BLOCKS
+        """Whether a kernel works along the strided axis of x.T: for single rows of narrow blocks."""
 
+    def values(
+        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
+    ) -> tuple[bytes, Tensor, Tensor | None, Tensor] | None:
+        """A job, the values BF16 or float32 [R, C], and the factor that they lack (float32, 0-d or [R, 1]) or None.
 
-def is_columnwise(x_RC: Tensor, scheme: Scheme) -> bool:
-    """Whether the kernel that works across memory does it: x.T of a row-major tensor, and all Hadamard transforms."""
-    return scheme.signs is not None or (x_RC.stride(1) != 1 and x_RC.stride(0) == 1)
+        With a transform C is rounded up to whole groups: it fills its padding.
+        """
+        shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
+        if len(shape) != 2 or dtype is None:
+            return None
+        rows, cols = shape
+        random = random or self._no_random
+        if not rows or not cols or random is None:
+            return None
+        down, across = x_RC.stride()
+        if across != 1 and (down != 1 or not self.reads_columns):
+            x_RC = x_RC.detach().contiguous()
+            down, across = x_RC.stride()
+        address = factor_address = scale_address = 0
+        if amax is not None:
+            amax = self._given(amax, rows)
+            if amax is None:
+                return None
+            address = amax.data_ptr()
+        elif not self._measures:
+            return None
+        width = self._width
+        values = self._new_values(rows, -(-cols // width) * width)
+        factor = None
+        if self._amax:
+            factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+            factor_address = factor.data_ptr()
+            if self._whole:
+                scale_address, factor_address = factor_address, 0
+        job = _pack_job(
+            self._scheme,
+            random,
+            x_RC.data_ptr(),
+            values.data_ptr(),
+            0,
+            scale_address,
+            address,
+            factor_address,
+            rows,
+            cols,
+            down,
+            across,
+            dtype,
+            self._amax and not address,
+        )
+        return job, values, factor, x_RC
 
+    def codes(
+        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
+    ) -> tuple[bytes, Tensor, Tensor, Tensor | None, Tensor] | None:
+        """A job, the codes uint8 [R, Cp] or, packed, [R, Cp/2], the scales, uint8 or float32, one a block, row or
+        tensor, and the amax (float32, 0-d or [R, 1]) or None."""
+        shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
+        if len(shape) != 2 or dtype is None:
+            return None
+        rows, cols = shape
+        random = random or self._no_random
+        if not rows or not cols or random is None:
+            return None
+        down, across = x_RC.stride()
+        if across != 1 and (down != 1 or not self.reads_columns):
+            x_RC = x_RC.detach().contiguous()
+            down, across = x_RC.stride()
+        measure = False
+        if amax is not None:
+            amax = self._given(amax, rows)
+            if amax is None:
+                return None
+        elif not self._measures:
+            return None
+        elif self._amax:
+            amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+            measure = True
+        if self._whole:
+            coded = cols + cols % 2 if self._packed else cols
+            scales = _new_float32(rows if self._row_amax else 1, 1)
+        else:
+            width, block = self._width, self._block_cols
+            blocks = -(-(-(-cols // width) * width) // block)
+            coded = blocks * block
+            scales = self._new_scales(-(-rows // self._block_rows), blocks)
+        codes = _new_uint8(rows, coded // 2 if self._packed else coded)
+        job = _pack_job(
+            self._scheme,
+            random,
+            x_RC.data_ptr(),
+            0,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            0 if amax is None else amax.data_ptr(),
+            0,
+            rows,
+            cols,
+            down,
+            across,
+            dtype,
+            measure,
+        )
+        return job, codes, scales, amax, x_RC
 
-def _matrix(x_RC: Tensor) -> tuple[int, int, int, int, int, int]:
-    return (x_RC.data_ptr(), INPUTS[x_RC.dtype], *x_RC.shape, *x_RC.stride())
+    def decode(
+        self, codes: Tensor, scales: Tensor, amax: Tensor | None, cols: int
+    ) -> tuple[bytes, Tensor, Tensor | None]:
+        """A job for `run_decode`, the values [R, C] of a tensor of `cols` columns as in `values`, and their factor.
 
+        codes, scales and amax: as `codes` gives them, with contiguous rows.
+        """
+        rows, code_bytes = codes.shape
+        width = self._width
+        wide = -(-cols // width) * width
+        values = self._new_values(rows, wide)
+        factor, address, factor_address, amaxes = None, 0, 0, 0
+        if self._whole:
+            factor = scales if self._row_amax else scales.view(())
+        elif amax is not None:
+            factor = _empty_like(amax)
+            address, factor_address, amaxes = amax.data_ptr(), factor.data_ptr(), amax.numel()
+        job = _pack_decode(
+            self._scheme,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            values.data_ptr(),
+            address,
+            factor_address,
+            rows,
+            wide,
+            code_bytes,
+            codes.stride(0),
+            scales.stride(0),
+            amaxes,
+        )
+        return job, values, factor
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _job(x_RC: Tensor, request: Request) -> tuple[tuple[object, ...], Output]:
-    """The extension's tuple, and the tensors it will fill."""
-    scheme, amax, measure, random, own_cols, wants_values, wants_codes = request
-    rows, cols = x_RC.shape
-    wide, coded = scheme.value_width(cols), 0
-    values = codes = scales = decode = None
-    amax_shape: tuple[int, ...] = (rows, 1) if measure == "row" else () if amax is None else amax.shape
-    if measure == "row" or (measure is not None and wants_codes):
-        amax = x_RC.new_empty(amax_shape, dtype=torch.float32)
-    if wants_values:
-        values = x_RC.new_empty((rows, wide), dtype=torch.float32 if scheme.values_f32 else torch.bfloat16)
-        if scheme.scale == "e4m3":
-            decode = x_RC.new_empty(amax_shape, dtype=torch.float32)
-    if wants_codes:
-        coded = scheme.code_width(cols)
-        codes = x_RC.new_empty((rows, coded // 2 if scheme.element == "e2m1" else coded), dtype=torch.uint8)
-        if scheme.scale != "given":
-            blocks = (-(-rows // scheme.block[0]), coded // scheme.block[1])
-            scales = x_RC.new_empty(blocks, dtype=torch.uint8 if scheme.scale in ("e4m3", "e8m0") else torch.float32)
-    job = (
-        *_matrix(x_RC),
-        scheme.numbers,
-        _address(amax),
-        0 if amax is None or amax.numel() == 1 else 1,
-        measure is not None,
-        _address(decode),
-        LARGEST[x_RC.dtype],
-        random,
-        own_cols,
-        _address(values),
-        scheme.values_f32,
-        wide,
-        _address(codes),
-        0 if codes is None else codes.shape[1],
-        coded,
-        _address(scales),
-        0 if scales is None else scales.shape[1],
-        rows * cols * 2 >= STREAM_BYTES,
-    )
-    return job, Output(values, codes, scales, amax, decode)
-
-
-def quantize(x_RC: Tensor, request: Request, machine: Machine) -> Output | None:
-    """One form of x [R, C], or None where x is not finite."""
-    job, output = _job(x_RC, request)
-    jobs = (None, job) if is_columnwise(x_RC, request.scheme) else (job, None)
-    return None if _cpu().quantize(*jobs, *machine.resolve()) else output
-
-
-def quantize_both(
-    x_MK: Tensor, rowwise: Request, columnwise: Request, machine: Machine
-) -> tuple[Output, Output] | None:
-    """The row-wise form of x [M, K] and the column-wise form of x.T [K, M], from one read of x (two with amaxes that
-    are to be measured)."""
-    row_job, row_output = _job(x_MK, rowwise)
-    column_job, column_output = _job(x_MK.T, columnwise)
-    not_finite = _cpu().quantize(row_job, column_job, *machine.resolve())
-    return None if not_finite else (row_output, column_output)
-
-
-def amax(x_RC: Tensor, machine: Machine, *, rowwise: bool = False) -> Tensor:
-    """max|x| as float32, 0-d or [R, 1]. NaN where x has one."""
-    out = torch.zeros((x_RC.shape[0], 1) if rowwise else (), dtype=torch.float32)
-    job = (*_matrix(x_RC), out.data_ptr(), 1 if rowwise else 0)
-    columns = x_RC.stride(1) != 1 and x_RC.stride(0) == 1
-    _cpu().amax(*((None, job) if columns else (job, None)), *machine.resolve())
-    return out
-
-
-def global_decode(amax: Tensor, bound: float) -> Tensor:
-    """1 / S_enc, the float32 factor that values of E4M3-scaled blocks lack, in amax's shape. bound: see Scheme."""
-    out = torch.empty_like(amax)
-    _cpu().global_decode(amax.data_ptr(), out.data_ptr(), amax.numel(), bound)
-    return out
-
-
-def decode(
-    codes: Tensor,
-    scales: Tensor | None,
-    *,
-    element: str,
-    scale: str,
-    block: tuple[int, int],
-    cols: int,
-    machine: Machine,
-) -> Tensor:
-    """Values [R, cols] without the global scale: BF16, or float32 for float32 block scales.
-
-    codes: uint8 [R, Cp] or packed [R, Cp/2]; scales: one a block, or None with scale `given` (the codes' own values).
-    """
-    rows = codes.shape[0]
-    values = codes.new_empty((rows, cols), dtype=torch.float32 if scale == "fp32" else torch.bfloat16)
-    job = (
-        ELEMENTS[element],
-        SCALES[scale],
-        rows,
-        cols,
-        *block,
-        codes.data_ptr(),
-        codes.stride(0),
-        codes.shape[1] * (2 if element == "e2m1" else 1),
-        0 if scales is None else scales.data_ptr(),
-        0 if scales is None else scales.stride(0),
-        values.data_ptr(),
-        scale == "fp32",
-        cols,
-        values.nbytes >= STREAM_BYTES,
-    )
-    _cpu().decode(job, *machine.resolve())
-    return values
+    def _given(self, amax: Tensor, rows: int) -> Tensor | None:
+        """An amax from elsewhere in the shape that `codes` returns; None where its size is not the scheme's."""
+        if not self._amax or amax.numel() != (rows if self._row_amax else 1):
+            return None
+        amax = amax.detach().to("cpu", torch.float32)
+        return amax.reshape((-1, 1) if self._row_amax else ()).contiguous()

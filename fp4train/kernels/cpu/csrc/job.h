@@ -1,4 +1,5 @@
-/* What a kernel is asked to do: the arguments of one quantisation, and the table of the kernels of one instruction set.
+/* What a kernel is asked to do: the arguments of one quantisation, and the table of the kernels of one instruction set; and
+ * the structs that Python packs them in.
  *
  * x is the tensor whose last axis is blocked: [rows, cols] with any strides (counted in elements). All outputs are
  * row-major in the same orientation, so a column-wise operand is x.T with stride_row == 1 and comes out transposed.
@@ -25,7 +26,6 @@ typedef struct {
     int64_t block_rows, block_cols;
     float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
-    int measure;          /* `amax` is not known yet, and filled first; NULL where nobody asks for that of the tensor */
     float *global_decode; /* SCALE_E4M3: where 1 / S_enc goes, one for each amax; or NULL */
     float largest;     /* the magnitude that scales aim at: the element's, for NVFP4 times the guard */
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
@@ -54,6 +54,41 @@ typedef struct {
     uint32_t *amax; /* float bits, one for the tensor (stride 0) or one a row (1); raised atomically */
     int64_t amax_stride;
 } AmaxJob;
+
+/* --- What Python packs with struct ("=": native order, no padding); adapter.py says what the fields mean. Whoever changes a
+ * field changes LAYOUT here and there: an extension of another layout is refused when it is loaded. --- */
+enum { LAYOUT = 1 };
+enum { WHOLE_NO, WHOLE_TENSOR, WHOLE_ROWS };
+
+/* The same for every call of a scheme. */
+typedef struct {
+    int32_t element, scale, scale_rounding, formula;
+    int32_t block_rows, block_cols;
+    int32_t whole;      /* one scale for the tensor or for each row: SCALE_F32 or SCALE_POW2, and blocks are a unit of work */
+    int32_t amax_rows;  /* the amax that scales need is of each row */
+    int32_t stochastic, hadamard;
+    uint32_t signs;
+    float largest, bound, margin; /* margin: what `whole` scales are divided by */
+    int64_t stream_bytes;         /* larger outputs are written past the caches */
+} PackedScheme;
+
+typedef struct {
+    PackedScheme scheme;
+    uint64_t seed;
+    uint32_t row_offset, col_offset8, step_operand, layer;
+    uint64_t x, values, codes, scales, amax, decode; /* addresses; 0 where something is not wanted */
+    int64_t rows, cols, stride_row, stride_col;
+    int32_t input, measure;
+} PackedJob;
+
+typedef struct {
+    PackedScheme scheme;
+    uint64_t codes, scales, values, amax, decode;
+    int64_t rows, cols, code_bytes, codes_stride, scales_stride, amaxes;
+} PackedDecode;
+
+_Static_assert(sizeof(PackedScheme) == 64 && sizeof(PackedJob) == 64 + 24 + 48 + 32 + 8 && sizeof(PackedDecode) == 64 + 40 + 48,
+               "no padding: Python packs none");
 
 typedef struct {
     int element, scale;

@@ -1,12 +1,13 @@
-/* fp4train.kernels.cpu._cpu: jobs from Python tuples, cut into tiles, run without the GIL.
+/* fp4train.kernels.cpu._cpu: jobs from packed structs, cut into tiles, run without the GIL.
  *
- * Pointers come as integers (Tensor.data_ptr()); the Python side keeps the tensors alive and has checked shapes.
+ * Addresses are those of tensors (Tensor.data_ptr()); the Python side keeps the tensors alive and has checked shapes.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <float.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "job.h"
@@ -113,41 +114,158 @@ static void run(Tile tile, Call *call, int threads) {
     Py_END_ALLOW_THREADS;
 }
 
-#define MATRIX "KiLLLL" /* data, input, rows, cols, stride_row, stride_col */
-#define MATRIX_OF(m) &(m).data, &(m).input, &(m).rows, &(m).cols, &(m).stride_row, &(m).stride_col
-
-static int parse_job(PyObject *tuple, Job *job) {
-    return PyArg_ParseTuple(tuple, MATRIX "(iiiiLLffpiI)KLpKf(KIIII)LKpLKLLKLp", MATRIX_OF(job->x), &job->element, &job->scale,
-                            &job->scale_rounding, &job->formula, &job->block_rows, &job->block_cols, &job->largest,
-                            &job->bound, &job->stochastic, &job->hadamard, &job->signs, &job->amax, &job->amax_stride,
-                            &job->measure, &job->global_decode, &job->scale_limit, &job->seed, &job->row_offset,
-                            &job->col_offset8, &job->step_operand, &job->layer, &job->own_cols, &job->values,
-                            &job->values_f32, &job->values_stride, &job->codes, &job->codes_stride, &job->code_cols,
-                            &job->scales, &job->scales_stride, &job->stream);
-}
-
 static void run_amax(const Kernels *kernels, const AmaxJob *rows, const AmaxJob *columns, int threads) {
     Call call = {.kernels = kernels, .amax_rows = rows, .amax_columns = columns};
     call.grid = grid_for(rows ? &rows->x : NULL, 1, 16, columns ? &columns->x : NULL, threads);
     run(amax_tile, &call, threads);
 }
 
-static int64_t amax_count(const Job *job) { return job->amax_stride ? job->x.rows : 1; }
+/* A job, and the memory that it needs beside the caller's. */
+typedef struct {
+    Job job;
+    int64_t amaxes; /* one, or one a row */
+    int measure, whole, pow2;
+    float margin;
+    float *amax, *inverse; /* `whole`: the amaxes, and where the scales' inverses go. The job's own `amax` are the scales */
+    float one[2], *many;   /* room for amaxes that nobody asked to see, and for scales */
+} Form;
 
-/* Fills the amax of the jobs that want theirs measured; `unasked` has room for those that nobody asked to see. */
-static void measure(const Kernels *kernels, Job *rows, Job *columns, float unasked[2], int threads) {
-    Job *const jobs[2] = {rows, columns};
+/* TypeError where x has no memory: a tensor that only stands for another one. */
+static int unpack_form(PyObject *object, Form *form) {
+    Py_buffer view;
+    PackedJob p;
+    if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) < 0) return 0;
+    const int fits = view.len == (Py_ssize_t)sizeof p;
+    if (fits) memcpy(&p, view.buf, sizeof p);
+    PyBuffer_Release(&view);
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError, "quantize: a packed job has %zu bytes", sizeof p);
+        return 0;
+    }
+    const PackedScheme *s = &p.scheme;
+    const int given = s->whole != WHOLE_NO;
+    if (!p.x) {
+        PyErr_SetString(PyExc_TypeError, "x has no memory of its own; pass the tensor that holds its data");
+        return 0;
+    }
+    if ((!p.values && !p.codes) || (p.codes && !p.scales) || (given && !p.scales) || (!p.amax && !p.measure && (given || s->scale == SCALE_E4M3))) {
+        PyErr_SetString(PyExc_ValueError, "quantize: an address is missing");
+        return 0;
+    }
+    if (p.input < INPUT_BF16 || p.input > INPUT_F16) {
+        PyErr_SetString(PyExc_ValueError, "quantize: x is neither BF16, float32 nor FP16");
+        return 0;
+    }
+    const int64_t wide = s->hadamard ? ceil_div(p.cols, 16) * 16 : p.cols, packed = s->element == E2M1;
+    const int64_t coded = given ? p.cols + (packed && p.cols % 2) : ceil_div(wide, s->block_cols) * s->block_cols;
+    static const float largest_of[] = {[INPUT_BF16] = 0x1.fep127f, [INPUT_F32] = FLT_MAX, [INPUT_F16] = 65504.0f};
+    form->amaxes = s->amax_rows ? p.rows : 1;
+    form->measure = p.measure;
+    form->whole = given;
+    form->pow2 = s->scale == SCALE_POW2;
+    form->margin = s->margin;
+    form->amax = (float *)p.amax;
+    form->inverse = given ? (float *)p.scales : NULL;
+    form->many = NULL;
+    const int64_t floats = form->amaxes * (given + (!p.amax && p.measure));
+    float *room = form->one;
+    if (floats > 2) room = form->many = malloc(sizeof(float) * (size_t)floats);
+    if (!room) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    if (!p.amax && p.measure) form->amax = room + (given ? form->amaxes : 0);
+    form->job = (Job){
+        .x = {(const void *)p.x, p.input, p.rows, p.cols, p.stride_row, p.stride_col},
+        .element = s->element,
+        .scale = given ? SCALE_GIVEN : s->scale,
+        .scale_rounding = s->scale_rounding,
+        .formula = s->formula,
+        .block_rows = s->block_rows,
+        .block_cols = s->block_cols,
+        .amax = given ? room : form->amax,
+        .amax_stride = s->amax_rows,
+        .global_decode = (float *)p.decode,
+        .largest = s->largest,
+        .bound = s->bound,
+        .scale_limit = largest_of[p.input],
+        .stochastic = s->stochastic,
+        .seed = p.seed,
+        .row_offset = p.row_offset,
+        .col_offset8 = p.col_offset8,
+        .step_operand = p.step_operand,
+        .layer = p.layer,
+        .hadamard = s->hadamard,
+        .signs = s->signs,
+        .values = (void *)p.values,
+        .values_f32 = !given && s->scale == SCALE_F32,
+        .values_stride = wide,
+        .codes = (uint8_t *)p.codes,
+        .codes_stride = packed ? coded / 2 : coded,
+        .code_cols = coded,
+        .scales = given || !p.codes ? NULL : (void *)p.scales,
+        .scales_stride = given ? 0 : coded / s->block_cols,
+        .stream = p.rows * p.cols * 2 >= s->stream_bytes,
+    };
+    return 1;
+}
+
+static int works_across(const Job *job) { return job->hadamard || (job->x.stride_col != 1 && job->x.stride_row == 1); }
+
+/* How many narrow rows to take as one: a kernel takes strips of sixteen blocks of a row, and narrow rows fill few. */
+static int64_t rows_together(int64_t rows, int64_t cols, int64_t block) {
+    int64_t together = 16;
+    if (cols % block || cols % (16 * block) == 0 || cols >= 128 * block) return 1;
+    while (rows % together) together /= 2;
+    return together;
+}
+
+static void join_narrow_rows(Job *job) {
+    const int64_t cols = job->x.cols, together = rows_together(job->x.rows, cols, job->block_cols);
+    if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1 || job->amax_stride) return;
+    if (job->x.stride_col != 1 || job->x.stride_row != cols) return;
+    if (job->stochastic) job->own_cols = cols;
+    job->x.rows /= together;
+    job->x.cols = job->x.stride_row = job->values_stride = job->code_cols = cols * together;
+    job->codes_stride *= together;
+    job->scales_stride *= together;
+}
+
+/* Fills the amaxes that are to be measured. One pass serves two forms that want the same number. */
+static void measure(const Kernels *kernels, Form *rows, Form *columns, int threads) {
+    Form *const forms[2] = {rows, columns};
     AmaxJob amax[2];
     const AmaxJob *wanted[2] = {NULL, NULL};
-    for (int i = 0; i < 2; i++) {
-        Job *job = jobs[i];
-        if (!job || !job->measure) continue;
-        if (!job->amax) job->amax = &unasked[i];
-        memset(job->amax, 0, sizeof(float) * (size_t)amax_count(job));
-        amax[i] = (AmaxJob){job->x, job->hadamard, job->signs, (uint32_t *)job->amax, job->amax_stride};
+    const int shared = rows && columns && rows->measure && columns->measure && !rows->job.amax_stride &&
+                       !columns->job.amax_stride && !columns->job.hadamard;
+    for (int i = 0; i < (shared ? 1 : 2); i++) {
+        Form *form = forms[i];
+        if (!form || !form->measure) continue;
+        memset(form->amax, 0, sizeof(float) * (size_t)form->amaxes);
+        amax[i] = (AmaxJob){form->job.x, form->job.hadamard, form->job.signs, (uint32_t *)form->amax, form->job.amax_stride};
         wanted[i] = &amax[i];
     }
     if (wanted[0] || wanted[1]) run_amax(kernels, wanted[0], wanted[1], threads);
+    if (shared) *columns->amax = *rows->amax;
+}
+
+/* FP8 with one scale for the tensor or each row: scale = (largest / amax) / 2^margin; see scaling.scales_float. */
+static void scale_whole(Form *form) {
+    for (int64_t i = 0; i < form->amaxes; i++) {
+        const float amax = form->amax[i];
+        float scale = form->job.largest / amax / form->margin;
+        if (scale > FLT_MAX) scale = form->job.scale_limit;
+        if (form->pow2) {
+            uint32_t bits;
+            memcpy(&bits, &scale, sizeof bits);
+            bits &= 0x7f800000;
+            memcpy(&scale, &bits, sizeof bits);
+        }
+        if (amax == 0) scale = 1;
+        if (!(amax <= FLT_MAX)) *form->job.not_finite = 1;
+        form->job.amax[i] = scale;
+        form->inverse[i] = 1 / scale;
+    }
 }
 
 static void write_global_decode(const float *amax, float *out, int64_t count, float bound) {
@@ -160,90 +278,104 @@ static void write_global_decode(const float *amax, float *out, int64_t count, fl
     }
 }
 
-PyDoc_STRVAR(quantize_doc, "quantize(row_job, column_job, threads, isa) -> bool\n\n"
-                           "Either job may be None. True where a NaN or an infinity was met: the outputs are void then.");
-static PyObject *quantize(PyObject *self, PyObject *arguments) {
-    PyObject *row_tuple, *column_tuple;
-    Job jobs[2];
-    int threads, isa, not_finite = 0;
-    float unasked[2];
+/* threads, isa */
+static const Kernels *machine_of(PyObject *const *arguments, int *threads) {
+    const long count = PyLong_AsLong(arguments[0]), isa = PyLong_AsLong(arguments[1]);
+    if ((count == -1 || isa == -1) && PyErr_Occurred()) return NULL;
+    const Kernels *kernels = kernels_of((int)isa);
+    if (!kernels) PyErr_SetString(PyExc_ValueError, "this CPU lacks the instruction set");
+    *threads = (int)count;
+    return kernels;
+}
+
+PyDoc_STRVAR(quantize_doc, "quantize(job, column_job, threads, isa) -> bool\n\n"
+                           "One packed job, or, where column_job is not None, a row-wise one of x and a column-wise one of x.T.\n"
+                           "True where a NaN or an infinity was met: the outputs are void then.");
+static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    Form forms[2];
+    int threads, not_finite = 0;
     (void)self;
-    if (!PyArg_ParseTuple(arguments, "OOii", &row_tuple, &column_tuple, &threads, &isa)) return NULL;
-    if (row_tuple != Py_None && !parse_job(row_tuple, &jobs[0])) return NULL;
-    if (column_tuple != Py_None && !parse_job(column_tuple, &jobs[1])) return NULL;
-    jobs[0].not_finite = jobs[1].not_finite = &not_finite;
-    Call call = {.kernels = kernels_of(isa)};
-    if (row_tuple != Py_None) call.rows = &jobs[0];
-    if (column_tuple != Py_None) call.columns = &jobs[1];
-    if (!call.kernels || !(call.rows || call.columns)) {
-        PyErr_SetString(PyExc_ValueError, call.kernels ? "quantize: both jobs are None" : "this CPU lacks the instruction set");
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "quantize takes 4 arguments, not %zd", count);
+    const int both = arguments[1] != Py_None;
+    const Kernels *kernels = machine_of(arguments + 2, &threads);
+    if (!kernels || !unpack_form(arguments[0], &forms[0])) return NULL;
+    if (both && !unpack_form(arguments[1], &forms[1])) {
+        free(forms[0].many);
         return NULL;
     }
-    measure(call.kernels, call.rows ? &jobs[0] : NULL, call.columns ? &jobs[1] : NULL, unasked, threads);
-    call.grid = grid_for(call.rows ? &call.rows->x : NULL, call.rows ? call.rows->block_rows : 1,
-                         call.rows ? call.rows->block_cols : 16, call.columns ? &call.columns->x : NULL, threads);
-    run(quantize_tile, &call, threads);
-    for (const Job *job = jobs; job < jobs + 2; job++)
-        if ((job == call.rows || job == call.columns) && job->global_decode)
-            write_global_decode(job->amax, job->global_decode, amax_count(job), job->bound);
+    Form *rows = &forms[0], *columns = both ? &forms[1] : NULL;
+    if (!both && works_across(&rows->job)) columns = rows, rows = NULL;
+    if (!both && rows) join_narrow_rows(&rows->job);
+    measure(kernels, rows, columns, threads);
+    for (Form *form = forms; form < forms + 1 + both; form++) {
+        form->job.not_finite = &not_finite;
+        if (form->whole) scale_whole(form);
+    }
+    if (!not_finite) {
+        Call call = {.kernels = kernels, .rows = rows ? &rows->job : NULL, .columns = columns ? &columns->job : NULL};
+        call.grid = grid_for(rows ? &rows->job.x : NULL, rows ? rows->job.block_rows : 1, rows ? rows->job.block_cols : 16,
+                             columns ? &columns->job.x : NULL, threads);
+        run(quantize_tile, &call, threads);
+    }
+    for (Form *form = forms; form < forms + 1 + both; form++) {
+        if (form->job.global_decode) write_global_decode(form->amax, form->job.global_decode, form->amaxes, form->job.bound);
+        free(form->many);
+    }
     return PyBool_FromLong(not_finite);
 }
 
-static int parse_amax_job(PyObject *tuple, AmaxJob *job) {
-    job->hadamard = 0;
-    return PyArg_ParseTuple(tuple, MATRIX "KL", MATRIX_OF(job->x), &job->amax, &job->amax_stride);
+static void join_narrow_coded_rows(DecodeJob *job) {
+    const int64_t cols = job->cols, together = rows_together(job->rows, cols, job->block_cols);
+    if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1) return;
+    if (job->code_cols != cols || job->codes_stride != (job->element == E2M1 ? cols / 2 : cols)) return;
+    if (job->scales_stride != cols / job->block_cols) return;
+    job->rows /= together;
+    job->cols = job->code_cols = job->values_stride = cols * together;
+    job->codes_stride *= together;
+    job->scales_stride *= together;
 }
 
-PyDoc_STRVAR(amax_doc, "amax(row_job, column_job, threads, isa)\n\n"
-                       "Raises the float32 at each job's pointer to the largest magnitude; either job may be None.");
-static PyObject *amax(PyObject *self, PyObject *arguments) {
-    PyObject *row_tuple, *column_tuple;
-    AmaxJob jobs[2];
-    int threads, isa;
+PyDoc_STRVAR(decode_doc, "decode(job, threads, isa): a packed job");
+static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    Py_buffer view;
+    PackedDecode p;
+    int threads;
     (void)self;
-    if (!PyArg_ParseTuple(arguments, "OOii", &row_tuple, &column_tuple, &threads, &isa)) return NULL;
-    if (row_tuple != Py_None && !parse_amax_job(row_tuple, &jobs[0])) return NULL;
-    if (column_tuple != Py_None && !parse_amax_job(column_tuple, &jobs[1])) return NULL;
-    const Kernels *kernels = kernels_of(isa);
-    const AmaxJob *rows = row_tuple == Py_None ? NULL : &jobs[0], *columns = column_tuple == Py_None ? NULL : &jobs[1];
-    if (!kernels || !(rows || columns)) {
-        PyErr_SetString(PyExc_ValueError, kernels ? "amax: both jobs are None" : "this CPU lacks the instruction set");
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "decode takes 3 arguments, not %zd", count);
+    const Kernels *kernels = machine_of(arguments + 1, &threads);
+    if (!kernels || PyObject_GetBuffer(arguments[0], &view, PyBUF_SIMPLE) < 0) return NULL;
+    const int fits = view.len == (Py_ssize_t)sizeof p;
+    if (fits) memcpy(&p, view.buf, sizeof p);
+    PyBuffer_Release(&view);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "decode: a packed job has %zu bytes", sizeof p);
+    const PackedScheme *s = &p.scheme;
+    const int given = s->whole != WHOLE_NO, f32 = !given && s->scale == SCALE_F32;
+    if (!p.codes || !p.values || (!given && !p.scales) || !p.amax != !p.decode) {
+        PyErr_SetString(PyExc_TypeError, "codes and scales have no memory of their own; pass the tensors that hold their data");
         return NULL;
     }
-    run_amax(kernels, rows, columns, threads);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(decode_doc, "decode(job, threads, isa)");
-static PyObject *decode(PyObject *self, PyObject *arguments) {
-    PyObject *tuple;
-    DecodeJob job;
-    int threads, isa;
-    (void)self;
-    if (!PyArg_ParseTuple(arguments, "Oii", &tuple, &threads, &isa)) return NULL;
-    if (!PyArg_ParseTuple(tuple, "iiLLLLKLLKLKiLi", &job.element, &job.scale, &job.rows, &job.cols, &job.block_rows,
-                          &job.block_cols, &job.codes, &job.codes_stride, &job.code_cols, &job.scales, &job.scales_stride, &job.values,
-                          &job.values_f32, &job.values_stride, &job.stream))
-        return NULL;
-    Call call = {.kernels = kernels_of(isa), .decode = &job};
-    if (!call.kernels) {
-        PyErr_SetString(PyExc_ValueError, "this CPU lacks the instruction set");
-        return NULL;
-    }
+    DecodeJob job = {
+        .element = s->element,
+        .scale = given ? SCALE_GIVEN : s->scale,
+        .rows = p.rows,
+        .cols = p.cols,
+        .block_rows = s->block_rows,
+        .block_cols = s->block_cols,
+        .codes = (const uint8_t *)p.codes,
+        .codes_stride = p.codes_stride,
+        .code_cols = p.code_bytes * (s->element == E2M1 ? 2 : 1),
+        .scales = given ? NULL : (const void *)p.scales,
+        .scales_stride = given ? 0 : p.scales_stride,
+        .values = (void *)p.values,
+        .values_f32 = f32,
+        .values_stride = p.cols,
+        .stream = p.rows * p.cols * (f32 ? 4 : 2) >= s->stream_bytes,
+    };
+    join_narrow_coded_rows(&job);
+    Call call = {.kernels = kernels, .decode = &job};
     call.grid = wide_grid(job.rows, job.cols, 1, threads);
     run(decode_tile, &call, threads);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(global_decode_doc, "global_decode(amax, out, count, bound)\n\n"
-                                "out = 1 / S_enc, the factor that NVFP4 values lack (see scale.h), of float32 at `amax`.");
-static PyObject *global_decode(PyObject *self, PyObject *arguments) {
-    const float *amax;
-    float *out, bound;
-    long long count;
-    (void)self;
-    if (!PyArg_ParseTuple(arguments, "KKLf", &amax, &out, &count, &bound)) return NULL;
-    write_global_decode(amax, out, count, bound);
+    if (p.amax) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->bound);
     Py_RETURN_NONE;
 }
 
@@ -263,13 +395,20 @@ static PyObject *pool_name(PyObject *self, PyObject *nothing) {
 }
 
 static PyMethodDef methods[] = {
-    {"quantize", quantize, METH_VARARGS, quantize_doc},
-    {"amax", amax, METH_VARARGS, amax_doc},
-    {"decode", decode, METH_VARARGS, decode_doc},
-    {"global_decode", global_decode, METH_VARARGS, global_decode_doc},
+    {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, quantize_doc},
+    {"decode", (PyCFunction)(void (*)(void))decode, METH_FASTCALL, decode_doc},
     {"has_isa", has_isa, METH_O, has_isa_doc},
     {"thread_pool", pool_name, METH_NOARGS, thread_pool_doc},
     {NULL, NULL, 0, NULL},
 };
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cpu", .m_size = 0, .m_methods = methods};
+
+/* `layout`: (LAYOUT, bytes of a packed job, bytes of a packed decode job), which must be Python's. */
+static int add_layout(PyObject *module) {
+    PyObject *layout = Py_BuildValue("(inn)", LAYOUT, (Py_ssize_t)sizeof(PackedJob), (Py_ssize_t)sizeof(PackedDecode));
+    const int failed = !layout || PyModule_AddObjectRef(module, "layout", layout) < 0;
+    Py_XDECREF(layout);
+    return failed ? -1 : 0;
+}
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)add_layout}, {0, NULL}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cpu", .m_size = 0, .m_methods = methods, .m_slots = slots};
 PyMODINIT_FUNC PyInit__cpu(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,90 @@
+"""What every scale format promises: encode and decode are inverse, nearest or one-sided, monotone, and hide no NaN."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4train.formats import E2M1, E4M3, ELEMENT_FORMATS, SCALE_FORMATS, ScaleFormat, get_scale_format, value_table
+
+formats = pytest.mark.parametrize("fmt", SCALE_FORMATS, ids=lambda fmt: fmt.name)
+byte_formats = pytest.mark.parametrize("fmt", [f for f in SCALE_FORMATS if f.is_byte], ids=lambda fmt: fmt.name)
+
+
+def values_of(fmt: ScaleFormat) -> torch.Tensor:
+    """All finite values of a byte format, in order of the codes."""
+    codes = torch.arange(128 if fmt.name == "e4m3" else 256, dtype=torch.uint8)
+    return fmt.decode(codes)[:-1]
+
+
+@byte_formats
+def test_every_byte_decodes_to_a_value_that_encodes_back(fmt: ScaleFormat) -> None:
+    values = values_of(fmt)
+    assert fmt.decode(fmt.encode(torch.tensor([math.nan]))).isnan()
+    assert fmt.encode(values).tolist() == list(range(len(values)))
+    assert (values.diff() > 0).all(), "larger codes are larger values"
+    assert values[-1].item() == fmt.max
+    assert values[values > 0][0].item() == fmt.smallest
+
+
+def test_ue5m3_has_the_published_values() -> None:
+    """Bias 15, a NaN but no infinity: 1.75 * 2^16 at the top; the positive half of E5M2 with a third mantissa bit."""
+    fmt = get_scale_format("ue5m3")
+    codes = torch.tensor([0, 1, 7, 8, 15 * 8, 15 * 8 + 1, 253, 254], dtype=torch.uint8)
+    expected = [0.0, 2.0**-17, 7 * 2.0**-17, 2.0**-14, 1.0, 1.125, 106496.0, 114688.0]
+    assert fmt.decode(codes).tolist() == expected
+    e5m2 = torch.tensor(value_table(next(f for f in ELEMENT_FORMATS if f.name == "e5m2"))[:124])
+    assert torch.equal(fmt.decode(2 * torch.arange(124, dtype=torch.uint8)), e5m2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(0, 2.0**17, width=32))
+def test_ue5m3_rounds_to_nearest_and_ties_to_even(x: float) -> None:
+    fmt = get_scale_format("ue5m3")
+    values = values_of(fmt).double()
+    distances = (values - x).abs()
+    (code,) = fmt.encode(torch.tensor([x])).tolist()
+    assert distances[code] == distances.min()
+    assert code % 2 == 0 or (distances == distances.min()).sum() == 1
+
+
+def test_ue5m3_saturates() -> None:
+    assert get_scale_format("ue5m3").encode(torch.tensor([114689.0, 1e30, math.inf])).tolist() == [254, 254, 254]
+
+
+def test_float_scales_are_stored_as_they_are_or_rounded_down_to_a_power_of_two() -> None:
+    x = torch.tensor([0.0, 0.75, 1.0, 3.9, 2.0**127, math.nan])
+    fp32, pow2 = (get_scale_format(name) for name in ("fp32", "pow2"))
+    torch.testing.assert_close(fp32.decode(fp32.encode(x)), x, rtol=0, atol=0, equal_nan=True)
+    expected = torch.tensor([0.0, 0.5, 1.0, 2.0, 2.0**127, math.nan])
+    torch.testing.assert_close(pow2.decode(pow2.encode(x)), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@formats
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=lambda fmt: fmt.name)
+def test_exact_in_bf16_says_what_multiplying_every_pair_shows(fmt: ScaleFormat, element) -> None:
+    """Significands only: a power of two less on either side changes no mantissa bit."""
+    elements = torch.tensor(value_table(element))
+    elements = elements[elements.isfinite()]
+    if fmt.is_byte:
+        scales = values_of(fmt)
+        scales = scales[(scales >= fmt.smallest_normal) & (scales.log2().abs() < 60)]
+    else:
+        scales = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1.0
+        scales = fmt.encode(scales)
+    products = elements[:, None] * scales
+    assert torch.equal(products.bfloat16().float(), products) == fmt.exact_in_bf16(element)
+
+
+def test_formats_used_in_training_are_exact_in_bf16() -> None:
+    assert get_scale_format("e4m3").exact_in_bf16(E2M1) and get_scale_format("e4m3").exact_in_bf16(E4M3)
+    assert not get_scale_format("fp32").exact_in_bf16(E2M1)
+
+
+def test_an_unknown_scale_format_names_the_near_miss() -> None:
+    with pytest.raises(
+        ValueError, match=r"scale format 'ue5m2' is unknown; did you mean 'ue5m3'\? \(known: e4m3, e8m0"
+    ):
+        get_scale_format("ue5m2")

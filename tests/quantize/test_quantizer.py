@@ -1,0 +1,256 @@
+"""The choice of a kernel: made once, from explicit tables, with its reason; and what a call of it costs in Python."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp4train
+from fp4train import formats
+from fp4train.formats import ScaleFormat, get_scale_format
+from fp4train.kernels import cpu as kernels
+from fp4train.nn import Linear
+from fp4train.precision import NVFP4, Custom, autocast
+from fp4train.quantize import (
+    Delayed,
+    Hadamard,
+    PairQuantizer,
+    QuantSpec,
+    RandomKey,
+    Rotation,
+    quantize,
+    quantize_dequantize,
+    quantizer,
+    to_torch,
+)
+from fp4train.quantize import cpu as cpu_module
+from fp4train.quantize import triton as triton_module
+
+KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
+UE5M3 = QuantSpec(scale="ue5m3", global_scale=None)
+needs_extension = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
+
+
+@needs_extension
+def test_a_kernel_is_chosen_once_for_a_spec_and_device_type() -> None:
+    assert quantizer(QuantSpec(), "cpu") is quantizer(QuantSpec(), "cpu")
+    assert quantizer(QuantSpec(), "cpu").kernel == "cpu" and quantizer(QuantSpec(), "cpu").why is None
+    assert quantizer(QuantSpec(), "cpu", "reference").kernel == "reference"
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (UE5M3, "scale='ue5m3' has no C kernel (known: e4m3, e8m0, fp32, pow2)"),
+        (QuantSpec(four_over_six="mse"), "four_over_six='mse' has no C kernel"),
+        (QuantSpec(hadamard=Rotation()), "hadamard=Rotation("),
+    ],
+)
+def test_without_a_kernel_the_reference_says_why_and_an_order_is_refused(spec: QuantSpec, why: str) -> None:
+    chosen = quantizer(spec, "cpu")
+    assert chosen.kernel == "reference" and why in str(chosen.why)
+    with pytest.raises(ValueError, match="kernel='cpu' cannot quantise this: "):
+        quantizer(spec, "cpu", "cpu")
+
+
+def test_devices_without_kernels_have_the_reference() -> None:
+    assert "x is on mps" in str(quantizer(QuantSpec(), "mps").why) or kernels.unavailable()
+    with pytest.raises(ValueError, match="kernel='gpu' is not one of auto, reference, cpu, triton"):
+        quantizer(QuantSpec(), "cpu", "gpu")
+
+
+UNKNOWN: dict[str, object] = {
+    "element": "e9m9",
+    "scale": "ue9m9",
+    "scale_rounding": "down",
+    "formula": "te9",
+    "rounding": "dithered",
+    "global_scale": "column",
+    "four_over_six": "max",
+}
+
+
+@pytest.mark.parametrize(("field", "value"), UNKNOWN.items())
+def test_no_kernel_takes_what_it_does_not_know_for_something_else(field: str, value: object) -> None:
+    """Each field by itself, in a spec that is otherwise the plainest."""
+    spec = replace(QuantSpec())
+    object.__setattr__(spec, field, value)
+    reasons = [triton_module.why_not_spec(spec)]
+    if kernels.unavailable() is None:
+        reasons.append(cpu_module.why_not(spec, "cpu"))
+    assert all(f"{field}={value!r} has no" in str(reason) for reason in reasons)
+
+
+@pytest.fixture
+def injected(monkeypatch: pytest.MonkeyPatch) -> ScaleFormat:
+    """A scale format that nobody wrote a kernel for: FP32's arithmetic under another name."""
+    fmt = replace(get_scale_format("fp32"), name="fp32x")
+    registry = (*formats.SCALE_FORMATS, fmt)
+    monkeypatch.setattr("fp4train.formats.registry.SCALE_FORMATS", registry)
+    monkeypatch.setattr("fp4train.quantize.spec.SCALE_FORMATS", registry)
+    return fmt
+
+
+@pytest.mark.parametrize("block", [(1, 16), (1, None), (None, None)])
+def test_a_new_scale_format_runs_by_the_reference_and_by_no_kernel(
+    injected: ScaleFormat, block: tuple[int | None, int | None]
+) -> None:
+    spec = QuantSpec(element="e4m3", block=block, scale=injected.name, global_scale=None)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    q, fp32 = quantize(x, spec), quantize(x, replace(spec, scale="fp32"), kernel="reference")
+    assert torch.equal(q.codes, fp32.codes) and torch.equal(q.scales, fp32.scales)
+    assert torch.equal(quantize_dequantize(x, spec).values, q.decoded().values)
+    assert "scale='fp32x' has no" in str(triton_module.why_not_spec(spec))
+    assert quantizer(spec, "cpu").kernel == "reference"
+    with pytest.raises(ValueError, match="scale='fp32x' has no torch dtype; allowed: e4m3, e8m0, fp32, pow2"):
+        to_torch(q)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_ue5m3_quantises_as_e4m3_does_without_a_global_scale(rounding: str, scale: float) -> None:
+    """Both scales have three mantissa bits, so the errors are alike while UE5M3 has no subnormals to use."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * scale
+    spec = replace(UE5M3, rounding=rounding)
+    q = quantize(x, spec, key=KEY)
+    assert q.amax is None and q.scales.dtype == torch.uint8 and q.global_decode() is None
+    decoded = quantize_dequantize(x, spec, key=KEY)
+    assert decoded.values.dtype == torch.bfloat16 and decoded.scale is None
+    assert torch.equal(decoded.values.float(), q.dequantize())
+    error = (q.dequantize() - x).norm()
+    e4m3 = (quantize(x, QuantSpec(rounding=rounding), key=KEY).dequantize() - x).norm()
+    assert 0.97 < error / e4m3 < 1.03
+
+
+def test_ue5m3_decodes_by_its_formula() -> None:
+    """E2M1(x / s) * s with s = UE5M3(amax / 6), by hand for one block."""
+    x = torch.tensor([[0.9, -0.31, 0.0, 12.6] * 4])
+    q = quantize(x, UE5M3)
+    assert q.block_scales().item() == 2.0  # 2.1 lies between 2 and 2.25
+    assert q.dequantize()[0, :4].tolist() == [1.0, -0.0, 0.0, 12.0]
+
+
+def test_a_guard_keeps_ue5m3_scales_from_clipping() -> None:
+    """Rounding to nearest takes a normal scale down by 16/17 at most."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    for guard, clips in ((1.0, True), (16 / 17, False)):
+        scales = quantize(x, replace(UE5M3, guard=guard)).block_scales()
+        largest = (x.reshape(64, 16, 16).abs().amax(-1) / scales).max()
+        assert (largest > 6.0) == clips
+
+
+def test_ue5m3_never_hides_what_is_not_finite() -> None:
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 32)
+        x[0, 20] = bad
+        assert quantize(x, UE5M3).scales[0, 1] == 255
+        values = quantize_dequantize(x, UE5M3).values
+        assert values[0, 16:].isnan().all() and values[0, :16].isfinite().all() and values[1].isfinite().all()
+
+
+def test_a_layer_trains_in_a_recipe_with_ue5m3_scales() -> None:
+    """A scale format without a kernel goes all the way: forward, backward, and the reference under them."""
+
+    def ue5m3(spec: QuantSpec | None) -> QuantSpec | None:
+        return None if spec is None else replace(spec, scale="ue5m3", global_scale=None)
+
+    table = {
+        gemm: replace(pair, first=ue5m3(pair.first), second=ue5m3(pair.second))
+        for gemm, pair in NVFP4().table().items()
+    }
+    recipe = Custom(**table)
+    torch.manual_seed(0)
+    layer, target = Linear(64, 32), torch.randn(48, 32)
+    x = torch.randn(48, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    losses = []
+    for step in range(30):
+        with autocast(recipe, step=step):
+            loss = (layer(x).float() - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    for pair in table.values():
+        for spec in (pair.first, pair.second):
+            assert quantizer(spec, "cpu").kernel == "reference"
+            assert "ue5m3" in str(quantizer(spec, "cpu").why) or kernels.unavailable()
+
+
+@needs_extension
+def test_a_quantizer_decodes_only_what_its_own_spec_made() -> None:
+    q = quantize(torch.randn(16, 32), QuantSpec())
+    with pytest.raises(ValueError, match="this quantizer decodes"):
+        quantizer(QuantSpec(block=(16, 16)), "cpu").decode(q)
+
+
+PACKAGE = str(Path(fp4train.__file__).parent)
+
+
+def python_calls(function: Callable[[], object]) -> list[str]:
+    """The Python functions of the package, or generated for it, that a call of `function` enters after a first one."""
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and (code.co_filename.startswith(PACKAGE) or code.co_filename == "<string>"):
+            entered.append(code.co_qualname)
+
+    function()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+BUDGET_SPECS = {
+    "1x16": QuantSpec(),
+    "16x16": QuantSpec(block=(16, 16)),
+    "hadamard": QuantSpec(hadamard=Hadamard()),
+    "stochastic hadamard": QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
+    "mxfp8": QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None),
+    "fp8": FP8,
+    "fp8 rows": replace(FP8, block=(1, None)),
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("spec", BUDGET_SPECS.values(), ids=BUDGET_SPECS.keys())
+def test_a_call_of_a_quantizer_is_at_most_three_python_calls(spec: QuantSpec) -> None:
+    x, made = torch.randn(128, 128).bfloat16(), quantizer(spec, "cpu")
+    q = made.codes(x.T, KEY)
+    for call in (lambda: made.codes(x.T, KEY), lambda: made.values(x.T, KEY), lambda: made.decode(q)):
+        assert len(python_calls(call)) <= 3, python_calls(call)
+
+
+@needs_extension
+def test_a_given_amax_stays_in_the_budget() -> None:
+    made, x, amax = quantizer(replace(FP8, delayed=Delayed()), "cpu"), torch.randn(128, 128), torch.tensor(3.0)
+    assert len(python_calls(lambda: made.values(x, None, amax))) <= 3
+
+
+@needs_extension
+@pytest.mark.parametrize("column_codes", [False, True])
+@pytest.mark.parametrize("pair_bytes", [1 << 25, 0], ids=["two reads", "one read"])
+def test_both_forms_are_at_most_five_python_calls(
+    pair_bytes: int, column_codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", pair_bytes)
+    row, column = quantizer(QuantSpec(), "cpu"), quantizer(BUDGET_SPECS["stochastic hadamard"], "cpu")
+    pair = PairQuantizer(row, column, row_codes=False, column_codes=column_codes)
+    x: Tensor = torch.randn(128, 128).bfloat16()
+    assert len(python_calls(lambda: pair(x, column_key=KEY))) <= 5
+
+
+def test_a_random_key_is_one_python_call() -> None:
+    assert len(python_calls(lambda: RandomKey(seed=1, step=2, layer=3, operand=4, col_offset=8))) == 1
