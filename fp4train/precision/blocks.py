@@ -6,7 +6,7 @@ Blocks are found by structure, as the outermost stacks of a model, in order of d
 - an `nn.Sequential` with two or more entries of one class, bare linear layers aside: these and what is between them;
 - an `nn.ModuleDict` with two or more entries of one class, or whose keys all end in a number: its entries;
 - two or more attributes of one class (`self.block1`, `self.block2`), in a model without a stack elsewhere, if they are
-  numbered or hold most of the linear weights.
+  numbered or hold more than 3/4 of the linear weights.
 What stands inside of a block belongs to it, the experts of a mixture among them. Entries without a number that hold
 stacks of their own, other than experts, are opened: in {"encoder": …, "decoder": …} the blocks are those of the two.
 
@@ -84,9 +84,9 @@ def _answer(module: nn.Module) -> list[str]:
     for block in answer:
         if isinstance(block, str):
             if block not in places:
-                some = ", ".join(name for name in list(places)[1:9])
+                some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
                 raise ValueError(
-                    f"{who} names {block!r}, which {type(module).__name__} does not have; it has {some}, …"
+                    f"{who} names {block!r}, and there is no such module; {type(module).__name__} has {some}, …"
                 )
             paths.append(names[places[block]])
         elif isinstance(block, nn.Module):
@@ -182,10 +182,10 @@ def _repeated_attributes(module: nn.Module, repeated: list[_Part]) -> list[_Part
     numbered = [part for part in repeated if part.numbered]
     if len(numbered) >= 2:
         return numbered
-    # Two attentions of one layer are of one class as well: without numbers, most of the weights must be in them.
+    # Two attentions of one layer are of one class as well: without numbers, nearly all weights must be in the blocks.
     repeated = [part for part in repeated if type(part.module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)]
     inside = {linear for part in repeated for linear in _linears(part.module)}
-    return repeated if 2 * _weights(inside) > _weights(_linears(module)) else []
+    return repeated if _weights(inside) > 0.75 * _weights(_linears(module)) else []
 
 
 def _weights(linears: Iterable[nn.Module]) -> int:

@@ -116,10 +116,7 @@ def is_uninitialised(linear: nn.Module) -> bool:
 
 def _changed(kind: type) -> str | None:
     """What a subclass of nn.Linear defines that its own forward may depend on."""
-    for base in kind.__mro__:
-        if base in nn.Linear.__mro__:
-            continue
-        for name in vars(base):
-            if name in ("weight", "bias") or (hasattr(nn.Linear, name) and name not in _HARMLESS):
-                return name
-    return None
+    own = [name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)]
+    if computed := {"weight", "bias"} & set(own):  # by a parametrisation
+        return max(computed)
+    return next((name for name in own if hasattr(nn.Linear, name) and name not in _HARMLESS), None)
