@@ -43,7 +43,7 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """What `convert` has made of a model's matrix weights: all parameters of linear layers, and all others of two or
-    more dimensions that are neither embeddings nor biases.
+    more dimensions that are no embeddings, norms or biases.
 
     Args:
         layers: that run on fp4train.
@@ -121,7 +121,7 @@ def _matrices(
 
     A weight shared with a converted layer is listed only where a linear layer holds it that is left alone.
     """
-    embedded = {p for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
+    elementwise = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)}
     for path, module in model.named_modules():
         if _is_ours(module):
             continue
@@ -133,12 +133,15 @@ def _matrices(
             if layer is not None:
                 if key == "weight" or _is_matrix(key, parameter):
                     yield parameter, name, layer.unconverted or "convert was not called on it", True
-            elif parameter not in covered | embedded and _is_matrix(key, parameter):
+            elif parameter not in covered | elementwise and _is_matrix(key, parameter):
                 yield parameter, name, _why_other(path, module, parameter), False
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "embed" in type(module).__name__.lower()
+def _has_no_matrix(module: nn.Module) -> bool:
+    """Embeddings and norms, torch's or by their class's name: their weights are looked up or multiply elementwise."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return True
+    return any(word in type(module).__name__.lower() for word in ("embed", "norm"))
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
