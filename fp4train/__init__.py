@@ -10,8 +10,9 @@ loss.backward()                                              # outside, as with 
 """
 
 from fp4train.nn import convert
+from fp4train.nn.conversion import report as conversion
 from fp4train.precision import autocast
 from fp4train.precision.plan import plan
 
 __version__ = "0.1.0"
-__all__ = ["autocast", "convert", "plan"]
+__all__ = ["autocast", "conversion", "convert", "plan"]

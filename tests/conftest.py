@@ -1,5 +1,43 @@
-"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine."""
+"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine.
 
+Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with --long; else they are deselected, and
+the last line says how many.
+"""
+
+import os
+from typing import Any
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` as well, as CI does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long") or os.environ.get("CI"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
+    config.stash[LEFT_OUT] = len(long)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist, which collects alone and prints nothing
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} long test{'s' * (count != 1)} left out; --long runs them, as CI does")

@@ -1,7 +1,7 @@
 """What tests are skipped without is there where they must run: users may lack it, CI may not.
 
-In CI that is the C extension, all else that `make test` installs, and a C++ compiler. The golden vectors are not: a
-clean clone need not have them, and the tests that ask for them are skipped there, too.
+In CI that is the C extension, all else that `make test` installs, and a C++ compiler. The golden vectors are in every
+clone.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What `model=…` binds to. A new model is one file with a class like this, and one YAML in `configs/model`."""
+"""What `model=…` binds to. A new model is a folder whose `model.py` has such a class, and a YAML in `configs/model`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class Architecture(Protocol):
     """The shape of a model.
 
     The module that `build` returns is called as `model(tokens, targets)`, int64 [B, T] each, and gives the mean loss in
-    nats a token; `model(tokens)` gives logits [B, T, vocabulary]. Its repeated blocks stand in an `nn.ModuleList`, so
-    that a policy can count them, and it carries its activations in `activation_dtype(…)` of the autocast context.
+    nats per token; `model(tokens)` gives logits [B, T, vocabulary]. Its repeated blocks stand in an `nn.ModuleList`, or
+    it names them (`precision.blocks`), so that a policy can count them. It carries its activations in
+    `activation_dtype(…)` of the autocast context.
     """
 
     def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:

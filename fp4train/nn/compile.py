@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 def unavailable() -> str | None:
     """Why layers cannot be part of a graph with the installed torch, or None where they can."""
     try:
-        from fp4train.nn import operator  # noqa: F401
+        from fp4train.nn import compile_operator  # noqa: F401
     except Exception as error:  # whatever a version of torch answers to what it does not know
         return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
     return None
@@ -37,9 +37,9 @@ def _operator() -> ModuleType | None:
     if (reason := unavailable()) is not None:
         _log.warning("torch.compile: fp4train's linear layers run outside of the graphs: %s", reason)
         return None
-    from fp4train.nn import operator
+    from fp4train.nn import compile_operator
 
-    return operator
+    return compile_operator
 
 
 OPERATOR = _operator()

@@ -2,39 +2,130 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from typing import Any
+
 from torch import nn
 
+from fp4train.nn.conversion import report
 from fp4train.nn.linear import Linear
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import Layer, find_layers, is_uninitialised
+
+_log = logging.getLogger(__name__)
 
 
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Turn every `nn.Linear` inside `model` into `fp4train.nn.Linear`, in place, and return the model.
 
     Parameters are shared, not copied, so an optimizer made before stays valid and tied weights stay tied; hooks stay;
-    the state dict keeps its keys. A model that is itself an `nn.Linear` is returned converted. Subclasses of
-    `nn.Linear` are left alone, because their forward may differ, as are layers converted before (their place in the
-    model is brought up to date).
+    the state dict keeps its keys. A model that is itself an `nn.Linear` is returned converted. A subclass of
+    `nn.Linear` stays an instance of its class; one whose forward may differ is left alone. Layers converted before are
+    kept (their place in the model is brought up to date). Where matrix weights stay as they are, one warning says how
+    many and where; `report` gives the list.
 
     Args:
         backend: who multiplies, see `fp4train.nn.Linear`.
 
     Raises:
-        ValueError: the model holds no linear layer.
+        TypeError: `model` is no module, or a subclass of nn.Linear uses names that fp4train's layer needs.
+        ValueError: the model holds no linear layer that can be converted, or an uninitialised one.
     """
-    layers = find_layers(model)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} holds no nn.Linear: there is nothing to convert")
+    layers = _checked_layers(model)
     converted: dict[nn.Module, Linear] = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if isinstance(module, Linear):
             module.settle(layer, backend)
-        elif type(module) is nn.Linear:
-            converted[module] = Linear.from_linear(module, layer, backend)
+        elif isinstance(module, nn.Linear) and layer.unconverted is None:
+            converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     # A module may stand in several places; it is replaced in each by the same new one.
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():
             if child in converted:
                 parent._modules[attribute] = converted[child]
-    return converted.get(model, model)
+    model = converted.get(model, model)
+    _leave_fast_paths(model)
+    summary = report(model).summary()
+    if summary:
+        _log.warning("%s: %s", type(model).__name__, summary)
+    return model
+
+
+def _checked_layers(model: nn.Module) -> dict[str, Layer]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert takes a model (torch.nn.Module) and changes it in place, not {type(model).__name__}")
+    layers, what = find_layers(model), type(model).__name__
+    if not layers:
+        raise ValueError(f"{what} holds no nn.Linear: there is nothing to convert")
+    for name in layers:
+        module = model.get_submodule(name)
+        if is_uninitialised(module):
+            raise ValueError(
+                f"{name or what} is a {type(module).__name__} without weights yet: run one batch through the "
+                "model first, then convert it"
+            )
+    left = {name: layer.unconverted for name, layer in layers.items() if layer.unconverted}
+    if len(left) == len(layers):
+        some = "; ".join(f"{name or what}: {why}" for name, why in list(left.items())[:3])
+        raise ValueError(f"{what} holds no nn.Linear that can be converted ({some}{'; …' if len(left) > 3 else ''})")
+    return layers
+
+
+# Subclasses of nn.Linear
+
+
+def _class_for(kind: type[nn.Linear], name: str, module: nn.Linear) -> type[Linear]:
+    """fp4train's layer that is a `kind` as well."""
+    theirs = {key for base in kind.__mro__ if base not in nn.Linear.__mro__ for key in vars(base)} | vars(module).keys()
+    if taken := sorted(_needed() & theirs):
+        raise TypeError(
+            f"{name or type(module).__name__} ({kind.__name__}) has {', '.join(taken)}, which fp4train's layer needs "
+            "for itself: rename it"
+        )
+    return _subclass(kind)  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _needed() -> frozenset[str]:
+    """Names that fp4train's layer has beyond those of nn.Linear."""
+    ours, plain = (kind(1, 1, device="meta") for kind in (Linear, nn.Linear))
+    return frozenset({*vars(Linear), *vars(ours)} - {*vars(nn.Linear), *vars(plain)})
+
+
+@cache
+def _subclass(kind: type[nn.Linear]) -> type[Linear]:
+    if kind is nn.Linear:
+        return Linear
+
+    def reduce(self: Linear, protocol: Any) -> tuple[Any, ...]:
+        # The class has no place in a module from which pickle could import it: it is made again from `kind`.
+        return _new, (kind,), *super(made, self).__reduce_ex__(max(2, int(protocol)))[2:]
+
+    made: type[Linear] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
+    return made
+
+
+def _new(kind: type[nn.Linear]) -> Linear:
+    made = _subclass(kind)  # type: ignore[arg-type]
+    return made.__new__(made)
+
+
+# torch's own layers that multiply weights without asking the modules that hold them
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Let torch's Transformer encoder layers call their linear layers in eval mode, too.
+
+    Their fast path, one fused kernel, takes the weights out of the layers. It is for the activations that it has
+    kernels for, so a layer that says its activation is another one computes the same on the path of training.
+    """
+    for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        if not any(isinstance(part, Linear) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        else:
+            module.use_nested_tensor = False  # nested tensors are for the fast path alone

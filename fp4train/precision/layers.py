@@ -1,16 +1,30 @@
 """The linear layers of a model and where they stand in it.
 
-A policy speaks of "the last 15 % of the blocks", so a model must say what its blocks are: the entries of its outermost
-`nn.ModuleList`s, in order. Linear layers outside of them (the head, input projections) always stay in high precision.
-In a model without a ModuleList each linear layer is a block of its own and none lies outside.
+A policy speaks of "the last 15 % of the blocks"; what the blocks of a model are is in `blocks`. Linear layers outside
+of them (the head, input projections) always stay in high precision. In a model without blocks each linear layer is a
+block of its own and none lies outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fp4train.precision.blocks import block_paths, is_linear
+
+_BLOCK = 16
+"""Elements of the smallest block that shares a scale, NVFP4's."""
+
+_HARMLESS = {
+    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # how it begins and looks
+    *("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state", "_version"),
+    *("__module__", "__doc__", "__dict__", "__weakref__", "__constants__", "__annotations__", "__annotate_func__"),
+    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),  # what a class statement makes
+}
+"""What a subclass of nn.Linear may define anew without a change of what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +36,7 @@ class Layer:
         block: index of the block it belongs to, or None outside of the blocks.
         blocks: how many blocks the model has.
         names: of all linear layers of the model, by which a policy checks its patterns.
+        unconverted: why `convert` leaves it alone; None: it is converted, or is fp4train's own.
     """
 
     name: str
@@ -29,53 +44,79 @@ class Layer:
     out_features: int
     block: int | None
     blocks: int
-    unconverted: str | None = None
     names: tuple[str, ...] = field(default=(), repr=False, compare=False)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear and its subclasses, or a module that says it computes a linear layer (`is_fp4train_linear`)."""
-    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False)
-
-
-def _linears(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules(prefix=prefix):
-        if is_linear(child):
-            yield name, child
-
-
-def _block_prefixes(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Paths of the entries of the outermost ModuleLists that hold a linear layer, in order of definition."""
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, nn.ModuleList):
-            yield from (f"{path}.{i}" for i, entry in enumerate(child) if any(map(is_linear, entry.modules())))
-        else:
-            yield from _block_prefixes(child, path)
+    unconverted: str | None = field(default=None, repr=False, compare=False)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of `model` that hold linear layers, in order; the model itself where it has none."""
-    return [model.get_submodule(path) for path in _block_prefixes(model)] or [model]
+    return [model.get_submodule(path) for path in block_paths(model)] or [model]
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every linear layer of `model` by name, in the order of definition; a shared one stands under its first name."""
-    prefixes = list(_block_prefixes(model))
-    found = list(_linears(model, ""))
+    """Every linear layer of `model` by name, in the order of definition; a shared one stands under its first name.
+
+    Raises:
+        TypeError, ValueError: what the model says of its blocks (`fp4train_blocks`) is not so.
+    """
+    paths = block_paths(model)
+    block_of: dict[nn.Module, int] = {}
+    for index, path in enumerate(paths):
+        for part in model.get_submodule(path).modules():
+            block_of.setdefault(part, index)
+    found = [(name, module) for name, module in model.named_modules() if is_linear(module)]
     names = tuple(name for name, _ in found)
-    layers = {}
-    for index, (name, module) in enumerate(found):
-        if prefixes:
-            block = next((i for i, p in enumerate(prefixes) if name == p or name.startswith(p + ".")), None)
-        else:
-            block = index
-        layers[name] = Layer(
+    bypassed = bypassed_linears(model.modules())
+    return {
+        name: Layer(
             name=name,
-            in_features=int(module.in_features),  # type: ignore[arg-type]
-            out_features=int(module.out_features),  # type: ignore[arg-type]
-            block=block,
-            blocks=len(prefixes) or len(found),
+            in_features=int(module.in_features),
+            out_features=int(module.out_features),
+            block=block_of.get(module) if paths else index,
+            blocks=len(paths) or len(found),
             names=names,
+            unconverted=bypassed.get(module) or _why_unconverted(name, module),
         )
-    return layers
+        for index, (name, module) in enumerate(found)
+    }
+
+
+def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Linear layers whose weights another module multiplies without calling them, and why."""
+    return {
+        module.out_proj: f"nn.{nn.MultiheadAttention.__name__} multiplies its weights itself; use separate projections"
+        for module in modules
+        if isinstance(module, nn.MultiheadAttention)
+    }
+
+
+def _why_unconverted(name: str, module: nn.Module) -> str | None:
+    """Why fp4train's layer does not take the place of a linear layer, or None where it can or has."""
+    if getattr(module, "is_fp4train_linear", False) or not isinstance(module, nn.Linear):
+        return None
+    kind = type(module).__name__
+    if is_uninitialised(module):
+        return f"{kind} has no weights before its first batch: run one, then convert"
+    changed = _changed(type(module))
+    if changed:
+        return f"{kind} is a subclass of nn.Linear with a {changed} of its own"
+    if "forward" in vars(module):
+        return "its forward is replaced on the instance: convert the model before it is wrapped or dispatched"
+    rank = min(module.in_features, module.out_features)
+    if rank < _BLOCK and any(part.lower().startswith("lora") for part in name.split(".")):
+        return f"rank {rank} is below a block of {_BLOCK}"
+    return None
+
+
+def is_uninitialised(linear: nn.Module) -> bool:
+    """Whether a linear layer (nn.LazyLinear) waits for its first batch to know its shape."""
+    weight = linear._parameters.get("weight")
+    return weight is not None and is_lazy(weight)
+
+
+def _changed(kind: type) -> str | None:
+    """What a subclass of nn.Linear defines that its own forward may depend on."""
+    own = [name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)]
+    if computed := {"weight", "bias"} & set(own):  # by a parametrisation
+        return max(computed)
+    return next((name for name in own if hasattr(nn.Linear, name) and name not in _HARMLESS), None)

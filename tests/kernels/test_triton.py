@@ -20,14 +20,33 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own: Triton decides when a kernel is defined whether it is interpreted."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = (sys.executable, "-W", "ignore", *command)  # numpy warns of divisions by zero
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@needs_triton
+def test_the_kernels_of_the_default_recipe_equal_the_reference_in_the_interpreter() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_kernels as script
+script.SPECS = {{name: script.SPECS[name] for name in ("nvfp4", "nvfp4 16x16", "nvfp4 hadamard stochastic")}}
+cases = list(script.cases(shapes=[(33, 48)], kinds=["normal", "wide"], dtypes=[script.torch.bfloat16]))
+print(len(cases), *(f"{{case.name}}: {{found}}" for case in cases if (found := script.check(case, "cpu"))))
+"""
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "9", run.stdout + run.stderr
+
+
+@pytest.mark.long
 @needs_triton
 def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_path: Path) -> None:
     """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30."""
     out = tmp_path / "result.json"
-    # A process of its own: Triton decides when a kernel is defined whether it is interpreted.
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--out", str(out)]  # numpy warns of divisions by zero
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = interpreted(str(SCRIPT), "--out", str(out))
     assert out.exists(), run.stdout + run.stderr
     result = json.loads(out.read_text())
     assert result["different"] == []

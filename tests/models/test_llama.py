@@ -11,7 +11,9 @@ import fp4train as f4
 from fp4train.config.binding import bind
 from fp4train.config.overrides import compose
 from fp4train.models.architecture import Architecture
-from fp4train.models.llama.model import Attention, Llama, LlamaModel, rope_angles, rotate
+from fp4train.models.common.attention import Attention
+from fp4train.models.common.rope import rope_angles, rotate
+from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import BF16, NVFP4, autocast
 
 SMALL = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
@@ -78,7 +80,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 def test_grouped_queries_equal_repeated_key_and_value_heads() -> None:
     torch.manual_seed(0)
-    grouped, full = Attention(Llama(**SMALL)), Attention(Llama(**{**SMALL, "kv_heads": 4}))
+    grouped, full = (Attention(width=32, heads=4, kv_heads=kv_heads) for kv_heads in (2, 4))
     with torch.no_grad():
         full.wq.weight.copy_(grouped.wq.weight)
         full.wo.weight.copy_(grouped.wo.weight)
@@ -165,9 +167,12 @@ def test_a_few_steps_in_low_precision_learn_a_sequence(recipe: BF16) -> None:
         ({"kv_heads": 0}, "kv_heads=0"),
         ({"hidden": 0}, "hidden=0"),
         ({"vocab_multiple": 0}, "vocab_multiple=0"),
+        ({"rope_base": 0.0}, "model.rope_base=0.0 must be finite and above 0"),
+        ({"norm_eps": -1.0}, "model.norm_eps=-1.0 must be finite and above 0"),
+        ({"norm_eps": math.nan}, "model.norm_eps=nan must be finite and above 0"),
     ],
 )
-def test_an_impossible_shape_names_the_field(changes: dict[str, int], message: str) -> None:
+def test_an_impossible_shape_names_the_field(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Llama(**{**SMALL, **changes})
 

@@ -77,7 +77,7 @@ def tokens(rows: int = 2) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(backend: str) -> None:
     model, data = llama(), tokens()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -217,6 +217,7 @@ class Sine(nn.Module):
         return x.sin()
 
 
+@pytest.mark.long
 @needs_inductor
 def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None:
     """The compiler writes new values into tensors that layers were given; wgrad in BF16 needs the old ones."""
@@ -257,6 +258,7 @@ class Reweighted(nn.Module):
         return x
 
 
+@pytest.mark.long
 @needs_inductor
 @pytest.mark.parametrize("kind", [Gated, Reweighted])
 @torch.no_grad()
@@ -379,6 +381,7 @@ def test_a_policy_that_matches_nothing_says_so_in_compiled_code_too() -> None:
         compiled(torch.randn(8, 16))
 
 
+@pytest.mark.long
 @needs_inductor
 def test_the_compilers_cache_keys_hold_no_weights() -> None:
     """A parametrized layer refuses to be pickled; a large one would take gigabytes."""

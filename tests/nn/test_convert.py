@@ -1,5 +1,10 @@
 """convert: anyone's model, its parameters shared, its names kept."""
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -138,7 +143,7 @@ def test_hooks_training_flag_and_what_else_was_set_stay() -> None:
     assert not model[0].weight.requires_grad
 
 
-def test_subclasses_are_left_alone_because_their_forward_may_differ() -> None:
+def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
     class Doubling(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -147,14 +152,111 @@ def test_subclasses_are_left_alone_because_their_forward_may_differ() -> None:
     f4.convert(model)
     assert type(model[0]) is Doubling
     assert isinstance(model[1], Linear)
-    assert not isinstance(model[2].out_proj, Linear)
+    assert not isinstance(model[2].out_proj, Linear), "attention multiplies its weight without calling it"
     with autocast(NVFP4()):
         model[0](torch.ones(1, 16))
+
+
+class Tagged(nn.Linear):
+    """A user's layer that adds an attribute, a method and its own initialisation, but computes what nn.Linear does."""
+
+    def __init__(self, in_features: int, out_features: int, tag: str) -> None:
+        super().__init__(in_features, out_features)
+        self.tag = tag
+
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def shout(self) -> str:
+        return self.tag.upper()
+
+
+def test_a_subclass_that_computes_the_same_is_converted_and_stays_of_its_class() -> None:
+    plain = nn.Sequential(Tagged(32, 32, "a"), nn.Linear(32, 32))
+    weight, keys = plain[0].weight, list(plain.state_dict())
+    model = f4.convert(plain)
+    assert isinstance(model[0], Tagged) and isinstance(model[0], Linear)
+    assert type(model[0]).__name__ == "Tagged"
+    assert model[0].weight is weight
+    assert model[0].shout() == "A"
+    assert list(model.state_dict()) == keys
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model[0](x), nn.functional.linear(x, weight, model[0].bias)), "outside of autocast"
+    with autocast(NVFP4(), step=0):
+        quantised = model[0](x)
+    assert not torch.equal(quantised, x), "the identity, but for the rounding of its input"
+    assert f4.convert(model)[0] is model[0], "converting again keeps it"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch.save"])
+def test_a_converted_subclass_is_copied_and_pickled(copied: Callable[[nn.Module], nn.Module] | str) -> None:
+    model = f4.convert(nn.Sequential(Tagged(32, 32, "a")))
+    if copied == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    else:
+        assert callable(copied)
+        other = copied(model)
+    assert type(other[0]) is type(model[0])
+    assert (other[0].tag, other[0].layer) == ("a", model[0].layer)
+    assert other[0].weight is not model[0].weight
+    x = torch.ones(2, 32)
+    with autocast(NVFP4(), step=0):
+        assert torch.equal(other(x), model(x))
+
+
+def test_a_subclass_that_uses_fp4trains_names_is_refused() -> None:
+    class Placed(nn.Linear):
+        layer = 3
+
+    with pytest.raises(TypeError, match=r"1 \(Placed\) has layer, which fp4train's layer needs for itself: rename it"):
+        f4.convert(nn.Sequential(nn.Linear(16, 16), Placed(16, 16)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_layer_of_torch_uses_its_converted_layers_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 8, 32), torch.arange(8).expand(2, 8) >= torch.tensor([[8], [5]])
+    with torch.no_grad():
+        plain, masked = model(x), model(x, src_key_padding_mask=padding)
+        f4.convert(model)
+        torch.testing.assert_close(model(x), plain)
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], masked[~padding])
+        with autocast(NVFP4(), policy=LayerPolicy(last=0), step=0):
+            low = model(x)
+            low_masked = model(x, src_key_padding_mask=padding)
+    assert float((low - plain).norm() / plain.norm()) > 0.01, "the layers are called, and quantise"
+    assert not torch.allclose(low_masked[~padding], masked[~padding], rtol=1e-3)
+
+
+def test_a_lazy_layer_is_refused_until_it_knows_its_shape() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(16))
+    with pytest.raises(ValueError, match="1 is a LazyLinear without weights yet: run one batch"):
+        f4.convert(model)
+    assert type(model[0]) is nn.Linear, "nothing is half converted"
+    model(torch.ones(1, 16))
+    assert all(isinstance(layer, Linear) for layer in f4.convert(model))
 
 
 def test_a_model_without_linear_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"Sequential holds no nn\.Linear"):
         f4.convert(nn.Sequential(nn.ReLU()))
+
+
+def test_a_model_whose_linear_layers_are_all_left_alone_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no nn\.Linear that can be converted \(0\.out_proj: nn\.MultiheadA"):
+        f4.convert(nn.Sequential(nn.MultiheadAttention(16, 2)))
+
+
+@pytest.mark.parametrize("model", [None, "model", UsersModel])
+def test_what_is_no_module_is_refused_by_type(model: object) -> None:
+    with pytest.raises(TypeError, match=r"convert takes a model \(torch\.nn\.Module\) and changes it in place, not "):
+        f4.convert(model)  # type: ignore[arg-type]
 
 
 def test_a_model_on_the_meta_device_is_converted_without_memory() -> None:

@@ -1,21 +1,31 @@
-"""Where the golden vectors are, and how to read one file of them."""
+"""Where the golden vectors are, and how to read one file of them; what they are is in tests/golden/README.md."""
 
 import json
 import os
 from pathlib import Path
 
-import pytest
 from safetensors import safe_open
 from torch import Tensor
 
-FOLDER = Path(os.environ.get("FP4TRAIN_GOLDEN", Path(__file__).resolve().parents[3] / "shared" / "golden"))
+TESTS = Path(__file__).resolve().parents[1]
+REDUCED = TESTS / "golden"
+"""The set that every clone has."""
 
 
-def load_golden(name: str) -> tuple[dict[str, Tensor], list[dict]]:
-    """(tensors, cases) of a golden file; skips the test where the folder is absent."""
-    path = FOLDER / f"{name}.safetensors"
-    if not path.exists():
-        pytest.skip(f"no golden vectors at {path.parent}; set FP4TRAIN_GOLDEN", allow_module_level=True)
-    with safe_open(path, "pt") as file:
+def _folder() -> Path:
+    """The full set where there is one, else the reduced set."""
+    if named := os.environ.get("FP4TRAIN_GOLDEN"):
+        return Path(named)
+    beside = TESTS.parents[1] / "shared" / "golden"
+    return beside if beside.is_dir() else REDUCED
+
+
+FOLDER = _folder()
+
+
+def load_golden(name: str, folder: Path = FOLDER) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
+    """(tensors, the lists of the metadata: `cases`, and `gemms` where the file has them) of a golden file."""
+    with safe_open(folder / f"{name}.safetensors", "pt") as file:
         names = list(file.keys())
-        return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["cases"])
+        lists = {key: json.loads(value) for key, value in file.metadata().items()}
+        return {name: file.get_tensor(name) for name in names}, lists

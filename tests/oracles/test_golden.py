@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from golden import load_golden
+from golden import REDUCED, load_golden
 
 from fp4train.quantize import Hadamard, QuantSpec, nvfp4_quantize, quantize, quantize_dequantize, unswizzle_scales
 
@@ -34,8 +34,8 @@ def assert_operand_equals_codes(x: torch.Tensor, spec: QuantSpec, q) -> None:
 
 @pytest.mark.parametrize("variant", NVFP4_SPECS)
 def test_nvfp4_equals_te_reference(variant: str) -> None:
-    tensors, cases = load_golden("nvfp4_reference")
-    chosen = [case["id"] for case in cases if variant in case["variants"]]
+    tensors, lists = load_golden("nvfp4_reference")
+    chosen = [case["id"] for case in lists["cases"] if variant in case["variants"]]
     assert chosen
     for case in chosen:
         x, prefix = tensors[f"{case}.x"], f"{case}.{variant}."
@@ -53,9 +53,9 @@ def test_nvfp4_equals_te_reference(variant: str) -> None:
 @pytest.mark.parametrize("mode", ["floor", "rceil", "even", "ceil"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
 def test_mx_equals_torchao(element: str, mode: str) -> None:
-    tensors, cases = load_golden("mx_reference")
+    tensors, lists = load_golden("mx_reference")
     spec = QuantSpec(element=element, block=(1, 32), scale="e8m0", scale_rounding=mode, global_scale=None)
-    for case in (case["id"] for case in cases):
+    for case in (case["id"] for case in lists["cases"]):
         x, prefix = tensors[f"{case}.x"], f"{case}.{element}_{mode}."
         q = quantize(x, spec, kernel="reference")
         assert torch.equal(q.codes, tensors[prefix + "codes"]), case
@@ -68,9 +68,9 @@ def test_mx_equals_torchao(element: str, mode: str) -> None:
 @pytest.mark.parametrize("block", FP8_BLOCKS)
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_fp8_equals_te_reference(element: str, block: str, scale: str) -> None:
-    tensors, cases = load_golden("fp8_reference")
+    tensors, lists = load_golden("fp8_reference")
     spec = QuantSpec(element=element, block=FP8_BLOCKS[block], scale=scale, global_scale=None)
-    for case in (case["id"] for case in cases):
+    for case in (case["id"] for case in lists["cases"]):
         x, prefix = tensors[f"{case}.x"], f"{case}.{element}_{block}_{scale}."
         for suffix, operand in (("", x), ("_t", x.T)):
             if prefix + "codes" + suffix not in tensors:
@@ -83,11 +83,38 @@ def test_fp8_equals_te_reference(element: str, block: str, scale: str) -> None:
 
 
 def test_layout_equals_quantise_kernel_contract() -> None:
-    tensors, cases = load_golden("nvfp4_layout_reference")
-    for case in (case["id"] for case in cases):
+    tensors, lists = load_golden("nvfp4_layout_reference")
+    for case in (case["id"] for case in lists["cases"]):
         a = tensors[f"{case}.a"]
         q, scale = nvfp4_quantize(a, tensors[f"{case}.sf_g"])
         assert torch.equal(q, tensors[f"{case}.q"]), case
         assert torch.equal(scale, tensors[f"{case}.scale"]), case
         linear = tensors[f"{case}.scale_linear"]
         assert torch.equal(unswizzle_scales(scale, *linear.shape), linear), case
+
+
+MX_VARIANTS = {f"{e}_{m}" for e in ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1") for m in ("floor", "rceil", "even", "ceil")}
+FP8_VARIANTS = {f"{e}_{block}_{scale}" for e in ("e4m3", "e5m2") for block in FP8_BLOCKS for scale in ("fp32", "pow2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [("nvfp4_reference", set(NVFP4_SPECS)), ("mx_reference", MX_VARIANTS), ("fp8_reference", FP8_VARIANTS)],
+)
+def test_the_set_of_every_clone_has_every_variant_and_its_metadata_says_what_it_holds(
+    name: str, variants: set[str]
+) -> None:
+    tensors, lists = load_golden(name, REDUCED)
+    assert {variant for case in lists["cases"] for variant in case["variants"]} == variants
+    assert {key.split(".")[0] for key in tensors} == {case["id"] for each in lists.values() for case in each}
+    for case in lists["cases"]:
+        found = {key.split(".")[1] for key in tensors if key.startswith(f"{case['id']}.")}
+        assert found == {"x", *case["variants"]}
+        assert list(tensors[f"{case['id']}.x"].shape) == case["shape"]
+    magnitudes = [float(tensors[f"{case['id']}.x"].float().abs().max()) for case in lists["cases"]]
+    assert min(magnitudes, default=1) < 1e-3 and max(magnitudes, default=1) > 10, "small and large values"
+    assert any((tensors[f"{case['id']}.x"] == 0).any() for case in lists["cases"]), "zeros"
+
+
+def test_the_set_of_every_clone_is_small() -> None:
+    assert sum(file.stat().st_size for file in REDUCED.iterdir()) < 3e6

@@ -1,15 +1,13 @@
 """The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and values."""
 
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from golden import load_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from torch import Tensor
 
 from fp4train.kernels.cpu import Machine
@@ -189,17 +187,12 @@ def test_what_is_not_finite_is_left_to_the_reference_and_not_hidden(spec: QuantS
     assert not CpuQuantizer(spec).values(x).values.isfinite().all()
 
 
-GOLDEN = Path(os.environ.get("FP4TRAIN_GOLDEN", Path(__file__).resolve().parents[3] / "shared" / "golden"))
-
-
 @pytest.mark.parametrize("name", ["nvfp4_reference", "mx_reference", "fp8_reference"])
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
 def test_kernels_equal_the_reference_on_the_golden_inputs(isa: str, name: str) -> None:
     """The reference equals every byte of the golden outputs (tests/oracles), so the kernels do."""
-    if not (GOLDEN / f"{name}.safetensors").exists():
-        pytest.skip(f"no golden vectors at {GOLDEN}; set FP4TRAIN_GOLDEN")
-    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
-        inputs = [file.get_tensor(key) for key in file.keys() if key.endswith(".x")]  # noqa: SIM118 (no dict)
+    tensors, _ = load_golden(name)
+    inputs = [tensor for key, tensor in tensors.items() if key.endswith(".x")]
     assert inputs
     for x in inputs:
         for spec in (NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row"), MXFP8, FP8):

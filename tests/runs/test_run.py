@@ -19,6 +19,7 @@ from fp4train import checkpoint
 from fp4train.run.build import Run
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )  # see test_skips.py

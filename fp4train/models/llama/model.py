@@ -10,14 +10,17 @@ Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.backends import widened
+from fp4train.models.common.attention import Attention
 from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.models.common.norm import RMSNorm
+from fp4train.models.common.rope import rope_angles
 from fp4train.precision.context import activation_dtype, recompute
 
 
@@ -52,6 +55,9 @@ class Llama:
         for name in ("width", "layers", "heads", "kv_heads", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("rope_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be finite and above 0")
         if self.width % self.heads:
             raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
         if (self.width // self.heads) % 2:
@@ -74,36 +80,6 @@ class Llama:
         return LlamaModel(self, padded, seq_len)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, T, D] → [B, T, D]."""
-
-    def __init__(self, shape: Llama) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads
-        self.head_dim = shape.width // shape.heads
-        self.wq = nn.Linear(shape.width, self.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(shape.width, self.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(shape.width, self.kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(self.heads * self.head_dim, shape.width, bias=False)
-
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time, _ = x_BTD.shape
-        q = self.wq(x_BTD).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        grouped = self.kv_heads != self.heads
-        y = widened(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, time, -1))
-        return out
-
-
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split layout of Llama's public checkpoints (arXiv:2104.09864)."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
-
-
 class MLP(nn.Module):
     """SwiGLU: w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
@@ -118,32 +94,24 @@ class MLP(nn.Module):
         return out
 
 
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose float32 weight takes the activations' dtype, so that a BF16 stream stays BF16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-        return y
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: Llama) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
-        self.attention = Attention(shape)
+        self.attention = Attention(width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads)
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
         out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return out
 
 
 class LlamaModel(nn.Module):
-    """`forward(tokens, targets)` gives the mean loss in nats a token; `forward(tokens)` the logits."""
+    """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits."""
 
     def __init__(self, shape: Llama, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -181,10 +149,3 @@ class LlamaModel(nn.Module):
         if targets_BT is None:
             return widened(F.linear, x, self.head.weight.to(dtype))
         return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets_BT.flatten())
-
-
-def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
-    """Rotation angles [seq_len, head_dim], the second half repeating the first."""
-    inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
-    angles = torch.outer(torch.arange(seq_len).float(), inverse)
-    return torch.cat((angles, angles), dim=-1)

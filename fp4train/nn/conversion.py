@@ -1,0 +1,181 @@
+"""What `convert` has made of a model: which matrix weights fp4train multiplies, which not, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fp4train.precision.layers import Layer, bypassed_linears, find_layers
+from fp4train.text import tabulate
+
+_PLACES = 4
+"""Groups of weights that the summary names; `str` of a Conversion has all."""
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A matrix weight that fp4train does not multiply.
+
+    Args:
+        name: of the parameter in the model, or of the first module that holds it.
+        module: path of the module that holds it.
+        shape: of the parameter.
+        share: of the model's matrix weights, between 0 and 1; 0 where it is counted elsewhere (tied weights).
+        why: it stays as it is.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    share: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What `convert` has made of a model's matrix weights: all parameters of linear layers, and all others of two or
+    more dimensions that are no embeddings, norms or biases.
+
+    Args:
+        layers: that run on fp4train.
+        left: weights of the linear layers left alone.
+        others: matrix weights that belong to no linear layer: experts in one 3-D parameter, convolutions, ….
+    """
+
+    layers: tuple[Layer, ...]
+    left: tuple[Weight, ...]
+    others: tuple[Weight, ...]
+
+    @property
+    def share(self) -> float:
+        """Share of the matrix weights that fp4train multiplies, between 0 and 1."""
+        return 1 - sum(weight.share for weight in (*self.left, *self.others))
+
+    def summary(self) -> str:
+        """One line on what stays as it is; empty where nothing does."""
+        groups = _groups((*self.left, *self.others))
+        if not groups:
+            return ""
+        places = [f"{_tensors(len(group))} in {place} ({why})" for (place, why), group in groups.items()]
+        more = [f"{len(places) - _PLACES} more"] if len(places) > _PLACES else []
+        return (
+            f"{_percent(1 - self.share)} of the matrix weights stay as they are: {', '.join(places[:_PLACES] + more)}; "
+            "fp4train.conversion(model) lists them"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (place, str(len(group)), "×".join(map(str, group[0].shape)), _percent(sum(w.share for w in group)), why)
+            for (place, why), group in _groups((*self.left, *self.others)).items()
+        ]
+        count = len(self.layers)
+        head = f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the matrix weights"
+        return "\n".join(
+            [head, *tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])] if rows else [head]
+        )
+
+
+def report(model: nn.Module) -> Conversion:
+    """What is converted in `model` as it is now, what is not, and why; nothing is stored on the model.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model (torch.nn.Module) can be reported on, not {type(model).__name__}")
+    layers = find_layers(model)
+    ours = {name: layer for name, layer in layers.items() if _is_ours(model.get_submodule(name))}
+    covered = {p for name in ours for p in model.get_submodule(name).parameters() if not is_lazy(p)}
+    found = list(_matrices(model, layers, covered))
+    sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
+    total = sum(sizes.values()) or 1
+    left: list[Weight] = []
+    others: list[Weight] = []
+    for parameter, name, why, is_linear in found:
+        # Counted once: where it is listed first, or by the converted layer that holds it as well.
+        size = 0 if parameter in covered else sizes.pop(parameter, 0)
+        weight = Weight(
+            name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
+        )
+        (left if is_linear else others).append(weight)
+    return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others))
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_fp4train_linear", False))
+
+
+def _matrices(
+    model: nn.Module, layers: dict[str, Layer], covered: set[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, str, str, bool]]:
+    """(parameter, name, why it stays, whether a linear layer holds it) of each matrix that fp4train does not multiply.
+
+    A weight shared with a converted layer is listed only where a linear layer holds it that is left alone.
+    """
+    elementwise = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        if _is_ours(module):
+            continue
+        layer = layers.get(path)
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{key}" if path else key
+            if is_lazy(parameter):  # no shape to count yet; convert refuses linear layers of this kind
+                continue
+            if layer is not None:
+                if key == "weight" or _is_matrix(key, parameter):
+                    yield parameter, name, layer.unconverted or "convert was not called on it", True
+            elif parameter not in covered | elementwise and _is_matrix(key, parameter):
+                yield parameter, name, _why_other(path, module, parameter), False
+
+
+def _has_no_matrix(module: nn.Module) -> bool:
+    """Embeddings and norms, torch's or by their class's name: their weights are looked up or multiply elementwise."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return True
+    return any(word in type(module).__name__.lower() for word in ("embed", "norm"))
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter can be a factor of a matrix product: two dimensions, and by its name no bias or embedding."""
+    if name.endswith("bias") or "embed" in name.lower():
+        return False
+    return sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return bypassed_linears([module])[module.out_proj]
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolution"
+    kind = type(module).__name__
+    if parameter.dim() >= 3:
+        return "3-D expert parameters" if "expert" in f"{path}.{kind}".lower() else f"{parameter.dim()}-D in {kind}"
+    return f"{kind} is no nn.Linear"
+
+
+def _groups(weights: tuple[Weight, ...]) -> dict[tuple[str, str], list[Weight]]:
+    """Weights by place, with the numbers of blocks and experts left open, and reason; the largest share first."""
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    for weight in weights:
+        place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"
+        groups.setdefault((place, weight.why), []).append(weight)
+    return dict(sorted(groups.items(), key=lambda item: -sum(w.share for w in item[1])))
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.01:
+        return "<1 %"
+    return ">99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")

@@ -1,0 +1,216 @@
+"""What the blocks of a model are: the repeated parts that a policy counts ("the last 15 % of the blocks").
+
+Blocks are found by structure, as the outermost stacks of a model, in order of definition. A stack is
+- an `nn.ModuleList`: each entry that holds a linear layer is a block, whatever its class (Mamba/attention hybrids). A
+  list of bare linear layers (several heads) counts only in a model without another stack;
+- an `nn.Sequential` with two or more entries of one class, bare linear layers aside: these and what is between them;
+- an `nn.ModuleDict` with two or more entries of one class, or whose keys all end in a number: its entries;
+- two or more attributes of one class (`self.block1`, `self.block2`), in a model without a stack elsewhere, if they are
+  numbered or hold more than 3/4 of the linear weights.
+What stands inside of a block belongs to it, the experts of a mixture among them. Entries without a number that hold
+stacks of their own, other than experts, are opened: in {"encoder": …, "decoder": …} the blocks are those of the two.
+
+A model whose blocks are something else names them: an attribute, property or method `fp4train_blocks` gives their
+module paths, or the modules, in order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+NAMED_BY = "fp4train_blocks"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear and its subclasses, or a module that says it computes a linear layer (`is_fp4train_linear`)."""
+    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False)
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Module paths of the blocks that hold linear layers, in order; none where the model has no repeated part.
+
+    A block whose linear layers all stand in earlier blocks, too (one module in several places), is counted once.
+
+    Raises:
+        TypeError, ValueError: what the model says of its blocks is not so.
+    """
+    paths = list(_named(model)) or _by_structure(model)
+    seen: set[nn.Module] = set()
+    own = []
+    for path in paths:
+        linears = set(_linears(model.get_submodule(path)))
+        if not linears <= seen:
+            own.append(path)
+        seen |= linears
+    return own
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    return filter(is_linear, module.modules())
+
+
+# What a model says itself
+
+
+def _named(model: nn.Module) -> Iterator[str]:
+    """Paths that the model, or the outermost modules inside of it that have an answer, give."""
+    answered: list[str] = []
+    for path, module in model.named_modules():
+        # Statically: a wrapper such as torch.compile's passes on what is asked of it, with other paths.
+        if inspect.getattr_static(module, NAMED_BY, None) is None or any(_inside(path, outer) for outer in answered):
+            continue
+        answered.append(path)
+        yield from (_join(path, block) for block in _answer(module))
+
+
+def _answer(module: nn.Module) -> list[str]:
+    """Paths inside of `module` that its `fp4train_blocks` stands for, checked."""
+    who = f"{type(module).__name__}.{NAMED_BY}"
+    answer = getattr(module, NAMED_BY)
+    answer = answer() if callable(answer) and not isinstance(answer, nn.Module) else answer
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise TypeError(f"{who} gives {type(answer).__name__}, and not the paths of the blocks (or modules) in order")
+    names: dict[nn.Module, str] = {}
+    places = dict(module.named_modules(remove_duplicate=False))
+    for name, part in places.items():
+        names.setdefault(part, name)
+    paths: list[str] = []
+    for block in answer:
+        if isinstance(block, str):
+            if block not in places:
+                some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
+                raise ValueError(
+                    f"{who} names {block!r}, and there is no such module; {type(module).__name__} has {some}, …"
+                )
+            paths.append(names[places[block]])
+        elif isinstance(block, nn.Module):
+            if block not in names:
+                raise ValueError(
+                    f"{who} gives a {type(block).__name__} that is no part of {type(module).__name__} (replaced since? "
+                    "Give its path)"
+                )
+            paths.append(names[block])
+        else:
+            raise TypeError(f"{who} gives {block!r} for a block, which is neither a path nor a module")
+    for i, path in enumerate(paths):
+        for other in paths[:i]:
+            if _inside(path, other) or _inside(other, path):
+                raise ValueError(f"{who} names blocks that overlap: {other!r} and {path!r}")
+    held = [path for path in paths if any(_linears(module.get_submodule(path)))]
+    if not held:
+        raise ValueError(f"{who} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
+    return held
+
+
+# What its structure says
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A child that holds linear layers."""
+
+    name: str
+    path: str
+    module: nn.Module
+
+    @property
+    def bare(self) -> bool:
+        return is_linear(self.module)
+
+    @property
+    def numbered(self) -> bool:
+        return re.search(r"\d$", self.name) is not None
+
+
+@dataclass(frozen=True)
+class _Block:
+    path: str
+    of_bare_linears: bool = False
+    """Whether its stack holds bare linear layers and nothing else."""
+
+
+def _by_structure(model: nn.Module) -> list[str]:
+    blocks = list(_stacks(model, "", attributes=False))
+    # Attributes of one class are weaker evidence than a list: they count where all lists stand inside of them.
+    wider = list(_stacks(model, "", attributes=True))
+    if all(any(_inside(block.path, outer.path) and block.path != outer.path for outer in wider) for block in blocks):
+        blocks = wider
+    return [b.path for b in blocks if not b.of_bare_linears] or [b.path for b in blocks]
+
+
+def _stacks(module: nn.Module, path: str, *, attributes: bool) -> Iterator[_Block]:
+    """The entries of the outermost stacks in `module`, which stands at `path`."""
+    parts = _parts(module, path)
+    entries = _entries(module, parts, attributes=attributes)
+    bare = all(part.bare for part in entries)
+    for part in parts:
+        if part not in entries or _is_opened(module, part):
+            yield from _stacks(part.module, part.path, attributes=attributes)
+        else:
+            yield _Block(part.path, bare)
+
+
+def _parts(module: nn.Module, path: str) -> list[_Part]:
+    # A container may hold a module twice; a module with two names for a child holds it once.
+    children = module._modules.items() if _is_container(module) else module.named_children()
+    return [
+        _Part(name, _join(path, name), child) for name, child in children if child is not None and any(_linears(child))
+    ]
+
+
+def _entries(module: nn.Module, parts: list[_Part], *, attributes: bool) -> list[_Part]:
+    """Those of `parts` that make `module` a stack."""
+    if isinstance(module, nn.ModuleList):
+        return parts
+    parts = [part for part in parts if not part.bare]
+    classes = Counter(type(part.module) for part in parts)
+    repeated = [part for part in parts if classes[type(part.module)] >= 2]
+    if isinstance(module, nn.Sequential):
+        return parts[parts.index(repeated[0]) : parts.index(repeated[-1]) + 1] if repeated else []
+    if isinstance(module, nn.ModuleDict):
+        return parts if len(parts) >= 2 and all(part.numbered for part in parts) else repeated
+    return _repeated_attributes(module, repeated) if attributes else []
+
+
+def _repeated_attributes(module: nn.Module, repeated: list[_Part]) -> list[_Part]:
+    numbered = [part for part in repeated if part.numbered]
+    if len(numbered) >= 2:
+        return numbered
+    # Two attentions of one layer are of one class as well: without numbers, nearly all weights must be in the blocks.
+    repeated = [part for part in repeated if type(part.module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)]
+    inside = {linear for part in repeated for linear in _linears(part.module)}
+    return repeated if _weights(inside) > 0.75 * _weights(_linears(module)) else []
+
+
+def _weights(linears: Iterable[nn.Module]) -> int:
+    return sum(linear.in_features * linear.out_features for linear in linears)  # type: ignore[operator, misc]
+
+
+def _is_opened(stack: nn.Module, part: _Part) -> bool:
+    """Whether an entry of a stack is no block, because it is or holds a stack of blocks itself."""
+    if isinstance(stack, nn.ModuleList) or (part.numbered and _is_container(stack)):
+        return False
+    if isinstance(part.module, nn.ModuleList):
+        return True
+    return any(
+        not block.of_bare_linears and "expert" not in block.path[len(part.path) :].lower()
+        for block in _stacks(part.module, part.path, attributes=False)
+    )
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(outer + ".")

@@ -1,0 +1,176 @@
+"""The rules of the house, read off the source of the package: a broken one fails here by name, with what to do instead.
+
+Each rule is a function from a file to what breaks it, and is tried on a line that breaks it, so that it cannot pass by
+seeing nothing. What breaks a rule today stands in a list of exceptions with its reason; an exception that is not needed
+any more fails, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fp4train"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package; `path` is relative to fp4train/."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def within(self, *places: str) -> bool:
+        return self.path.startswith(places)
+
+
+SOURCES = [
+    Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+]
+
+
+def imported(tree: ast.AST, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what is imported; `at_import`: by the module's own statements, not inside of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node).endswith("import_module"):
+            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
+        yield from imported(node, at_import=at_import)
+
+
+def called(node: ast.Call) -> str:
+    """What a call calls, as it is written: "yaml.load"."""
+    return ast.unparse(node.func)
+
+
+def calls(source: Source) -> Iterator[tuple[int, str]]:
+    return ((node.lineno, called(node)) for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+
+
+# The rules: what breaks them, as "line: what".
+
+
+def transformer_engine_outside_of_te(source: Source) -> list[str]:
+    """Only backends/te knows Transformer Engine: give the rest a function of backends/te instead."""
+    if source.within("backends/te/"):
+        return []
+    return [f"{line}: {name}" for line, name in imported(source.tree) if name.startswith("transformer_engine")]
+
+
+def triton_outside_of_its_folders(source: Source) -> list[str]:
+    """Only kernels/triton and quantize/triton import triton, which a machine need not have."""
+    if source.within("kernels/triton/", "quantize/triton"):
+        return []
+    return [f"{line}: {name}" for line, name in imported(source.tree) if name.partition(".")[0] == "triton"]
+
+
+def private_torch_at_import(source: Source) -> list[str]:
+    """Importing loads no private module of torch, which its next version may not have: only compile*.py may."""
+    if PurePosixPath(source.path).match("compile*.py"):
+        return []
+    return [f"{line}: {n}" for line, n in imported(source.tree, at_import=True) if n.startswith("torch._")]
+
+
+def addresses(source: Source) -> list[str]:
+    """Nothing is keyed by data_ptr(), which the allocator gives to the next tensor: key by the tensor, or the step."""
+    if source.within("kernels/", "quantize/"):
+        return []
+    return [f"{line}: {name}()" for line, name in calls(source) if name.endswith("data_ptr")]
+
+
+def code_from_data(source: Source) -> list[str]:
+    """Files hold data, never code: safe_load for YAML, safetensors and JSON for the rest."""
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    found = [f"{line}: {name}" for line, name in imported(source.tree) if name.partition(".")[0] in modules]
+    functions = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "eval", "exec"}
+    return found + [f"{line}: {name}()" for line, name in calls(source) if name in functions]
+
+
+def long_files(source: Source) -> list[str]:
+    """A file is one idea: below 400 lines. One that grows past that holds two."""
+    lines = source.text.count("\n")
+    return [f"{lines} lines"] if lines >= 400 else []
+
+
+def utility_files(source: Source) -> list[str]:
+    """No drawer for all the rest: name the file for its idea."""
+    drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+    return [f"{PurePosixPath(source.path).name}"] if PurePosixPath(source.path).name in drawers else []
+
+
+Rule = Callable[[Source], list[str]]
+
+RULES: dict[Rule, Source] = {  # and what breaks each
+    transformer_engine_outside_of_te: Source("nn/x.py", "def f():\n    import transformer_engine.pytorch as te"),
+    triton_outside_of_its_folders: Source("quantize/cpu.py", "from triton import language"),
+    private_torch_at_import: Source("nn/linear.py", "class A:\n    from torch._dynamo import disable"),
+    addresses: Source("nn/x.py", "cache[w.untyped_storage().data_ptr()] = 1"),
+    code_from_data: Source("checkpoint/x.py", "import torch\ntorch.load(path)"),
+    long_files: Source("x.py", "\n" * 400),
+    utility_files: Source("data/utils.py", ""),
+}
+
+EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
+    addresses: {
+        "checkpoint/folder.py": "finds tensors that share memory while all of them are alive; nothing is kept",
+    },
+    long_files: {"quantize/triton.py": "the choice of a kernel and its launch"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule: Rule) -> None:
+    broken = {source.path: found for source in SOURCES if (found := rule(source))}
+    allowed = EXCEPTIONS.get(rule, {})
+    lines = [f"fp4train/{path}:{what}" for path in broken.keys() - allowed.keys() for what in broken[path]]
+    assert not lines, "\n".join([str(rule.__doc__), *sorted(lines)])
+    assert not allowed.keys() - broken.keys(), f"{sorted(allowed.keys() - broken.keys())} are no exceptions any more"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_sees_what_breaks_it(rule: Rule) -> None:
+    assert rule(RULES[rule])
+
+
+def test_rules_allow_what_they_should() -> None:
+    lazily = "def f():\n    from torch._inductor import config"
+    assert not private_torch_at_import(Source("run/x.py", lazily)), "a function that is called may"
+    assert not private_torch_at_import(Source("nn/compile_operator.py", "import torch._library"))
+    assert not code_from_data(Source("x.py", "model.eval()\nyaml.safe_load(text)")), "methods are not the built-ins"
+    assert not triton_outside_of_its_folders(Source("nn/x.py", "from fp4train.quantize import triton"))
+    assert transformer_engine_outside_of_te(Source("x.py", "importlib.import_module('transformer_engine.common')"))
+
+
+def test_importing_the_package_loads_nothing_that_a_user_may_lack_or_not_want() -> None:
+    code = "import sys, fp4train; print(*{m.partition('.')[0] for m in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {"transformer_engine", "triton", "wandb", "datasets", "hydra", "omegaconf"} & set(run.stdout.split())
+    assert not loaded, f"import fp4train loads {', '.join(sorted(loaded))}: import it where it is used"
+
+
+def test_the_contract_of_the_imports_places_every_module() -> None:
+    """What import-linter does not place may import anything, unless the contract says that it is exhaustive."""
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert contract["exhaustive"] is True
+    assert contract["containers"] == ["fp4train"]
