@@ -32,8 +32,8 @@ class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
     torch.compile accepts such objects only if their class has a private metaclass of torch's. That one is assigned in
-    this one's place when a graph is traced (`compile_context`), so that a process that compiles nothing needs no private part of
-    torch.
+    this one's place when a graph is traced (`compile_context`), so that a process that compiles nothing needs no
+    private part of torch.
     """
 
 
