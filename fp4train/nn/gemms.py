@@ -25,7 +25,7 @@ from fp4train.nn.call import Call
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, quantizer
+from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, RandomKey, quantizer
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
@@ -66,7 +66,7 @@ class Form:
         codes: whether the codes are wanted, to be kept or multiplied by a backend that takes them; else the values.
     """
 
-    __slots__ = ("codes", "column", "delayed", "make", "operand", "shareable", "spec", "stochastic", "tensor")
+    __slots__ = ("codes", "column", "delayed", "make", "operand", "pure", "spec", "stochastic", "tensor")
 
     def __init__(
         self, tensor: str, operand: int, spec: QuantSpec | None, device: str, *, codes: bool, column: bool
@@ -74,40 +74,36 @@ class Form:
         self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
         self.stochastic = spec is not None and spec.rounding == "stochastic"
         self.delayed = spec is not None and spec.delayed is not None
-        self.shareable = not self.stochastic and not self.delayed
+        self.pure = not self.stochastic and not self.delayed
+        """Whether it is a function of the tensor alone."""
         if spec is not None:
             chosen = quantizer(spec, device)
             self.make = chosen.codes if codes else chosen.values
 
     def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
         """This form of x [M, K]."""
-        spec = self.spec
         if self.column:
             x_MK = x_MK.T
-        if spec is None:
+        if self.spec is None:
             return Decoded(x_MK, None)
-        if self.shareable:
+        if self.pure:
             return self.make(x_MK)
-        return self.make(x_MK, self.key(call), self.amax(x_MK, call))
+        return self.make(x_MK, *self.arguments(x_MK, call))
 
-    def key(self, call: Call) -> Any:
-        return call.key(self.operand, along_tokens=self.column) if self.stochastic else None
-
-    def amax(self, x: Tensor, call: Call) -> Tensor | None:
-        if not self.delayed:
-            return None
-        assert self.spec is not None
-        return call.amax(self.tensor, self.spec, x)
+    def arguments(self, x: Tensor, call: Call) -> tuple[RandomKey | None, Tensor | None]:
+        """(random bits, delayed amax) of a form that is not pure."""
+        key = call.key(self.operand, along_tokens=self.column) if self.stochastic else None
+        return key, call.amax(self.tensor, self.spec, x) if self.delayed and self.spec is not None else None
 
 
 class Forms:
     """Both forms of x or dy, made from one read of the tensor where a kernel can."""
 
-    __slots__ = ("column", "pair", "row", "shareable")
+    __slots__ = ("column", "pair", "pure", "row")
 
     def __init__(self, row: Form, column: Form, device: str) -> None:
         self.row, self.column = row, column
-        self.shareable = row.shareable and column.shareable
+        self.pure = row.pure and column.pure
         self.pair = None
         if row.spec is not None and column.spec is not None:
             self.pair = PairQuantizer(
@@ -117,23 +113,28 @@ class Forms:
                 column_codes=column.codes,
             )
 
-    def prepare(self, x_MK: Tensor, call: Call) -> tuple[Prepared, Prepared]:
-        """(row-wise, column-wise)."""
-        row, column = self.row, self.column
-        if self.pair is None:
-            return row.prepare(x_MK, call), column.prepare(x_MK, call)
-        if self.shareable:
-            return self.pair(x_MK)
-        return self.pair(x_MK, row.key(call), row.amax(x_MK, call), column.key(call), column.amax(x_MK, call))
+    def prepare(
+        self, x_MK: Tensor, call: Call, *, row: bool = True, column: bool = True
+    ) -> tuple[Prepared | None, Prepared | None]:
+        """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
+        if row and column and self.pair is not None:
+            if self.pure:
+                return self.pair(x_MK)
+            return self.pair(x_MK, *self.row.arguments(x_MK, call), *self.column.arguments(x_MK, call))
+        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
 
 class LayerGemms:
     """The GEMMs of one layer, ready to run: the plan of the layer with its backends and kernels at hand."""
 
-    __slots__ = ("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "w_column", "w_row", "wgrad", "x")
+    __slots__ = (
+        *("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "quantised", "together", "w_column", "w_row"),
+        *("wgrad", "x"),
+    )
 
     def __init__(self, plan: LayerPlan, device: str) -> None:
         self.plan, self.device = plan, device
+        self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
         # A backend that runs layers as a whole multiplies nothing here.
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
@@ -155,38 +156,8 @@ class LayerGemms:
             form("dy", WGRAD_DY, wgrad.first, self.wgrad.takes_codes, column=True),
             device,
         )
-        self.w_row = WeightForm(fprop.second, self.fprop, dtype, column=False)
-        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, column=True)
-
-    def _input(
-        self, x_MK: Tensor, call: Call, keep: bool, context: Context | None
-    ) -> tuple[Prepared, Quantized | Tensor | None]:
-        """x as fprop multiplies it, and what wgrad will need of it: its codes, x itself, or nothing.
-
-        Layers that read the same tensor one after another (queries, keys and values; gate and up) share both, and so
-        keep one copy for backward. The context holds on to the tensor, so that its memory cannot become another's.
-        A compiled graph puts other values into tensors that others hold, so what it calls has no `context`.
-        """
-        row, column = self.x.row, self.x.column
-        wanted = (row.spec, row.codes, column.spec if keep else None)
-        shares = context is not None and row.shareable and column.shareable and not x_MK.is_inference()
-        if shares:
-            assert context is not None
-            seen = context.shared.get("input")
-            if seen is not None and seen[0] == wanted and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
-                found: tuple[Prepared, Quantized | Tensor | None] = seen[3]
-                return found
-        codes: Any = None
-        if not keep:
-            prepared = row.prepare(x_MK, call)
-        elif self.keeps_x:
-            prepared, codes = row.prepare(x_MK, call), x_MK
-        else:
-            prepared, codes = self.x.prepare(x_MK, call)
-        if shares:
-            assert context is not None
-            context.shared["input"] = (wanted, x_MK._version, x_MK, (prepared, codes))
-        return prepared, codes
+        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False)
+        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True)
 
     def forward(
         self,
@@ -199,12 +170,39 @@ class LayerGemms:
     ) -> tuple[Tensor, Quantized | Tensor | None]:
         """y [M, N] in the recipe's dtype, and what wgrad will need of x: q(xᵀ), or x in high precision, or nothing.
 
+        Layers that read the same tensor one after another (queries, keys and values; gate and up) share what they made
+        of it, and so keep one copy for backward.
+
         Args:
-            context: where layers that read the same x share what they made of it; None: nowhere.
+            context: where they share it; None: nowhere. A compiled graph puts other values into tensors that others
+                hold, so what it calls has none.
         """
-        a, saved = self._input(x_MK.to(self.dtype), call, gradients.w is not None, context)
+        x_MK = x_MK.to(self.dtype)
+        keeps_codes = gradients.w is not None and not self.keeps_x
+        shares = context is not None and self.x.pure and not x_MK.is_inference()
+        made: Any = self._shared(x_MK, context, keeps_codes) if shares else None
+        if made is None:
+            made = self.x.prepare(x_MK, call, column=keeps_codes)
+            if shares and context is not None:
+                context.shared["input"] = (self._what(keeps_codes), x_MK._version, x_MK, made)
         b = call.weights.form(w_NK, self.w_row, call)
-        return self.fprop.product(a, b, out_dtype=self.dtype, bias=bias_N), saved
+        y_MN = self.fprop.product(made[0], b, out_dtype=self.dtype, bias=bias_N)
+        return y_MN, x_MK if gradients.w is not None and self.keeps_x else made[1]
+
+    def _what(self, keeps_codes: bool) -> tuple[object, ...]:
+        """What of an input is prepared; equal for layers that can share it."""
+        return (self.x.row.spec, self.x.row.codes, self.x.column.spec if keeps_codes else None)
+
+    def _shared(self, x_MK: Tensor, context: Context | None, keeps_codes: bool) -> Any:
+        """What the layer before made of the same input, or None.
+
+        The context holds the tensor, so that its memory cannot have become another's.
+        """
+        seen = None if context is None else context.shared.get("input")
+        if seen is None or seen[0] != self._what(keeps_codes):
+            return None
+        _, version, x, made = seen
+        return made if version == x_MK._version and x.is_set_to(x_MK) else None
 
     def backward(
         self, dy_MN: Tensor, w_NK: Tensor | None, x: Quantized | Tensor | None, call: Call, gradients: Gradients
@@ -213,14 +211,7 @@ class LayerGemms:
         dtype = self.dtype
         dy = dy_MN.to(dtype)
         dx_MK = dw_NK = dbias_N = None
-        row: Prepared | None = None
-        column: Prepared | None = None
-        if gradients.x is not None and gradients.w is not None:
-            row, column = self.dy.prepare(dy, call)
-        elif gradients.x is not None:
-            row = self.dy.row.prepare(dy, call)
-        elif gradients.w is not None:
-            column = self.dy.column.prepare(dy, call)
+        row, column = self.dy.prepare(dy, call, row=gradients.x is not None, column=gradients.w is not None)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)

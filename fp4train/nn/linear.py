@@ -73,9 +73,9 @@ class Handle(metaclass=GraphInput):
             gemms = layer.gemms_in(now.context, device)
         except ValueError:
             return Route("eager")
-        if not gemms.plan.quantised:
+        if not gemms.quantised:
             return Route("torch", gemms.dtype)
-        if gemms.plan.layer_backend is not None:
+        if gemms.together is not None:
             return Route("eager")
         return Route("operator", gemms.dtype, gemms.keeps_x)
 
@@ -203,10 +203,10 @@ class Linear(nn.Linear):
         return y_MN.to(out_dtype).view(shape)
 
     def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
-        if not gemms.plan.quantised or gemms.device == "meta":  # meta tensors have a shape, which is torch's too
+        if not gemms.quantised or gemms.device == "meta":  # meta tensors have a shape, which is torch's too
             return self.by_torch(x_MK, gemms.dtype)
-        if (together := gemms.plan.layer_backend) is not None:
-            return self.kernels[together](x_MK, self.weight, self.bias, gemms.plan.table)
+        if gemms.together is not None:
+            return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
             call = once(self, lambda: self.new_call(context, gemms, training))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.quantize import Decoded, QuantSpec
+from fp4train.quantize import Decoded, QuantSpec, quantizer
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -25,13 +25,19 @@ class WeightForm:
     """How one GEMM takes the weight [N, K]: by which spec, on which backend, row-wise or column-wise (wᵀ).
 
     Args:
+        device: device type of the weight.
         column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
     """
 
-    __slots__ = ("backend", "column", "dtype", "key", "operand", "spec", "transposed", "values")
+    __slots__ = ("dtype", "key", "make", "operand", "spec", "transposed")
 
-    def __init__(self, spec: QuantSpec | None, backend: Backend, dtype: torch.dtype, *, column: bool) -> None:
-        self.spec, self.backend, self.dtype, self.column = spec, backend, dtype, column
+    def __init__(
+        self, spec: QuantSpec | None, backend: Backend, dtype: torch.dtype, device: str, *, column: bool
+    ) -> None:
+        self.spec, self.dtype = spec, dtype
+        if spec is not None:
+            chosen = quantizer(spec, device)
+            self.make = chosen.codes if backend.takes_codes else chosen.values
         # The values of square blocks, and of a weight in high precision, serve both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
@@ -87,10 +93,10 @@ class PreparedWeights:
     @staticmethod
     def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
         spec = form.spec
+        w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # a weight in high precision takes the recipe's dtype; others are quantised from the master
-            w_NK = w_NK.to(form.dtype)
-        key = call.weight_key(form.operand) if spec is not None and spec.rounding == "stochastic" else None
-        return form.backend.prepare(w_NK.T if form.operand == DGRAD_W else w_NK, spec, key=key, amax=amax)
+            return Decoded(w.to(form.dtype), None)
+        return form.make(w, call.weight_key(form.operand) if spec.rounding == "stochastic" else None, amax)
 
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""

@@ -23,13 +23,13 @@ each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.fixture
 def bare_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies neither BF16 nor FP16."""
-    monkeypatch.setattr(widening, "_WITHOUT_INSTRUCTIONS", frozenset(HALVES))
+    monkeypatch.setattr(widening, "WITHOUT_INSTRUCTIONS", frozenset(HALVES))
 
 
 @pytest.fixture
 def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies both."""
-    monkeypatch.setattr(widening, "_WITHOUT_INSTRUCTIONS", frozenset())
+    monkeypatch.setattr(widening, "WITHOUT_INSTRUCTIONS", frozenset())
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.backends import BACKENDS
 from fp4train.nn import Linear
+from fp4train.nn.weights import PreparedWeights, WeightForm
 from fp4train.precision import BF16, FP16, FP32, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, autocast
+from fp4train.quantize.random import FPROP_W
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current(), FP8Row()]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
@@ -244,22 +245,20 @@ def test_tied_weights_are_prepared_for_each_layer_and_share_a_gradient() -> None
 
 
 def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[tuple[int, ...]] = []
-    emulate = BACKENDS["emulate"]
-    real = emulate.prepare
+    prepared: list[bool] = []
+    real = PreparedWeights._prepare
 
-    def prepare(x: Tensor, spec: object, **options: object) -> object:
-        if tuple(x.shape) in ((48, 32), (32, 48)):
-            prepared.append(tuple(x.shape))
-        return real(x, spec, **options)  # type: ignore[arg-type]
+    def prepare(w: Tensor, form: WeightForm, *others: object) -> object:
+        prepared.append(form.operand == FPROP_W)
+        return real(w, form, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(emulate, "prepare", prepare, raising=False)
+    monkeypatch.setattr(PreparedWeights, "_prepare", staticmethod(prepare))
     module = layer()
     for step in (0, 0, 1):
         gradients(module, rand(8, 32), NVFP4(), step=step)
-    assert prepared == [(48, 32), (48, 32)], "16×16 blocks serve both directions"
+    assert prepared == [True, True], "16×16 blocks serve both directions"
     gradients(module, rand(8, 32), NVFP4(two_d_weights=False), step=1)
-    assert prepared[2:] == [(48, 32), (32, 48)]
+    assert prepared[2:] == [True, False]
 
 
 @pytest.mark.parametrize("fused", [True, False])

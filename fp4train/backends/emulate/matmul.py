@@ -22,24 +22,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.emulate.widening import widened, widens
+from fp4train.backends.emulate import widening
+from fp4train.backends.emulate.widening import widened
 from fp4train.quantize import Decoded
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to `out_dtype`."""
-    dtype = torch.promote_types(a.values.dtype, b.values.dtype)
-    bias = None if bias is None else bias.to(out_dtype)
-    scales = [scale for scale in (a.scale, b.scale) if scale is not None]
-    if dtype == out_dtype != torch.float32 and all(scale.dim() == 0 for scale in scales):
-        if not scales:
-            return widened(F.linear, a.values, b.values, bias)
-        if a.values.device.type == "cpu" and not widens(a.values):
-            alpha = math.prod(float(scale) for scale in scales)
+    x_RC, w_SC = a.values, b.values
+    dtype = x_RC.dtype
+    if dtype != w_SC.dtype:
+        dtype = torch.promote_types(dtype, w_SC.dtype)
+    if bias is not None:
+        bias = bias.to(out_dtype)
+    one = (a.scale is None or a.scale.dim() == 0) and (b.scale is None or b.scale.dim() == 0)
+    if one and dtype == out_dtype and dtype != torch.float32:
+        if a.scale is None and b.scale is None:
+            return widened(F.linear, x_RC, w_SC, bias)
+        if x_RC.is_cpu and dtype not in widening.WITHOUT_INSTRUCTIONS:
+            alpha = (1.0 if a.scale is None else float(a.scale)) * (1.0 if b.scale is None else float(b.scale))
             # Beyond float32's normal numbers the scales must meet the product one after the other.
-            if not torch.finfo(torch.float32).smallest_normal > alpha and alpha != math.inf:
-                return _scaled_in_accumulator(a.values, b.values, alpha, bias)
-    product = _float32_product(a.values, b.values)
+            if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
+                # The accumulator is scaled, so that the result is rounded once.
+                if bias is None:
+                    return torch.addmm(x_RC.new_empty(w_SC.shape[0]), x_RC, w_SC.T, beta=0, alpha=alpha)
+                return torch.addmm(bias, x_RC, w_SC.T, alpha=alpha)
+    product = _float32_product(x_RC, w_SC)
     factors = [] if a.scale is None else [a.scale]
     if b.scale is not None:
         factors.append(b.scale if b.scale.dim() == 0 else b.scale.T)
@@ -53,13 +63,6 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype)
-
-
-def _scaled_in_accumulator(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
-    """a·bᵀ·alpha (+ bias) with a single rounding, on CPUs."""
-    if bias is None:
-        return torch.addmm(a.new_empty(b.shape[0]), a, b.T, beta=0, alpha=alpha)
-    return torch.addmm(bias, a, b.T, alpha=alpha)
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:

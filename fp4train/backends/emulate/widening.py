@@ -16,14 +16,14 @@ from torch import Tensor
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 # Both on CPUs other than x86, whose instructions only some builds of torch use. A constant: torch.compile traces it.
-_WITHOUT_INSTRUCTIONS = frozenset(
+WITHOUT_INSTRUCTIONS = frozenset(
     dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
 
 def widens(x: Tensor) -> bool:
     """Whether products of x run in float32: it is on a CPU that does not multiply its dtype."""
-    return x.device.type == "cpu" and x.dtype in _WITHOUT_INSTRUCTIONS
+    return x.device.type == "cpu" and x.dtype in WITHOUT_INSTRUCTIONS
 
 
 def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
