@@ -92,6 +92,33 @@ def private_torch_at_import(source: Source) -> list[str]:
     return [f"{line}: {n}" for line, n in imported(source.tree, at_import=True) if n.startswith("torch._")]
 
 
+def second_resolvers(source: Source) -> list[str]:
+    """One function resolves what a layer runs, precision.plan.resolve: read its LayerPlan instead of deciding again."""
+    if source.within("precision/plan.py", "precision/policy.py", "backends/__init__.py"):
+        return []
+    decisions = ("recipe_for", "why_kept", "choose")
+    return [f"{line}: {name}()" for line, name in calls(source) if name.rpartition(".")[2] in decisions]
+
+
+def tables_read_back(source: Source) -> list[str]:
+    """Nobody parses a rendered table: plans and estimates hold sizes, specs and reasons as data."""
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and called(node).endswith(("split", "partition"))
+        and any(isinstance(a, ast.Constant) and a.value in ("×", "│", "─") for a in node.args)
+    ]
+
+
+def backends_by_identity(source: Source) -> list[str]:
+    """A backend is known by its protocol: outside of backends/ nobody asks which one it is."""
+    if source.within("backends/"):
+        return []
+    names = {"EMULATE", "NATIVE", "REFERENCE", "HIGH", "TRANSFORMER_ENGINE"}
+    return [f"{line}: {n}" for line, n in imported(source.tree) if n.rpartition(".")[2] in names]
+
+
 def addresses(source: Source) -> list[str]:
     """Nothing is keyed by data_ptr(), which the allocator gives to the next tensor: key by the tensor, or the step."""
     if source.within("kernels/", "quantize/"):
@@ -125,6 +152,9 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     transformer_engine_outside_of_te: Source("nn/x.py", "def f():\n    import transformer_engine.pytorch as te"),
     triton_outside_of_its_folders: Source("quantize/cpu.py", "from triton import language"),
     private_torch_at_import: Source("nn/linear.py", "class A:\n    from torch._dynamo import disable"),
+    second_resolvers: Source("train.py", "recipe = run.policy.recipe_for(layer, recipe)"),
+    tables_read_back: Source("costs/x.py", "m, n, k = row.size.split('×')"),
+    backends_by_identity: Source("nn/x.py", "from fp4train.backends.emulate import EMULATE"),
     addresses: Source("nn/x.py", "cache[w.untyped_storage().data_ptr()] = 1"),
     code_from_data: Source("checkpoint/x.py", "import torch\ntorch.load(path)"),
     long_files: Source("x.py", "\n" * 400),
