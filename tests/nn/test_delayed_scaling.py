@@ -182,3 +182,14 @@ def test_weights_shared_by_two_layers_have_a_history_in_each() -> None:
     for module in model:
         call(module, FP8Delayed(history=2), torch.ones(8, 16), torch.ones(8, 16), 0)  # type: ignore[arg-type]
     assert all((m.scaling_state()["history.w"] > 0).sum() == 1 for m in model)  # type: ignore[operator]
+
+
+def test_a_weights_amax_enters_once_per_step_however_often_the_weight_is_gathered() -> None:
+    """As under FSDP2, whose parameters are other tensors after each gather: ranks must make the same all-reduces."""
+    module, recipe = layer(), FP8Delayed(history=4)
+    for step in (0, 1):
+        for _ in range(3):
+            module.weight = nn.Parameter(module.weight.detach().clone())
+            with autocast(recipe, step=step):
+                module(torch.ones(8, 16))
+    assert int((module.scaling_state()["history.w"] > 0).sum()) == 2

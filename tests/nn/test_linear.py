@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -290,6 +291,39 @@ def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
         for factor in (1.0, 2.0, 3.0):  # a freed weight's memory may be given to the next one
             module.weight = nn.Parameter(other.weight.detach() * factor)
             assert torch.equal(module(x), copy.deepcopy(module)(x))
+
+
+def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 frees a weight's memory after the layer and fills other memory with the same values before backward."""
+    prepared: list[int] = []
+    real = PreparedWeights._prepare
+    monkeypatch.setattr(
+        PreparedWeights,
+        "_prepare",
+        staticmethod(lambda *a: (prepared.append(1), real(*a))[1]),  # type: ignore[func-returns-value]
+    )
+    module, x = layer(bias=False), rand(8, 32)
+    values = module.weight.detach().clone()
+    with autocast(NVFP4(), step=0):
+        first = module(x)
+        storage = module.weight.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(values.nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(module.weight):
+            module.weight.copy_(values)
+        assert torch.equal(module(x), first)
+    assert len(prepared) == 1
+
+
+def test_what_was_prepared_is_dropped_with_the_weight() -> None:
+    module = layer(bias=False)
+    with autocast(NVFP4(), step=0):
+        module(rand(8, 32))
+    (_, form), *_ = module._weights._forms
+    values = weakref.ref(form.values)
+    del form
+    module.weight = nn.Parameter(torch.zeros(48, 32))
+    assert values() is None
 
 
 def test_without_a_step_nothing_is_kept_and_bits_change_from_call_to_call() -> None:
