@@ -186,11 +186,13 @@ class Linear(nn.Linear):
 
             return compiled.call(self, input)
         now = state()
+        if self.is_stray(now):
+            raise RuntimeError(
+                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
+                "fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
+                "context_fn=fp4train.precision.recompute_contexts)."
+            )
         context = now.context
-        if is_stray_recomputation(now):
-            self._refuse_stray(context)
-        else:
-            self._was_in_context = context is not None
         if context is None:
             return F.linear(input, self.weight, self.bias)
         gemms = self.gemms_in(context, input.device)
@@ -252,14 +254,6 @@ class Linear(nn.Linear):
             return self._was_in_context or now.context is not None
         self._was_in_context = now.context is not None
         return False
-
-    def _refuse_stray(self, context: Context | None) -> None:
-        if self._was_in_context or context is not None:
-            raise RuntimeError(
-                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
-                "fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
-                "context_fn=fp4train.precision.recompute_contexts)."
-            )
 
     # -- copies, checkpoints ------------------------------------------------------------------------------------------
 
