@@ -253,12 +253,12 @@ def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (["a", "c"], ValueError, r"Named.fp4train_blocks names 'c', and there is no such module; Named has a, b, head"),
+        (["a", "c"], ValueError, r"Named.fp4train_blocks names 'c', which is not a module of Named; it has a, b, head"),
         (["a", "b", "a.inner"], ValueError, r"overlap: 'a' and 'a.inner'"),
         (["b", "b"], ValueError, r"overlap: 'b' and 'b'"),
-        ([Dense()], ValueError, r"gives a Dense that is no part of Named"),
+        ([Dense()], ValueError, r"gives a Dense that is not part of Named"),
         ([3], TypeError, r"gives 3 for a block"),
-        ("a", TypeError, r"gives str, and not the paths"),
+        ("a", TypeError, r"gives str; it must give the block paths"),
         (7, TypeError, r"gives int"),
         ([], ValueError, r"names no block that holds a linear layer: it is empty"),
         (["norm"], ValueError, r"names no block that holds a linear layer: norm"),
