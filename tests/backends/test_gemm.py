@@ -120,7 +120,7 @@ def test_high_precision_is_torchs_whatever_the_backend() -> None:
         (FP8, None, "both operands quantised"),
         (QuantSpec(), QuantSpec(), "FP8 only, not E2M1"),
         (MXFP8().table()["fprop"].first, FP8, "one scale per tensor or row"),
-        (FP8, ROW, "scaled alike"),
+        (FP8, ROW, "the same kind of scale"),
         (E5M2, E5M2, "E5M2 by E5M2"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_lazy_layer_is_refused_until_it_knows_its_shape() -> None:
 
 
 def test_a_model_without_linear_layers_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Sequential holds no nn\.Linear"):
+    with pytest.raises(ValueError, match=r"Sequential has no nn\.Linear"):
         f4.convert(nn.Sequential(nn.ReLU()))
 
 

@@ -257,7 +257,7 @@ def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
         (["a", "b", "a.inner"], ValueError, r"overlap: 'a' and 'a.inner'"),
         (["b", "b"], ValueError, r"overlap: 'b' and 'b'"),
         ([Dense()], ValueError, r"gives a Dense that is not part of Named"),
-        ([3], TypeError, r"gives 3 for a block"),
+        ([3], TypeError, r"gives 3 as a block"),
         ("a", TypeError, r"gives str; it must give the block paths"),
         (7, TypeError, r"gives int"),
         ([], ValueError, r"names no block that holds a linear layer: it is empty"),
