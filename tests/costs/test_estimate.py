@@ -315,7 +315,7 @@ def test_render_folds_blocks_and_unquantised_gemms() -> None:
     assert sum(line.startswith("blocks.0–2.mlp.up ") for line in lines) == 3
     assert sum(line.startswith("blocks.3.mlp.up ") for line in lines) == 1
     assert sum("all three" in line and line.startswith("head ") for line in lines) == 1
-    assert any(line.startswith("a step: BF16 ") and "of which quantising" in line for line in lines)
+    assert any(line.startswith("per step: BF16 ") and "of which quantising" in line for line in lines)
 
 
 def test_one_form_is_charged_to_the_gemm_that_needs_it() -> None:

@@ -44,7 +44,7 @@ def refused(call: Callable[[Tensor], object], x: Tensor, message: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_dtensor_is_refused_and_its_shard_named(call: Callable[[Tensor], object]) -> None:
     x = distribute_tensor(torch.randn(32, 32), init_device_mesh("cpu", (1,)), [Replicate()])
-    refused(call, x, "x is a DTensor, whose memory is its local shard's: pass x.to_local()")
+    refused(call, x, "x is a DTensor, which holds a local shard only: pass x.to_local()")
     call(x.to_local())
 
 
