@@ -161,7 +161,7 @@ def test_a_few_steps_in_low_precision_learn_a_sequence(recipe: BF16) -> None:
     ("changes", "message"),
     [
         ({"width": 33}, "width=33 is not divisible by model.heads=4"),
-        ({"width": 36}, "width=36 over model.heads=4 is 9 a head"),
+        ({"width": 36}, "width=36 over model.heads=4 is 9 per head"),
         ({"kv_heads": 3}, "heads=4 is not divisible by model.kv_heads=3"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"kv_heads": 0}, "kv_heads=0"),
