@@ -1,4 +1,4 @@
-"""Llama: causal, rotary as computed by hand, grouped queries, sizes and initialisation as the literature has them."""
+"""Llama: causal, rotary positions against a direct formula, grouped queries, published sizes and initialisation."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_sequence_does_not_see_its_neighbours_in_the_batch() -> None:
 
 
 def test_rotation_is_that_of_complex_numbers() -> None:
-    """Pair (i, i + half) of position t turns by t·base^(−2i/E), the half-split layout of Llama's checkpoints."""
+    """Pair (i, i + half) of position t is rotated by t·base^(−2i/E), the half-split layout of Llama's checkpoints."""
     time, width, base = 7, 8, 100.0
     x = torch.randn(1, 2, time, width, generator=torch.Generator().manual_seed(0))
     angles = rope_angles(time, width, base)

@@ -1,4 +1,4 @@
-"""What convert says it has not converted: no matrix weight stays in high precision without a word."""
+"""The conversion report: every matrix weight that stays in high precision is listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp4train.nn.convert import report
 
 
 class Experts(nn.Module):
-    """Experts in one parameter each, as Mixtral's and gpt-oss's are in transformers."""
+    """Experts stacked in one parameter per projection, as Mixtral and gpt-oss in transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""convert: anyone's model, its parameters shared, its names kept."""
+"""convert: any torch model, parameters shared, names kept."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ class LayerOfUser(nn.Module):
 
 
 class UsersModel(nn.Module):
-    """In the manner of transformers: a backbone, a head tied to the embedding, `layers` in a ModuleList."""
+    """Structured as in transformers: a backbone, a head tied to the embedding, `layers` in a ModuleList."""
 
     def __init__(self, width: int = 32, vocabulary: int = 48) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors whose memory is elsewhere, or nowhere, are refused with what to pass instead; subclasses that have it go."""
+"""Tensors without memory of their own are refused, with what to pass instead; subclasses with memory work."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def test_a_wrapper_under_a_fake_mode_does_not_reach_memory() -> None:
 
 
 class Named(Tensor):
-    """A subclass of its own memory."""
+    """A subclass with its own memory."""
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Named)], ids=["Parameter", "subclass"])

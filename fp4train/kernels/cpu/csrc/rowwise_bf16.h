@@ -1,7 +1,8 @@
 /* Row-wise quantisation of BF16 to BF16 values or codes: the main loop of emulated training.
  *
  * Widening uses no shuffles. Thirty-two neighbours are read as sixteen 32-bit words: even elements become float32 by a shift,
- * odd ones by a mask. Results are combined the same way: values by a shift and an or, E2M1 codes as nibbles of one byte. With blocks of sixteen, lanes 0-7 belong to the first block of two and lanes 8-15 to the second.
+ * odd ones by a mask. Results are combined the same way: values by a shift and an or, E2M1 codes as nibbles of one byte. With
+ * blocks of sixteen, lanes 0-7 belong to the first block of two and lanes 8-15 to the second.
  * Maxima are those of unsigned 16-bit integers, thirty-two at once.
  */
 #ifndef FP4_ROWWISE_BF16_H
