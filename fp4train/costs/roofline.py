@@ -66,7 +66,7 @@ def quantise_share(gpu: Gpu) -> float:
     """Share of the bandwidth that Transformer Engine's quantising kernels reach.
 
     From the difference of its GEMM benchmark with and without quantising: on H200 NVL 0.84 (FP8 current), on B300 0.50
-    (MXFP8 and NVFP4 alike, fprop, dgrad and wgrad shapes). Ampere, which has no such formats, uses the value of Hopper.
+    (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no such formats, uses the value of Hopper.
     """
     return _QUANTISE_SHARE if gpu.capability < (10, 0) else _QUANTISE_SHARE_BLACKWELL
 

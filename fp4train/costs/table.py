@@ -96,7 +96,7 @@ def _cells(row: GemmCost) -> tuple[str, ...]:
 
 
 def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:
-    """One line for the same GEMM of the same kind of layer, with the blocks it stands for: "blocks.0–11.mlp.up"."""
+    """One line for the same GEMM of the same kind of layer, with the range of the blocks: "blocks.0–11.mlp.up"."""
     spans: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for row in rows:
         match = re.search(r"(?<![^.])\d+(?![^.])", row.layer)

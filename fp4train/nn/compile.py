@@ -35,7 +35,7 @@ def unavailable() -> str | None:
 @functools.cache
 def _operator() -> ModuleType | None:
     if (reason := unavailable()) is not None:
-        _log.warning("torch.compile: fp4train's linear layers run outside of the graphs: %s", reason)
+        _log.warning("torch.compile: fp4train's linear layers run outside the graphs: %s", reason)
         return None
     from fp4train.nn import compile_operator
 

@@ -73,11 +73,13 @@ def _named(model: nn.Module) -> Iterator[str]:
 
 def _answer(module: nn.Module) -> list[str]:
     """Paths inside `module` that its `fp4train_blocks` names, checked."""
-    who = f"{type(module).__name__}.{NAMED_BY}"
+    attribute = f"{type(module).__name__}.{NAMED_BY}"
     answer = getattr(module, NAMED_BY)
     answer = answer() if callable(answer) and not isinstance(answer, nn.Module) else answer
     if isinstance(answer, str) or not isinstance(answer, Iterable):
-        raise TypeError(f"{who} gives {type(answer).__name__}; it must give the block paths (or modules) in order")
+        raise TypeError(
+            f"{attribute} gives {type(answer).__name__}; it must give the block paths (or modules) in order"
+        )
     names: dict[nn.Module, str] = {}
     places = dict(module.named_modules(remove_duplicate=False))
     for name, part in places.items():
@@ -88,25 +90,25 @@ def _answer(module: nn.Module) -> list[str]:
             if block not in places:
                 some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
                 raise ValueError(
-                    f"{who} names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
+                    f"{attribute} names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
                 )
             paths.append(names[places[block]])
         elif isinstance(block, nn.Module):
             if block not in names:
                 raise ValueError(
-                    f"{who} gives a {type(block).__name__} that is not part of {type(module).__name__}. If it has been "
-                    "replaced, give its path instead"
+                    f"{attribute} gives a {type(block).__name__} that is not part of {type(module).__name__}. If it "
+                    "has been replaced, give its path instead"
                 )
             paths.append(names[block])
         else:
-            raise TypeError(f"{who} gives {block!r} as a block; a block is a path or a module")
+            raise TypeError(f"{attribute} gives {block!r} as a block; a block is a path or a module")
     for i, path in enumerate(paths):
         for other in paths[:i]:
             if _inside(path, other) or _inside(other, path):
-                raise ValueError(f"{who} names blocks that overlap: {other!r} and {path!r}")
+                raise ValueError(f"{attribute} names blocks that overlap: {other!r} and {path!r}")
     held = [path for path in paths if any(_linears(module.get_submodule(path)))]
     if not held:
-        raise ValueError(f"{who} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
+        raise ValueError(f"{attribute} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
     return held
 
 

@@ -113,13 +113,13 @@ def resolve(
     else:
         choices = choose(table, layer, backend, device)
     gemms = {}
-    for name, (who, why) in choices.items():
+    for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         if unconverted is None and not operands.quantised and recipe.quantised:
             why = kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=who, why=why)
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)
     return LayerPlan(layer=layer, recipe=own, **gemms)
 
 
@@ -246,8 +246,8 @@ def make_plan(
     for stretch in timeline.stretches():
         found = {}
         for layer in layers:
-            who = backend if isinstance(backend, str) else backend[layer.name]
-            found[layer.name] = resolve(layer, stretch.recipe, policy, who, device, reason=stretch.reason)
+            wanted = backend if isinstance(backend, str) else backend[layer.name]
+            found[layer.name] = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
         stretches.append(
             PlannedStretch(
                 start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=stretch.reason, layers=found

@@ -83,7 +83,7 @@ class LayerPolicy:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the components of `pattern` match a run of whole components of the dotted `name`."""
+    """Whether the components of `pattern` match consecutive whole components of the dotted `name`."""
     wanted, have = pattern.split("."), name.split(".")
     return any(
         all(fnmatchcase(part, want) for part, want in zip(have[i:], wanted, strict=False))

@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
 
     @property
     def element_codes(self) -> Tensor:
-        """uint8 [R, Cp], one code a byte for every format."""
+        """uint8 [R, Cp], one code per byte for every format."""
         return unpack_fp4(self.codes) if self.spec.element == "e2m1" else self.codes
 
     def block_scales(self) -> Tensor:
