@@ -1,5 +1,5 @@
-"""Errors that are the user's to act on: the command line prints them in one line, without a traceback."""
+"""Errors that the user can correct: the command line prints them on one line, without a traceback."""
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; the message says what, where, and what to do about it."""
+    """An error in input or environment; the message says what is wrong, where, and what to do."""

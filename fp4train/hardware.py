@@ -1,7 +1,7 @@
 """GPUs: published peak rates and memory, for the cost model and for MFU; and the device that a layer runs on.
 
-Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. What runs reach of them is not
-a property of the data sheet and stands in `roofline.py`. Sources:
+Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share that kernels
+reach is in `costs/roofline.py`. Sources:
 
 A100       NVIDIA A100 data sheet (SXM, 80 and 40 GB); L2: Ampere architecture white paper.
 H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white paper.
@@ -43,7 +43,7 @@ RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
         "FP32": "FP32",
     }
 )
-"""Elements of an operand, as a plan names them → the tensor core's rate that multiplies them."""
+"""Element format of an operand → the tensor-core rate that multiplies it."""
 
 _NARROW_TO_WIDE: Final = ("FP4", "FP6", "FP8", "FP16", "BF16", "TF32", "FP32")
 
@@ -53,14 +53,14 @@ class Gpu:
     """One GPU.
 
     Args:
-        name: as a user calls it.
-        peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor cores). A rate that is
-            missing is a format the GPU does not multiply.
+        name: name on the command line.
+        peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor cores). A missing
+            rate is a format that the GPU does not multiply.
         bandwidth: of the memory, bytes/s (reads and writes together).
         capacity: of the memory, bytes.
         l2: capacity of the level-2 cache, bytes.
         capability: compute capability.
-        pattern: matches `torch.cuda.get_device_name()` of this GPU, and of no other.
+        pattern: matches `torch.cuda.get_device_name()` of this GPU and no other.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Gpu:
 
 
 def _peaks(*, bf16: float, tf32: float, fp32: float, fp8: float = 0, fp4: float = 0) -> Mapping[str, float]:
-    """TFLOP/s → peaks. FP16 has BF16's rate and FP6 has FP8's on Blackwell; 0 is a rate that the GPU lacks."""
+    """TFLOP/s → peaks. FP16 has BF16's rate and FP6 has FP8's on Blackwell; 0 means that the GPU lacks the rate."""
     rates = {"FP4": fp4, "FP6": fp8 if fp4 else 0, "FP8": fp8, "FP16": bf16, "BF16": bf16, "TF32": tf32, "FP32": fp32}
     return MappingProxyType({rate: value * _T for rate, value in rates.items() if value})
 
@@ -161,7 +161,7 @@ def find_gpu(name: str) -> Gpu:
     """The GPU a user means by `name` ("B200", "b200", "NVIDIA H200", "h100-sxm").
 
     Raises:
-        ValueError: there is no such GPU in the table; the message lists what there is, the nearest first.
+        ValueError: there is no such GPU in the table; the message lists the known ones and the nearest name.
     """
     word = re.sub(r"^nvidia[\s_-]*", "", str(name).strip(), flags=re.IGNORECASE)
     wanted = re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE).upper().replace(" ", "-").replace("_", "-")
@@ -180,18 +180,18 @@ def find_gpu(name: str) -> Gpu:
 def detect(device_name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name()` names, or None.
 
-    PCIe and NVL cards have other clocks and memory than the SXM modules of the same name, and a MIG slice has a part of
-    one: they are None, so that no utilisation is reported against a peak that is not theirs.
+    PCIe and NVL cards have other clocks and memory than the SXM modules of the same name, and a MIG slice is a part of
+    a GPU. They give None, so that no utilisation is reported against a wrong peak.
     """
     word = re.sub(r"^(nvidia|tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None)
 
 
 def rate_name(elements: str) -> str:
-    """The rate that multiplies "E2M1·E2M1" or "BF16": of the wider operand, which the other one must be cast to.
+    """The rate that multiplies "E2M1·E2M1" or "BF16": that of the wider operand, to which the other is cast.
 
     Raises:
-        ValueError: elements that no tensor core knows.
+        ValueError: elements that no tensor core multiplies.
     """
     words = elements.upper().split("·")
     unknown = [word for word in words if word not in RATE_OF]
@@ -201,22 +201,22 @@ def rate_name(elements: str) -> str:
 
 
 def peak_flops(gpu: Gpu, elements: str) -> float:
-    """Dense peak in FLOP/s at which `gpu` multiplies `elements` ("E4M3·E5M2", "BF16"; a row of a plan has them).
+    """Dense peak in FLOP/s at which `gpu` multiplies `elements` ("E4M3·E5M2", "BF16"; see `Row.elements` of a plan).
 
-    A format that the GPU lacks is emulated in BF16, so BF16's peak is what the utilisation of such a run refers to.
+    A format that the GPU lacks is emulated in BF16, so utilisation then refers to the peak of BF16.
     """
     return gpu.peaks.get(rate_name(elements), gpu.peaks["BF16"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What the choice of a backend depends on of the device that a layer runs on.
+    """The properties of a layer's device that the choice of a backend depends on.
 
     Args:
-        type: as torch names it: "cpu", "cuda", "meta", …
-        name: of the GPU; empty for other devices.
+        type: device type of torch: "cpu", "cuda", "meta", …
+        name: name of the GPU; empty for other devices.
         capability: compute capability of a CUDA device, else None.
-        here: False for a GPU that a plan is made for on another machine.
+        here: False for a GPU that is not in this machine, for planning.
     """
 
     type: str
@@ -229,13 +229,13 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
-        """The device of this machine that torch calls `device`; its capability is asked for once."""
+        """The device of this machine that torch calls `device`; its capability is queried once."""
         device = torch.device(device)
         return _present(device.type, device.index)
 
     @classmethod
     def elsewhere(cls, gpu: Gpu) -> Device:
-        """`gpu`, in whichever machine it is."""
+        """`gpu` in another machine."""
         return cls(type="cuda", name=gpu.name, capability=gpu.capability, here=False)
 
 

@@ -1,1 +1,1 @@
-"""What a run directory can tell: curves of one run, the comparison of several."""
+"""Analysis of run directories: the curves of one run, the comparison of several."""

@@ -1,4 +1,4 @@
-"""RUN/curves.png: the losses of one run, with the recipe of every stretch, above learning rate and gradient norm."""
+"""RUN/curves.png: the losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,14 +32,14 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure without pyplot's global state: nothing to close, no display needed."""
+    """A figure without pyplot's global state: it needs no display and need not be closed."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:
-    """Write a PNG so that a viewer never sees half of it."""
+    """Write a PNG atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
@@ -48,7 +48,7 @@ def save_figure(figure: "Figure", path: Path) -> Path:
 
 
 def style(axes: "Axes", title: str, *, height: float | None = None) -> None:
-    """The look that all panels share; `height` lifts the title, in shares of the panel."""
+    """The common style of all panels; `height` is the position of the title, as a share of the panel."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)
@@ -61,7 +61,7 @@ def style(axes: "Axes", title: str, *, height: float | None = None) -> None:
 
 
 def plain(text: str) -> str:
-    """A name as it is: matplotlib would set what stands between dollar signs as mathematics."""
+    """Escape dollar signs, between which matplotlib would typeset mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -83,7 +83,7 @@ def shades(spans: list[Span]) -> dict[str, str]:
 
 
 def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
-    """From the lowest loss to where the first steps have fallen: the start must not flatten the rest."""
+    """Axis limits that leave out the steep fall of the first steps, which would flatten the rest."""
     finite = [curve[np.isfinite(curve)] for curve in curves]
     finite = [curve for curve in finite if len(curve)]
     if not finite:
@@ -91,7 +91,7 @@ def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
     low = min(float(curve.min()) for curve in finite)
     high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
     margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
-    # The axis is logarithmic where no loss is below 0, and so must its end be above it.
+    # The axis is logarithmic if all losses are positive, and then its lower end must be positive too.
     return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
 
 
@@ -141,7 +141,7 @@ def _draw_loss(axes: "Axes", history: History) -> None:
                 label=label,
             )
             drawn.append(series.values)
-    style(axes, "loss (nats a token)", height=1.045)
+    style(axes, "loss (nats per token)", height=1.045)
     if all((values[np.isfinite(values)] > 0).all() for values in drawn):
         logarithmic(axes, fine=True)
     axes.set_xlabel("step", fontsize=9, color=INK)
@@ -176,7 +176,7 @@ def _left(span: Span, spans: list[Span]) -> int:
 
 
 def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
-    """A band above the panel with the recipe of each span; a name too long for its span stands upright below it."""
+    """A band above the panel with the recipe of each span; a name wider than its span is written vertically below."""
     colours = shades(spans)
     for span in spans:
         left = _left(span, spans)
@@ -198,7 +198,7 @@ def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
 def _mark_events(axes: "Axes", history: History) -> None:
     names: dict[int, list[str]] = {}
     for event in history.events():
-        if event.name != "recipe":  # the strip of recipes shows these
+        if event.name != "recipe":  # the strip shows recipes
             names.setdefault(event.step, []).append(event.name)
     for step, several in names.items():
         axes.axvline(step, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6, zorder=1)

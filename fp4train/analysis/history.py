@@ -1,9 +1,8 @@
-"""What RUN/metrics.jsonl says, as series over steps and spans of recipes.
+"""RUN/metrics.jsonl as series over steps and spans of recipes.
 
-A span is a stretch of steps in one recipe, read off ``precision/recipe``: it shows phases and swaps alike, also those
-of a run that was resumed. Smoothing is the trailing mean over 2 % of a run's logged losses, at least 10 of them (at the
-start over a tenth of those so far, where the loss falls fast): one sentence to state, no lag beyond its window, and
-equal for runs of equal length.
+A span is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both start one, also in a
+resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a run, and over at least 10. At the start,
+where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ WINDOW_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Values of one key by ascending step; where a step was logged twice, the later line counts."""
+    """Values of one key by ascending step; if a step was logged twice, the later line counts."""
 
     steps: Floats
     values: Floats
@@ -36,11 +35,11 @@ class Series:
 
     @property
     def window(self) -> int:
-        """Points that `smoothed` averages."""
+        """Number of points that `smoothed` averages."""
         return max(1, min(len(self), max(MIN_WINDOW, round(WINDOW_SHARE * len(self)))))
 
     def smoothed(self) -> "Series":
-        """Trailing mean; not a number wherever its window holds a value that is not finite."""
+        """Trailing mean; NaN if its window has a value that is not finite."""
         index = np.arange(len(self))
         first = index + 1 - np.minimum(index // 10 + 1, self.window)
         finite = np.isfinite(self.values)
@@ -56,7 +55,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Steps `first` (included) to `last` (the first of the next span, or the end) in one recipe."""
+    """Steps `first` to `last` in one recipe; `last` is the first step of the next span, or the end of the run."""
 
     first: int
     last: int
@@ -65,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A line that says something happened."""
+    """A logged event."""
 
     step: int
     name: str
@@ -125,7 +124,7 @@ def read_history(run: Path) -> History:
     """The history of a run directory.
 
     Raises:
-        UserError: it is no run directory, or has no loss logged yet.
+        UserError: not a run directory, or no loss logged yet.
     """
     run = Path(run)
     if not run.is_dir():

@@ -1,9 +1,9 @@
-"""Who multiplies: one backend per file, and the choice among them.
+"""Backends execute the GEMMs: one per file, and the choice among them.
 
-te               Transformer Engine's kernels, a layer's three GEMMs together; the only place that knows TE
+te               Transformer Engine's kernels, for a layer's three GEMMs together; only this folder uses TE
 native           torch's scaled_mm on the codes
 emulate          decoded operands in BF16, exact products; runs everywhere
-reference        the same, accumulated block by block as TE's reference does; slow
+reference        the same products, accumulated block by block as in TE's reference; slow
 high_precision   torch's GEMM, for operands that are not quantised
 """
 
@@ -46,22 +46,22 @@ __all__ = [
 LAYER_BACKENDS: Mapping[str, LayerBackend] = {"te": TRANSFORMER_ENGINE}
 BACKENDS: Mapping[str, Backend] = {"torch": HIGH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
 CHOICES = ("auto", *LAYER_BACKENDS, "native", "emulate", "reference")
-"""What a user may ask for by `backend=`."""
+"""Allowed values of `backend=`."""
 
 
 class Choice(NamedTuple):
-    """The backend of one GEMM, and why it is that one."""
+    """The backend of one GEMM, and the reason for it."""
 
     backend: str
     why: str
 
 
 def choose(table: Table, layer: Shape, backend: str, device: Device) -> dict[str, Choice]:
-    """Who runs each GEMM of `table` in `layer` on `device`.
+    """The backend of each GEMM of `table` in `layer` on `device`.
 
-    "auto" takes Transformer Engine where it can run the whole table; else, GEMM by GEMM, native products where a GPU
-    has them (on a CPU they are slower than emulation), else emulation. A backend that is asked for by name runs every
-    quantised GEMM, or the request is refused. What is not quantised is torch's to multiply.
+    "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native products on a GPU that has
+    them (on a CPU they are slower than emulation), else emulation. A backend given by name runs every quantised GEMM,
+    or ValueError is raised. GEMMs without quantised operands run on torch.
 
     Raises:
         ValueError: there is no such backend, or the named one cannot run the table; the message says why.

@@ -1,4 +1,4 @@
-"""Products of unquantised operands: torch's own, in the dtype that the operands have."""
+"""Products of unquantised operands: torch's GEMM, in the dtype of the operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HighPrecision:
     takes_codes = False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        return "quantised operands need a backend that knows their format" if table[gemm].quantised else None
+        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
 
     def prepare(
         self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None

@@ -1,8 +1,8 @@
 """Products of the codes themselves: torch's scaled_mm for FP8 operands with one scale per tensor or row.
 
-Needs hardware with FP8 tensor cores (compute capability 8.9 or newer), or a CPU, where torch computes the same product
-slowly; there it is used only when asked for by name. scaled_mm takes sizes that are multiples of 16: in and out
-features must be, tokens are padded with zero codes, whose products are zero.
+Needs FP8 tensor cores (compute capability 8.9 or newer), or a CPU. On a CPU torch computes the same product slowly, so
+it is used there only if the backend is given by name. scaled_mm takes sizes that are multiples of 16: in_features and
+out_features must be; tokens are padded with zero codes, whose products are zero.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Native:
         return Decoded(x_RC, None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """As the protocol says; operands without an element, which scaled_mm refuses, are emulated."""
+        """As in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
         if 0 in (*a.shape, *b.shape):
             return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
@@ -64,7 +64,7 @@ class Native:
             scale_b=b_scales.T.contiguous(),
             bias=bias.to(out_dtype) if bias is not None and inside else None,
             out_dtype=out_dtype,
-            # The faster accumulator keeps 14 bits; gradients need the exact one, and emulation promises it.
+            # The fast accumulator keeps 14 bits; gradients need the exact one, and the result must match emulation.
             use_fast_accum=False,
         )[:rows, :columns]
         return y if bias is None or inside else y + bias.to(y.dtype)
@@ -80,14 +80,14 @@ def _why_not_operands(operands: Operands) -> str | None:
         if spec.block not in _SCALES or spec.scale not in ("fp32", "pow2"):
             return f"scaled_mm is used with one scale per tensor or row, not block={spec.block} scale={spec.scale}"
     if first.block != second.block:
-        return "scaled_mm needs both operands scaled alike"
+        return "scaled_mm needs the same kind of scale for both operands"
     if first.element == second.element == "e5m2":
         return "scaled_mm cannot multiply E5M2 by E5M2"
     return None
 
 
 def _padded(x: Quantized) -> tuple[Tensor, Tensor]:
-    """(codes, scales) with rows and columns filled up to multiples of 16: zero codes, and scales of 1 for new rows."""
+    """(codes, scales) with rows and columns padded to multiples of 16: zero codes, and scales of 1 for added rows."""
     rows, columns = -x.codes.shape[0] % _MULTIPLE, -x.codes.shape[1] % _MULTIPLE
     if not rows and not columns:
         return x.codes, x.scales

@@ -2,8 +2,8 @@
 
     y = Σ_k  (a_k · b_kᵀ) · (scale of a's block k) · (scale of b's block k)
 
-with a_k the k-th slice of `block` columns. Element products are exact in float32, of 4-bit codes their sum over a block
-of 16 is too, and blocks are added to a float32 accumulator one after another.
+with a_k the k-th slice of `block` columns. Element products are exact in float32; for 4-bit codes their sum over a
+block of 16 is exact too. Blocks are added to a float32 accumulator one after another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reference:
     takes_codes = True
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        """None: the reference multiplies everything."""
+        """None: the reference supports every spec."""
         return None
 
     def prepare(

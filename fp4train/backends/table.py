@@ -1,4 +1,4 @@
-"""The table of a linear layer: how each operand of its three GEMMs is quantised. Recipes make it, backends run it.
+"""The table of a linear layer: how each operand of its three GEMMs is quantised. Recipes define it, backends run it.
 
 A linear layer y = x·wᵀ computes three products in training, each with two operands that are blocked along the
 contraction axis:
@@ -27,20 +27,20 @@ FORMS = {
     "w": (("fprop", "second"), ("dgrad", "second")),
     "dy": (("dgrad", "first"), ("wgrad", "first")),
 }
-"""Each tensor → (GEMM, operand) of its row-wise and of its column-wise form."""
+"""Tensor → (GEMM, operand) of its row-wise form and of its column-wise form."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHORT = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
-"""Dtypes as tables and legends name them."""
+"""Names of dtypes in tables and legends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """How the two operands of one GEMM are quantised; None leaves one in high precision.
+    """How the two operands of one GEMM are quantised; None: high precision.
 
     Args:
-        first: of x (fprop) or dy (dgrad, wgrad).
-        second: of w (fprop, dgrad) or x (wgrad).
+        first: spec of x (fprop) or dy (dgrad, wgrad).
+        second: spec of w (fprop, dgrad) or x (wgrad).
     """
 
     first: QuantSpec | None = None
@@ -51,7 +51,7 @@ class Operands:
         return self.first is not None or self.second is not None
 
     def elements(self, dtype: str) -> str:
-        """What is multiplied where high precision is `dtype`: "E2M1·E2M1", "BF16·BF16"."""
+        """The element formats, with high precision shown as `dtype`: "E2M1·E2M1", "BF16·BF16"."""
         return "·".join(SHORT[dtype] if s is None else s.element.upper() for s in (self.first, self.second))
 
 
@@ -60,11 +60,11 @@ HIGH_PRECISION = Operands()
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Mapping[str, Operands]):
-    """The six operands: GEMM name → `Operands`. Tables are equal when they compute the same.
+    """The six operands: GEMM name → `Operands`. Tables are equal if they compute the same; names do not count.
 
     Args:
-        dtype: of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
-        name: of the recipe, for messages.
+        dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
+        name: name of the recipe, for messages.
     """
 
     fprop: Operands = HIGH_PRECISION
@@ -101,7 +101,7 @@ class Table(Mapping[str, Operands]):
 
 
 class Shape(Protocol):
-    """What a backend asks of a layer: y [*, out_features] = x [*, in_features]·wᵀ."""
+    """The properties of a layer that backends read: y [*, out_features] = x [*, in_features]·wᵀ."""
 
     @property
     def name(self) -> str: ...
@@ -130,7 +130,7 @@ def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: b
         scale += f" 4/6 {spec.four_over_six}"
     hadamard = "no"
     if spec.hadamard is not None:
-        # A Rotation, which may stand in a Hadamard transform's place, names its kind.
+        # `signs` of a Rotation, which can replace the Hadamard transform, is its kind.
         words = {
             "fixed": "signed",
             "random": "random signs",

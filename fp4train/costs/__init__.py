@@ -1,1 +1,1 @@
-"""What a plan costs on a named GPU."""
+"""The estimated cost of a plan on a named GPU."""

@@ -1,13 +1,13 @@
-"""What a plan costs on a named GPU: the time of every GEMM in BF16 and in its recipe, and of quantising its operands.
+"""The cost of a plan on a named GPU: the time of every GEMM in BF16 and in its recipe, and of quantising its operands.
 
-A layer's step is three GEMMs and the quantising of three tensors, each in the forms that its GEMMs ask for:
+In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs need:
 
-    x   row-wise for fprop, column-wise for wgrad         each microbatch
+    x   row-wise for fprop, column-wise for wgrad         once per microbatch
     w   row-wise for fprop, column-wise for dgrad         once per step
-    dy  row-wise for dgrad, column-wise for wgrad         each microbatch
+    dy  row-wise for dgrad, column-wise for wgrad         once per microbatch
 
-A tensor's time is charged to its GEMMs in equal parts, so that a row says what a GEMM costs with everything it needs.
-The seconds are `roofline.py`'s; what runs on the GPU's low-precision tensor cores is what the plan says of it.
+The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. `roofline.py` computes the
+seconds; the plan determines which GEMMs run on the GPU's low-precision tensor cores.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class GemmCost:
     Args:
         size: (rows, columns, contraction) of the product.
         bf16: the product in BF16.
-        gemm: the product as the recipe has it.
+        gemm: the product in the recipe.
         quantise: this GEMM's part of quantising its operands; 0 in high precision.
-        emulated: why the GPU's low-precision tensor cores do not run it; None where they do, or nothing is quantised.
+        emulated: why the GPU's low-precision tensor cores do not run it; None if they do, or nothing is quantised.
     """
 
     layer: str
@@ -69,7 +69,7 @@ class GemmCost:
 
     @property
     def loses(self) -> bool:
-        """Whether quantising for the tensor cores costs more than they save; emulation is not meant to be fast."""
+        """Whether quantising for the tensor cores costs more than they save; False for emulation."""
         return self.quantise > 0 and self.emulated is None and self.total > self.bf16
 
 
@@ -119,12 +119,12 @@ class CostEstimate:
         return sum(s.steps * s.total for s in self.stretches)
 
     def render(self) -> str:
-        """The estimate as text: one table per stretch with equal blocks folded, totals, what does not pay."""
+        """The estimate as text: one table per stretch with equal blocks folded, totals, and GEMMs that do not pay."""
         return render(self)
 
 
 def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
-    """Price every GEMM of `plan` on `gpu`.
+    """Estimate the time of every GEMM of `plan` on `gpu`.
 
     Args:
         plan: made for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
@@ -149,7 +149,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
 
 
 def _why_emulated(gemm: Gemm) -> str | None:
-    """Why the GPU's low-precision tensor cores do not run it; None where they do, or nothing is quantised."""
+    """Why the GPU's low-precision tensor cores do not run it; None if they do, or nothing is quantised."""
     return gemm.why if gemm.backend in EMULATING else None
 
 
@@ -187,7 +187,7 @@ def _layer(plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int) -> list[Ge
 
 
 def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, bool]]) -> float:
-    """Seconds of quantising a tensor of `count` elements into at most two forms, each (spec, emulated)."""
+    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, emulated)."""
     seconds = 0.0
     for cost, emulated in ((quantise_seconds, False), (emulate_seconds, True)):
         specs = [spec for spec, is_emulated in forms if is_emulated == emulated]
@@ -197,13 +197,13 @@ def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, bool]]) -> float:
 
 
 def _multiplied(operands: Operands) -> str:
-    """What emulation multiplies: BF16, or float32 where a decoded operand needs it."""
+    """The dtype that emulation multiplies: BF16, or float32 if a decoded operand needs it."""
     wide = any(spec is not None and decoded_width(spec) == 4 for spec in (operands.first, operands.second))
     return "FP32·FP32" if wide else "BF16·BF16"
 
 
 def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
-    """Seconds of applying the scales of whole tensors or rows to an emulated product."""
+    """Seconds to apply the scales of whole tensors or rows to an emulated product."""
     scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
     return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
 
@@ -211,8 +211,8 @@ def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
 def break_even(operands: Operands, gpu: Gpu, *, largest: int = 1 << 16) -> int | None:
     """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for it alone beats BF16.
 
-    None where it never does, up to `largest`. In training an operand's two forms share reads, which moves the point;
-    the rows of an estimate have that in.
+    None if it never does, up to `largest`. In training the two forms of a tensor share reads, which changes this size;
+    the rows of an estimate include that.
     """
 
     def gain(n: int) -> float:

@@ -1,17 +1,17 @@
-"""How long a GEMM takes, and how long quantising a tensor takes, on a named GPU: a roofline with few parameters.
+"""The time of a GEMM and of quantising a tensor on a named GPU: a roofline model with few parameters.
 
     GEMM, m×n×k      max(2·m·n·k / rate(s), bytes / (bandwidth · COPY)) + LAUNCH,  s = (m·n·k)^(1/3)
     rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share / (bandwidth · COPY)
-    quantising       (bytes read + written) / (bandwidth · quantise_share) + LAUNCH, for each kernel
-    amax             bytes read / (bandwidth · COPY) + LAUNCH, where the scale of the whole must be known first
+    quantising       (bytes read + written) / (bandwidth · quantise_share) + LAUNCH, per kernel
+    amax             bytes read / (bandwidth · COPY) + LAUNCH, if the scale depends on a whole row or tensor
 
 `half` is the size at which a GEMM reaches half of its rate. It grows with the rate: loading the first tiles, writing
-the last ones and the unfilled last wave take a time that goes with the area of the matrices, whatever the format, so a
-format that multiplies faster needs a larger product to show it. The first L2-capacity's worth of bytes of a quantising
-kernel moves L2_SPEEDUP times faster, since the kernel before has just written it there.
+the last ones and the partial last wave take a time proportional to the area of the matrices in every format, so a
+faster format needs a larger product to reach its rate. Bytes of a quantising kernel that fit into the L2 cache move
+L2_SPEEDUP times faster, since the previous kernel has just written them there.
 
 Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each against the measurement
-named beside it. `docs/cost-model.md` compares the result with every published point that was found.
+named with it. `docs/cost-model.md` compares the result with published measurements.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ COPY: Final = 0.90
 """Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
 
 LAUNCH: Final = 0.7e-6
-"""Seconds from one kernel's end to the next one's start in a queue that is never empty. From the sizes at which
+"""Seconds from the end of one kernel to the start of the next in a queue that is never empty. From the sizes at which
 quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8 and 1800³ for NVFP4."""
 
 EXPOSED: Final = 3.0
-"""Bytes an element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200 at 8192³ and
+"""Bytes per element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200 at 8192³ and
 4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 348)."""
 
 L2_SPEEDUP: Final = 2.5
-"""Bandwidth of the level-2 cache over that of the memory."""
+"""Bandwidth of the L2 cache divided by that of the memory."""
 
 SCALE_EPILOGUE: Final = 16
-"""Bytes an output element that emulation moves to apply scales of whole tensors or rows to a float32 product."""
+"""Bytes per output element that emulation moves to apply scales of whole tensors or rows to a float32 product."""
 
 _GEMM_SHARE: Final = 0.88
 _GEMM_SHARES: Final[Mapping[tuple[int, int], Mapping[str, float]]] = MappingProxyType(
@@ -54,10 +54,10 @@ _EMULATE_SHARE: Final = 0.68
 def gemm_share(gpu: Gpu, rate: str) -> float:
     """Share of the peak that a large GEMM reaches.
 
-    0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the size's effect; on B200 at 16384³ near 2000, 4000 and 6000
-    of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell Ultra. There Transformer Engine's published
-    benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and 0.43 of NVFP4's 15 PFLOP/s, which is 0.72 of
-    B200's 9: that benchmark does not show the two thirds that FP4 gained.
+    0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the effect of the size; on B200 at 16384³ near 2000, 4000 and
+    6000 of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell Ultra. There TE's published
+    benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and 0.43 of the 15 PFLOP/s of NVFP4, which is 0.72 of
+    B200's 9: that benchmark does not show the increase of the FP4 peak by two thirds.
     """
     return _GEMM_SHARES.get(gpu.capability, {}).get(rate, _GEMM_SHARE)
 
@@ -66,7 +66,7 @@ def quantise_share(gpu: Gpu) -> float:
     """Share of the bandwidth that Transformer Engine's quantising kernels reach.
 
     From the difference of its GEMM benchmark with and without quantising: on H200 NVL 0.84 (FP8 current), on B300 0.50
-    (MXFP8 and NVFP4 alike, fprop, dgrad and wgrad shapes). Ampere, which has nothing to quantise for, takes Hopper's.
+    (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no such formats, uses the value of Hopper.
     """
     return _QUANTISE_SHARE if gpu.capability < (10, 0) else _QUANTISE_SHARE_BLACKWELL
 
@@ -107,14 +107,14 @@ def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
 
 
 def needs_amax(spec: QuantSpec) -> bool:
-    """Whether the scale depends on a whole row or tensor of this step: one more read before x is quantised."""
+    """Whether the scale depends on the current amax of a row or tensor: one more read before quantising."""
     return spec.delayed is None and (spec.global_scale is not None or None in spec.block)
 
 
 def together(row: QuantSpec, column: QuantSpec) -> bool:
     """Whether one kernel of Transformer Engine reads a tensor once for both forms: same family, elements and transform.
 
-    NVFP4's Hadamard transform of the column-wise form is a kernel of its own, with a read of its own.
+    NVFP4's Hadamard transform of the column-wise form is a separate kernel with its own read.
     """
     try:
         return family(row) == family(column) and row.element == column.element and row.hadamard == column.hadamard
@@ -125,8 +125,8 @@ def together(row: QuantSpec, column: QuantSpec) -> bool:
 def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
     """Time of quantising a BF16 tensor of `count` elements into its row-wise and column-wise form; None: not needed.
 
-    One amax pass serves both forms (the Hadamard transform's amax included), and one more read the two of them where
-    `together` says so. The transform costs arithmetic that hides behind the memory.
+    One amax pass serves both forms (the amax after the Hadamard transform included). One more read serves both forms if
+    `together`, else two. The arithmetic of the transform overlaps with memory traffic.
     """
     forms = [spec for spec in (row, column) if spec is not None]
     seconds = move_seconds(gpu, 2 * count, COPY) if any(map(needs_amax, forms)) else 0.0
@@ -137,10 +137,10 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
 
 
 def emulate_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
-    """The same where the format is emulated: each form is read as BF16 and written as decoded BF16, after an amax pass.
+    """The same for emulation: each form is read as BF16 and written as decoded BF16, after an amax pass.
 
-    Square blocks are quantised once for both forms. The kernels are fp4train's own, built to reach three quarters of a
-    copy's bandwidth.
+    Square blocks are quantised once for both forms. The kernels are fp4train's, assumed to reach three quarters of the
+    bandwidth of a copy.
     """
     forms = [spec for spec in (row, column) if spec is not None]
     if len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
@@ -153,5 +153,5 @@ def emulate_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSp
 
 
 def decoded_width(spec: QuantSpec) -> int:
-    """Bytes of a decoded element: BF16, except under float32 block scales, whose products BF16 does not hold."""
+    """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are not exact in BF16."""
     return 4 if spec.scale == "fp32" and None not in spec.block else 2

@@ -1,6 +1,6 @@
-"""A cost estimate as text: a table for each stretch of the run, totals, and where quantising does not pay.
+"""A cost estimate as text: one table per stretch of the run, totals, and where quantising does not pay.
 
-Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one of them.
+Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def render(cost: CostEstimate) -> str:
     """The whole estimate as text."""
-    parts = [f"estimated time of the linear layers on {_describe(cost.gpu)}, each line one layer in one step"]
+    parts = [f"estimated time of the linear layers on {_describe(cost.gpu)}, each line is one layer in one step"]
     parts += [_render(stretch) for stretch in cost.stretches]
     if len(cost.stretches) > 1:
         parts.append(f"the whole run: BF16 {_time(cost.bf16)}, as planned {_time(cost.total)}{_faster(cost)}")
@@ -35,7 +35,7 @@ def _describe(gpu: Gpu) -> str:
 def _render(stretch: StretchCost) -> str:
     header = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
     lines = tabulate([header, *_fold(_merge(stretch.rows))])
-    total = f"a step: BF16 {_time(stretch.bf16)}, as planned {_time(stretch.total)}{_faster(stretch)}"
+    total = f"per step: BF16 {_time(stretch.bf16)}, as planned {_time(stretch.total)}{_faster(stretch)}"
     if stretch.quantise:
         total += f", of which quantising {_time(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"
     notes = [f"emulated: {reason}" for reason in dict.fromkeys(row.emulated for row in stretch.rows) if reason]
@@ -43,13 +43,13 @@ def _render(stretch: StretchCost) -> str:
         saved = sum(row.total - row.bf16 for row in losing)
         notes.append(
             f"quantising does not pay in {len(losing)} of {len(stretch.rows)} GEMMs: in BF16 they would take "
-            f"{_time(saved)} less a step"
+            f"{_time(saved)} less per step"
         )
     return "\n".join([stretch.title, *lines, total, *notes])
 
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
-    """The GEMMs of a layer that quantises nothing as one row: they take the same time and differ in nothing else."""
+    """The rows, with the three GEMMs of a layer that quantises nothing merged into one."""
     layers: dict[str, list[GemmCost]] = {}
     for row in rows:
         layers.setdefault(row.layer, []).append(row)
@@ -96,7 +96,7 @@ def _cells(row: GemmCost) -> tuple[str, ...]:
 
 
 def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:
-    """One line for the same GEMM of the same kind of layer, with the blocks it stands for: "blocks.0–11.mlp.up"."""
+    """One line for the same GEMM of the same kind of layer, with the range of the blocks: "blocks.0–11.mlp.up"."""
     spans: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for row in rows:
         match = re.search(r"(?<![^.])\d+(?![^.])", row.layer)

@@ -1,4 +1,4 @@
-"""Number formats: codes <-> values, and packing. Nothing here knows about blocks or tensors' meaning."""
+"""Number formats: codes <-> values, and packing. Independent of blocks and scaling."""
 
 from fp4train.formats.element import (
     BF16,

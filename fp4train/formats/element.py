@@ -1,9 +1,9 @@
-"""Element formats: what a code of 4, 6 or 8 bits means.
+"""Element formats: the values of codes of 4, 6 or 8 bits.
 
 A code is sign | exponent (e bits) | mantissa (m bits). With bias b and stored exponent E the magnitude is (1 + M/2^m) *
 2^(E-b) for E > 0 and (M/2^m) * 2^(1-b) for E = 0: within one binade, and over all subnormals, the grid is uniform with
-quantum 2^(max(exponent, 1-b) - m). Rounding uses that: divide by the quantum (a power of two, exact), round to an
-integer, and both the code and the value follow from the integer without a table (`grid.py`).
+quantum 2^(max(exponent, 1-b) - m). Rounding divides by the quantum (a power of two, so this is exact) and rounds to
+an integer; the code and the value follow from the integer without a table (`grid.py`).
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1); OCP 8-bit floating
     point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is IEEE-like, FP6 and FP4
@@ -39,12 +39,12 @@ class ElementFormat:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number, and of the subnormals' binade."""
+        """Exponent of the smallest normal number and of the subnormal numbers."""
         return 1 - self.bias
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest power of two that the format holds (the MX specification's emax)."""
+        """Exponent of the largest power of two in the format (emax in the MX specification)."""
         return math.frexp(self.max)[1] - 1
 
     @property
@@ -62,7 +62,7 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int:
-        """Where `encode` puts a NaN: all bits but the sign. A format without NaN has its largest value there."""
+        """The code of NaN: all bits but the sign. In a format without NaN it is the largest value."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -102,16 +102,16 @@ FP32: Final = ElementFormat(
 )
 
 WIDE_FORMATS: Final = (FP16, BF16, FP32)
-"""Formats for reference: torch holds them, nothing here encodes them."""
+"""Formats for reference: dtypes of torch, which this package does not encode."""
 
 
 def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
-    """Codes of x, rounded to nearest, ties to even. Any shape and floating dtype -> uint8 of the same shape, one code a
-    byte.
+    """Codes of x, rounded to nearest, ties to even. Any shape and floating dtype -> uint8 of the same shape, one code
+    per byte.
 
-    NaN becomes `fmt.nan_code` (without its sign); where the format has no NaN that is the largest value, as in PTX
+    NaN becomes `fmt.nan_code` (without its sign); if the format has no NaN, that is the largest value, as in PTX
     `cvt`. Above the largest value: `saturate=True` clamps infinities too; `saturate=False` gives infinity (E5M2) or NaN
-    (E4M3), and is refused for FP6 and FP4, whose standard knows only saturation.
+    (E4M3), and is refused for FP6 and FP4, whose standard has saturation only.
     """
     if not saturate and not fmt.has_nan:
         raise ValueError(f"saturate=False: {fmt.name} has neither infinity nor NaN to overflow to; use saturate=True")
@@ -130,7 +130,7 @@ def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
 
 
 def value_table(fmt: ElementFormat) -> list[float]:
-    """Value of every code, in order of the codes."""
+    """The value of every code, in code order."""
     values = []
     for code in range(1 << fmt.bits):
         sign = -1.0 if code & fmt.sign_bit else 1.0
@@ -148,7 +148,7 @@ def value_table(fmt: ElementFormat) -> list[float]:
 
 
 def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of uint8 codes (one a byte; for FP6 and FP4 the upper bits must be zero), same shape, exact in BF16 and
+    """Values of uint8 codes (one per byte; for FP6 and FP4 the upper bits must be zero), same shape, exact in BF16 and
     float32.
     """
     if fmt is E4M3 or fmt is E5M2:

@@ -2,8 +2,8 @@
 
 A magnitude a in the binade 2^e has the quantum q = 2^(max(e, emin) - m). Its position u = a/q is exact in float32,
 since q is a power of two; a rounded position k (an integer <= 2^(m+1)) gives back the value k*q and the code k +
-((max(e, emin) - emin) << m). At k = 2^(m+1) the code carries into the exponent by itself. How k comes from u is the
-rounding: to nearest, or stochastic.
+((max(e, emin) - emin) << m). At k = 2^(m+1) the code carries into the exponent. Rounding, to nearest or
+stochastic, is the step from u to k.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Grid(Protocol):
-    """The two numbers of a format that its grid depends on."""
+    """The two parameters of a format that determine its grid."""
 
     @property
     def mantissa_bits(self) -> int: ...

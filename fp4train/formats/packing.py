@@ -1,8 +1,8 @@
 """Sub-byte codes in bytes.
 
-FP4: two codes a byte, the first in the low nibble (the order of TE, cuBLAS and torch's `float4_e2m1fn_x2`). FP6: four
-    codes in three bytes, little-endian bit order: code i fills bits 6i..6i+5 of the 24. Unpacked FP6 is one code a
-    byte.
+FP4: two codes per byte, the first in the low nibble (the order of TE, cuBLAS and torch's `float4_e2m1fn_x2`). FP6: four
+    codes in three bytes, little-endian bit order: code i fills bits 6i..6i+5 of the 24. Unpacked FP6 is one code
+    per byte.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 def pack_fp4(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 [..., C] -> bytes [..., C/2]. C must be even."""
     if codes.shape[-1] % 2:
-        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed two a byte; the last axis must be even")
+        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed two per byte; the last axis must be even")
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -1,4 +1,4 @@
-"""The formats that have a name: adding one is its file and its entry here."""
+"""The formats by name. A new format is a file and an entry here."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E2M3, E3M2, E4M3, E5M
 """Formats that tensors are quantised to, narrowest first."""
 
 SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)
-"""Formats of scales."""
+"""Scale formats."""
 
 
 def get_format(name: str) -> ElementFormat:

@@ -1,9 +1,9 @@
-"""Scale formats: what a block's scale is stored as.
+"""Scale formats: how scales are stored.
 
-E4M3 (NVFP4) is the element format's non-negative half. E8M0 (OCP MX v1.0, section 5.4.1) is a bare exponent: byte b
+E4M3 (NVFP4) is the non-negative half of the element format. E8M0 (OCP MX v1.0, section 5.4.1) is an exponent: byte b
 means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127 its largest power of two. FP32 and
-POW2 are float32 numbers: there the scale that multiplies x is rounded, and its inverse is stored. `registry.py` lists
-all formats; how scales come from an amax is the business of `quantize.scaling`.
+POW2 are float32 numbers: the scale that multiplies x is rounded, and its inverse is stored. `registry.py` lists all
+formats; `quantize/scaling.py` computes scales from an amax.
 """
 
 import math
@@ -25,15 +25,15 @@ BF16_SIGNIFICANT_BITS = 8
 class ScaleFormat:
     """A format of scales, all >= 0.
 
-    name: as `QuantSpec.scale` names it.
-    dtype: what it is stored in: uint8 (one byte a scale) or float32.
-    mantissa_bits: explicit ones; 0 is a power of two.
+    name: value of `QuantSpec.scale`.
+    dtype: storage dtype: uint8 (one byte per scale) or float32.
+    mantissa_bits: explicit bits; 0 for powers of two.
     smallest, smallest_normal, max: positive finite values.
-    needs_global: its range is too short for a tensor's without a global scale above it.
-    roundings: the ways to round a power of two that `QuantSpec.scale_rounding` chooses from, the default first; empty
-        where there is one way only.
-    encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The direction of rounding is the
-        format's: see its function.
+    needs_global: whether its range is too small for a whole tensor, so that it needs a global scale.
+    roundings: values of `QuantSpec.scale_rounding` that round to a power of two, the default first; empty if there is
+        only one way.
+    encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The rounding direction depends on
+        the format: see its function.
     decode: stored scales -> float32 values, exact.
     """
 
@@ -50,8 +50,8 @@ class ScaleFormat:
 
     @property
     def is_byte(self) -> bool:
-        """A scale of a byte belongs to the decoded element. One of float32 over a whole row or tensor is left to the
-        product."""
+        """Whether a scale is one byte, applied to the decoded element. A float32 scale of a row or tensor is applied to
+        the product."""
         return self.dtype == torch.uint8
 
     def exact_in_bf16(self, element: ElementFormat) -> bool:

@@ -1,4 +1,4 @@
-"""The rows that `fp4train formats` prints: what each format can hold."""
+"""The rows that `fp4train formats` prints: range and special values of each format."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class FormatRow:
 
 
 def formats_table() -> list[FormatRow]:
-    """All formats: the elements, narrowest first; scales that are no element; FP16, BF16, FP32 for reference."""
+    """All formats: elements, narrowest first; the other scale formats; FP16, BF16, FP32 for reference."""
     names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
     return [
         *map(_of_element, ELEMENT_FORMATS),

@@ -1,9 +1,9 @@
-"""UE5M3, an unsigned 8-bit scale format: 5 exponent and 3 mantissa bits, E4M3's sign bit spent on range.
+"""UE5M3, an unsigned 8-bit scale format: 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range.
 
 Proposed for FP4 block scales in "Is Finer Better? The Limits of Microscaling Formats in Large Language Models" (Fasoli
-et al., arXiv 2601.19026): with 33 binades of normal numbers it needs no global scale, and so no amax of the tensor, and
-keeps E4M3's precision. Bias 15; as in E4M3 there is no infinity and one NaN, the code of all ones, so the largest
-value is 1.75 * 2^16 = 114688 and the smallest 2^-17. Rounding is to nearest, ties to even.
+et al., arXiv 2601.19026): with 33 binades of normal numbers it needs no global scale, hence no amax of the tensor,
+and it keeps the precision of E4M3. Bias 15; as in E4M3 there is no infinity and one NaN, the code of all ones, so the
+largest value is 1.75 * 2^16 = 114688 and the smallest 2^-17. Rounding is to nearest, ties to even.
 """
 
 import math

@@ -1,2 +1,2 @@
-"""Fused kernels, one idea a file: `cpu` over the C extension in `csrc`, and Triton ones. They know tensors and formats
-only; `quantize` chooses among them, and each equals its readable reference to the bit."""
+"""Fused kernels: `cpu`, over the C extension in `csrc`, and `triton`. They depend on tensors and formats only.
+`quantize` chooses among them; each matches the readable reference in every bit."""

@@ -1,1 +1,1 @@
-"""What quantising costs a tensor: error metrics, and a probe that takes them inside a model that runs."""
+"""Quantisation errors: metrics of a tensor, and a probe that measures them in a running model."""

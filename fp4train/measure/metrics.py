@@ -1,8 +1,8 @@
-"""Error metrics of a quantised tensor: what a format costs, and why.
+"""Error metrics of a quantised tensor.
 
-With x the tensor, y what the codes mean, both in the domain where the codes live (after a Hadamard transform): relative
+With x the tensor and y its dequantised values, both in the domain of the codes (after a Hadamard transform): relative
 error |y-x| / |x| (2-norms); SQNR = 10 log10(|x|^2 / |y-x|^2) in dB; underflow: the share of x's nonzero elements whose
-y is zero; saturation: the share of elements larger than their block can represent, so clipped; kurtosis E[(x-m)^4] /
+y is zero; saturation: the share of elements clipped because they exceed the range of their block; kurtosis E[(x-m)^4] /
 Var^2 (3 for a normal distribution; outliers raise it); amax.
 """
 
@@ -20,7 +20,7 @@ from fp4train.quantize.transform import transform
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorMetrics:
-    """Plain numbers, ready for a logger. Shares lie between 0 and 1; an exact result has sqnr_db = inf."""
+    """Plain numbers for a logger. Shares lie between 0 and 1; an exact result has sqnr_db = inf."""
 
     relative_error: float
     sqnr_db: float
@@ -30,12 +30,12 @@ class ErrorMetrics:
     amax: float
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
-        """Pairs of name and value, so that `dict(metrics)` is what one logs."""
+        """Pairs of name and value, for `dict(metrics)`."""
         return zip((field.name for field in fields(self)), astuple(self), strict=True)
 
 
 def measure(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> ErrorMetrics:
-    """Quantise x [R, C] by `spec` and say what that cost. Synchronises with the device once."""
+    """Quantise x [R, C] by `spec` and measure the error. Synchronises with the device once."""
     return error_metrics(x_RC, quantize(x_RC, spec, key=key, amax=amax))
 
 
@@ -49,7 +49,7 @@ def error_metrics(x_RC: Tensor, q: Quantized) -> ErrorMetrics:
     clipped = (x.abs() > largest_values(q)).sum()
     nonzero = (x != 0).sum()
     lost = ((y == 0) & (x != 0)).sum()
-    # Divide by amax first: squares and fourth powers of a tensor of 1e30 or 1e-30 leave float32's range.
+    # Divide by amax first: squares and fourth powers of 1e30 or 1e-30 exceed the range of float32.
     amax = x.abs().amax()
     unit = torch.where(amax > 0, amax, 1.0)
     x, y = x / unit, y / unit
@@ -70,7 +70,7 @@ def error_metrics(x_RC: Tensor, q: Quantized) -> ErrorMetrics:
 
 
 def largest_values(q: Quantized) -> Tensor:
-    """For each element the largest magnitude its block can represent: max * block scale * global scale, [R, C]."""
+    """The largest magnitude that the block of each element can represent: max * block scale * global scale, [R, C]."""
     spec = q.spec
     values = torch.full(q.element_codes.shape, spec.format.max, device=q.codes.device)
     values = apply_block_scales(values, q.block_scales(), spec)

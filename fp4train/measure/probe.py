@@ -1,7 +1,7 @@
-"""Quantisation errors inside a real run: for each layer and operand, what quantising cost at one step.
+"""Quantisation errors in a real run: the error of every operand of every layer at one step.
 
-Hooks take the tensors of one forward and backward pass, x [M, K] and dy [M, N], as they reach each linear layer; with
-the weight they make the six operands, and each is measured against its quantised self.
+Hooks record x [M, K] and dy [M, N] of each linear layer in one forward and backward pass. With the weight they give the
+six operands; each is compared with its quantised values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4train.quantize import RandomKey
 
 @dataclass
 class Seen:
-    """What one layer saw: its place, weight, input [M, K] and output gradient [M, N]."""
+    """The tensors of one layer: weight, input [M, K] and output gradient [M, N]."""
 
     layer: Layer
     weight: Tensor
@@ -32,7 +32,7 @@ class Seen:
 
 @dataclass
 class Probe:
-    """The layers seen while `probe` was active, by name."""
+    """The tensors recorded while `probe` was active, by layer name."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
 
@@ -40,8 +40,8 @@ class Probe:
         """Error metrics as "error/LAYER/GEMM.OPERAND/METRIC" → value, of quantised operands.
 
         Args:
-            plans: what the layers ran, by name.
-            key: of stochastic rounding; a sample of the noise, not the bits that the step itself drew.
+            plans: the plans of the layers, by name.
+            key: key of stochastic rounding; a sample of its noise, with other bits than the step itself used.
         """
         found: dict[str, float] = {}
         for name, seen in self.seen.items():
@@ -70,14 +70,14 @@ class Probe:
 
 @contextmanager
 def probe(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Probe]:
-    """Watch the linear `layers` during one forward and backward pass.
+    """Record the tensors of `layers` during one forward and backward pass.
 
     With several passes (microbatches) the last one is kept.
     """
     probing = Probe()
 
     def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.weight = seen.weight if seen.x_MK is not None else seen.weight.detach().clone()  # as it is before the step
+        seen.weight = seen.weight if seen.x_MK is not None else seen.weight.detach().clone()  # before the step
         seen.x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
         if output.requires_grad:
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]

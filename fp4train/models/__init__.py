@@ -1,4 +1,4 @@
-"""Architectures: one folder per family, and in `common` the parts that families share.
+"""Model architectures: one folder per family; `common` holds the parts that families share.
 
 A model is a frozen config dataclass with `build(vocab_size, seq_len) -> nn.Module`, see `architecture`.
 """

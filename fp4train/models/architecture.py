@@ -1,4 +1,4 @@
-"""What `model=…` binds to. A new model is a folder whose `model.py` has such a class, and a YAML in `configs/model`."""
+"""The protocol of `model=…`. A new model is a folder with such a class in `model.py`, and a YAML in `configs/model`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 class Architecture(Protocol):
     """The shape of a model.
 
-    The module that `build` returns is called as `model(tokens, targets)`, int64 [B, T] each, and gives the mean loss in
-    nats per token; `model(tokens)` gives logits [B, T, vocabulary]. Its repeated blocks stand in an `nn.ModuleList`, or
-    it names them (`precision.blocks`), so that a policy can count them. It carries its activations in
-    `activation_dtype(…)` of the autocast context.
+    `build` returns a module. `model(tokens, targets)`, int64 [B, T] each, returns the mean loss in nats per token;
+    `model(tokens)` returns logits [B, T, vocabulary]. Its repeated blocks are in an `nn.ModuleList`, or it names them
+    (`precision/blocks.py`), so that a policy can count them. Activations have the dtype that
+    `precision.context.activation_dtype` gives.
     """
 
     def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:
-        """The model with freshly drawn weights."""
+        """The model with newly initialised weights."""
         ...

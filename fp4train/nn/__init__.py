@@ -1,4 +1,4 @@
-"""Layers that follow the autocast context."""
+"""Linear layers that follow the autocast context, and model conversion."""
 
 from fp4train.nn.convert import convert
 from fp4train.nn.linear import Linear

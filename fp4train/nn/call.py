@@ -1,4 +1,4 @@
-"""One call of a linear layer: its place in the run, which keys the random bits, and its delayed amaxes."""
+"""One call of a linear layer: its position in the run, which keys the random bits, and its delayed amaxes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from fp4train.nn.weights import PreparedWeights
 
 _OFFSET_SPREAD = 1 << 34
-"""Where token offsets that are no multiple of 8 are spread to: no other offset reaches there."""
+"""Column range for token offsets that are not multiples of 8; no other offset reaches it."""
 
 
 class Call:
-    """What forward and backward of one call need besides tensors.
+    """The state of one call, shared by forward and backward; tensors are passed separately.
 
     Args:
-        gemms: what the layer runs.
-        seed, step: weights do not change while they stay the same.
-        token_offset: index within the step's batch of the first token.
-        layer_key: keys the random bits of the layer.
-        weights: the layer's prepared weights; None where nobody says when the weights change.
+        gemms: the layer's GEMMs.
+        seed, step: key of the random bits; weights are constant within one (seed, step).
+        token_offset: index of the first token in the global batch of the step.
+        layer_key: the layer's part of the random key.
+        weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories.
         training: whether amaxes enter their histories.
     """
@@ -48,7 +48,7 @@ class Call:
         self.amaxes: dict[str, Tensor] | None = None
 
     def key(self, operand: int, *, along_tokens: bool = False) -> RandomKey:
-        """The random bits of x or dy, whose tokens are rows or, `along_tokens`, columns."""
+        """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns."""
         offset = self.token_offset
         row = column = 0
         if not along_tokens:
@@ -66,11 +66,11 @@ class Call:
         )
 
     def weight_key(self, operand: int) -> RandomKey:
-        """The random bits of the weight: the same for all tokens of a step."""
+        """The random key of the weight: the same for all tokens of a step."""
         return RandomKey(seed=self.seed, step=self.step, layer=self.layer_key, operand=operand)
 
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
-        """The delayed amax that scales x or dy; both forms of the tensor take the same."""
+        """The delayed amax that scales x or dy; both forms of the tensor use the same one."""
         if self.amaxes is None:
             self.amaxes = {}
         if name not in self.amaxes:

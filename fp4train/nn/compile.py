@@ -1,9 +1,9 @@
-"""Linear layers inside of torch.compile: one operator per call, no graph break. Imported only while it traces.
+"""Linear layers in torch.compile: one operator per call, no graph break. Imported only during tracing.
 
-What the graph itself has to know of a layer is its `Route`: that is worked out when the graph is traced, and checked as
-a guard each time before the graph runs. A change of recipe that leaves the routes alone, NVFP4 to MXFP8, compiles
-nothing anew. The operators need private parts of torch 2.13; on a torch that lacks them layers run outside of the
-graphs, with a break at each, and a warning says so once.
+A graph depends on a layer only through its `Route`. The route is determined when the graph is traced, and a guard
+checks it before each run of the graph. A change of recipe that keeps the routes, such as NVFP4 to MXFP8, does not
+recompile. The operators need private parts of torch 2.13. With a torch version that lacks them, each layer breaks the
+graph and runs outside it, and one warning is logged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why layers cannot be part of a graph with the installed torch, or None where they can."""
+    """Why layers cannot be part of a graph with the installed torch, or None if they can."""
     try:
         from fp4train.nn import compile_operator  # noqa: F401
-    except Exception as error:  # whatever a version of torch answers to what it does not know
+    except Exception as error:  # other versions of torch fail in different ways
         return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
     return None
 
@@ -35,7 +35,7 @@ def unavailable() -> str | None:
 @functools.cache
 def _operator() -> ModuleType | None:
     if (reason := unavailable()) is not None:
-        _log.warning("torch.compile: fp4train's linear layers run outside of the graphs: %s", reason)
+        _log.warning("torch.compile: fp4train's linear layers run outside the graphs: %s", reason)
         return None
     from fp4train.nn import compile_operator
 
@@ -49,7 +49,7 @@ untraced = torch.compiler.disable(Linear.forward)  # type: ignore[no-untyped-cal
 
 
 def call(layer: Linear, input: Tensor) -> Tensor:
-    """`layer.forward(input)` as torch.compile traces it: what depends on the run is left to the operator."""
+    """`layer.forward(input)` for tracing: recipe, step and seed are read by the operator at run time."""
     if OPERATOR is None:
         result: Tensor = untraced(layer, input)
         return result

@@ -1,13 +1,13 @@
 """One operator per call of a linear layer in compiled graphs. Imported only by `compile`.
 
-A graph must not depend on what changes in a run: recipe, step, seed. So the operator takes the layer and the autocast
-context as opaque objects, reads them when it runs, and leaves what backward needs (codes and scales, whose shapes are
-the recipe's business) in another one.
+A graph must not depend on what changes during a run: recipe, step, seed. The operator therefore takes the layer and the
+autocast context as opaque objects and reads them when it runs. It returns a third opaque object, `Saved`, with the data
+for backward: codes and scales, whose shapes depend on the recipe.
 
-An operator may not keep a graph's tensors: the compiler puts other values into them. So layers share nothing that they
-made of the same input here, only a layer's own parameter is prepared once per step, and an x that wgrad needs in high
-precision is saved by the graph. To the compiler the operator is a function of its arguments: two equal calls of one
-layer in a graph are one call, and a call whose result nobody uses is none.
+An operator must not keep tensors of a graph, because the compiler reuses their memory. Three rules follow: layers that
+read the same input do not share its quantised forms; only a weight that is the layer's own parameter is cached for the
+step; if wgrad needs x in high precision, the graph saves x. The compiler treats the operator as a pure function of its
+arguments: it merges equal calls of one layer, and removes a call whose result is unused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp4train.quantize import Quantized
 
 __all__ = ["compile_context", "linear"]
 
-# What Python decides at each call, random bits above all, must not be replayed from a recording.
+# Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_context`
@@ -42,16 +42,16 @@ register_opaque_type(
 
 @dataclass(eq=False)
 class Saved(OpaqueBase):
-    """What a call leaves to its backward, but for the tensors that the graph saves."""
+    """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: Call | None = None
     gradients: Gradients | None = None
     x: Quantized | None = None
     calls: list[Call] = field(default_factory=list)
-    """Where the call is recorded for recomputation."""
+    """The list in which the call is recorded for recomputation."""
 
     def release(self) -> None:
-        """After backward: the graph itself lives as long as the loss."""
+        """Free the data after backward; the graph itself lives as long as the loss."""
         self.calls[:] = [call for call in self.calls if call is not self.call]
         self.call = self.gradients = self.x = None
 
@@ -70,13 +70,13 @@ def linear(
     wanted: Sequence[bool],
     keeps_x: bool,
 ) -> tuple[Tensor, Saved]:
-    """y [M, N] of a layer in the recipe that `context` has for it, in that recipe's dtype.
+    """y [M, N] of a layer in its recipe under `context`, in that recipe's dtype.
 
     Args:
-        x_MK: in the recipe's dtype.
-        training: whether gradients are on, so that amaxes enter their histories.
-        wanted: of x, w and bias, which gradients backward will be asked for.
-        keeps_x: whether backward is given x by the graph.
+        x_MK: input in the recipe's dtype.
+        training: whether gradients are enabled; amaxes then enter their histories.
+        wanted: whether backward computes the gradients of x, w and bias.
+        keeps_x: whether the graph saves x for backward.
     """
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK.device, training)
@@ -88,18 +88,18 @@ def linear(
 def _call(
     layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, device: torch.device, training: bool
 ) -> Call:
-    """A new call, or, where a graph recomputes activations in its backward, the one of its forward."""
+    """A new call; in a graph that recomputes activations in its backward, the call of the forward pass."""
     if is_stray_recomputation(state()):
         if len(calls) != 1:
             raise RuntimeError(
                 f"{layer.layer.name} was called {len(calls)} times in the forward pass that a graph recomputes, "
-                "and nothing tells which of them this is. Compile the blocks inside of the recomputed regions instead."
+                "and the recomputed call cannot be identified. Compile the blocks inside the recomputed regions."
             )
         return calls[0]
     gemms = layer.gemms_in(context, device)
     call = once(layer, lambda: layer.new_call(context, gemms, training))
     own = layer._parameters.get("weight")
-    if own is None or not own.is_set_to(w_NK):  # another tensor, which the compiler may overwrite
+    if own is None or not own.is_set_to(w_NK):  # not the parameter itself: the compiler may overwrite it
         call.weights = PreparedWeights()
     if training:
         calls.append(call)
@@ -124,7 +124,7 @@ def _(
 def linear_backward(
     dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: Saved, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, dbias), without elements where one is not wanted; `x_MK` where wgrad takes it in high precision."""
+    """(dx, dw, dbias), empty if not wanted; `x_MK` is given if wgrad takes x in high precision."""
     call, gradients = saved.call, saved.gradients
     assert call is not None and gradients is not None
     with without_torchs_autocast(dy_MN.device.type):

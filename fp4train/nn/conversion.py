@@ -1,4 +1,4 @@
-"""What `convert` has made of a model: which matrix weights fp4train multiplies, which not, and why."""
+"""Report on a converted model: which matrix weights fp4train multiplies, which it does not, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp4train.precision.layers import Layer, bypassed_linears, find_layers
 from fp4train.text import tabulate
 
 _PLACES = 4
-"""Groups of weights that the summary names; `str` of a Conversion has all."""
+"""Number of groups of weights in the summary; `str` of a Conversion lists all weights."""
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -26,11 +26,11 @@ class Weight:
     """A matrix weight that fp4train does not multiply.
 
     Args:
-        name: of the parameter in the model, or of the first module that holds it.
+        name: name of the parameter in the model; for a shared one, the first name.
         module: path of the module that holds it.
-        shape: of the parameter.
-        share: of the model's matrix weights, between 0 and 1; 0 where it is counted elsewhere (tied weights).
-        why: it stays as it is.
+        shape: shape of the parameter.
+        share: share of the model's matrix weights, between 0 and 1; 0 if it is counted elsewhere (tied weights).
+        why: why fp4train does not multiply it.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What `convert` has made of a model's matrix weights: all parameters of linear layers, and all others of two or
-    more dimensions that are no embeddings, norms or biases.
+    """The matrix weights of a converted model: the weights of linear layers, and all other parameters with two or more
+    dimensions that are not embeddings, norms or biases.
 
     Args:
-        layers: that run on fp4train.
-        left: weights of the linear layers left alone.
-        others: matrix weights that belong to no linear layer: experts in one 3-D parameter, convolutions, ….
+        layers: the layers that run on fp4train.
+        left: weights of linear layers that are not converted.
+        others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
     """
 
     layers: tuple[Layer, ...]
@@ -61,15 +61,15 @@ class Conversion:
         return 1 - sum(weight.share for weight in (*self.left, *self.others))
 
     def summary(self) -> str:
-        """One line on what stays as it is; empty where nothing does."""
+        """One line about the weights that are not converted; empty if there are none."""
         groups = _groups((*self.left, *self.others))
         if not groups:
             return ""
         places = [f"{_tensors(len(group))} in {place} ({why})" for (place, why), group in groups.items()]
         more = [f"{len(places) - _PLACES} more"] if len(places) > _PLACES else []
         return (
-            f"{_percent(1 - self.share)} of the matrix weights stay as they are: {', '.join(places[:_PLACES] + more)}; "
-            "fp4train.conversion(model) lists them"
+            f"{_percent(1 - self.share)} of the matrix weights are not converted: "
+            f"{', '.join(places[:_PLACES] + more)}; fp4train.conversion(model) lists them"
         )
 
     def __str__(self) -> str:
@@ -85,13 +85,13 @@ class Conversion:
 
 
 def report(model: nn.Module) -> Conversion:
-    """What is converted in `model` as it is now, what is not, and why; nothing is stored on the model.
+    """Which matrix weights of `model` are converted, which are not, and why; the model is not changed.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a model (torch.nn.Module) can be reported on, not {type(model).__name__}")
+        raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
     layers = find_layers(model)
     ours = {name: layer for name, layer in layers.items() if _is_ours(model.get_submodule(name))}
     covered = {p for name in ours for p in model.get_submodule(name).parameters() if not is_lazy(p)}
@@ -101,7 +101,7 @@ def report(model: nn.Module) -> Conversion:
     left: list[Weight] = []
     others: list[Weight] = []
     for parameter, name, why, is_linear in found:
-        # Counted once: where it is listed first, or by the converted layer that holds it as well.
+        # Counted once: at its first place in the list, or in the converted layer that shares it.
         size = 0 if parameter in covered else sizes.pop(parameter, 0)
         weight = Weight(
             name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
@@ -117,9 +117,9 @@ def _is_ours(module: nn.Module) -> bool:
 def _matrices(
     model: nn.Module, layers: dict[str, Layer], covered: set[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, str, str, bool]]:
-    """(parameter, name, why it stays, whether a linear layer holds it) of each matrix that fp4train does not multiply.
+    """(parameter, name, reason, whether a linear layer holds it) of each matrix that fp4train does not multiply.
 
-    A weight shared with a converted layer is listed only where a linear layer holds it that is left alone.
+    A weight shared with a converted layer is listed only if an unconverted linear layer holds it too.
     """
     elementwise = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)}
     for path, module in model.named_modules():
@@ -128,7 +128,7 @@ def _matrices(
         layer = layers.get(path)
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{key}" if path else key
-            if is_lazy(parameter):  # no shape to count yet; convert refuses linear layers of this kind
+            if is_lazy(parameter):  # has no shape; convert refuses linear layers of this kind
                 continue
             if layer is not None:
                 if key == "weight" or _is_matrix(key, parameter):
@@ -138,14 +138,14 @@ def _matrices(
 
 
 def _has_no_matrix(module: nn.Module) -> bool:
-    """Embeddings and norms, torch's or by their class's name: their weights are looked up or multiply elementwise."""
+    """Whether this is an embedding or a norm, by class or class name: not a factor of a matrix product."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True
     return any(word in type(module).__name__.lower() for word in ("embed", "norm"))
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter can be a factor of a matrix product: two dimensions, and by its name no bias or embedding."""
+    """Whether a parameter can be a factor of a matrix product, by its dimensions and its name."""
     if name.endswith("bias") or "embed" in name.lower():
         return False
     return sum(size > 1 for size in parameter.shape) >= 2
@@ -159,11 +159,11 @@ def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
     kind = type(module).__name__
     if parameter.dim() >= 3:
         return "3-D expert parameters" if "expert" in f"{path}.{kind}".lower() else f"{parameter.dim()}-D in {kind}"
-    return f"{kind} is no nn.Linear"
+    return f"{kind} is not an nn.Linear"
 
 
 def _groups(weights: tuple[Weight, ...]) -> dict[tuple[str, str], list[Weight]]:
-    """Weights by place, with the numbers of blocks and experts left open, and reason; the largest share first."""
+    """Weights grouped by module path, with numbers replaced by *, and reason; the largest share first."""
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight in weights:
         place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"

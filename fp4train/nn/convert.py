@@ -1,4 +1,4 @@
-"""Replace the linear layers of anyone's model by fp4train's, sharing the weights."""
+"""Replace the linear layers of any torch model by fp4train's, sharing the weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _log = logging.getLogger(__name__)
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Turn every `nn.Linear` inside `model` into `fp4train.nn.Linear`, in place, and return the model.
 
-    Parameters are shared, not copied, so an optimizer made before stays valid and tied weights stay tied; hooks stay;
-    the state dict keeps its keys. A model that is itself an `nn.Linear` is returned converted. A subclass of
-    `nn.Linear` stays an instance of its class; one whose forward may differ is left alone. Layers converted before are
-    kept (their place in the model is brought up to date). Where matrix weights stay as they are, one warning says how
-    many and where; `report` gives the list.
+    Parameters are shared, not copied: an existing optimizer stays valid, tied weights stay tied. Hooks and the keys of
+    the state dict stay the same. If `model` is itself an `nn.Linear`, its replacement is returned. A subclass of
+    `nn.Linear` stays an instance of its class; it is not converted if its forward may differ. Layers that are already
+    converted are kept, with updated positions in the model. If matrix weights are not converted, one warning says how
+    many and where; `fp4train.conversion` lists them.
 
     Args:
-        backend: who multiplies, see `fp4train.nn.Linear`.
+        backend: what executes the GEMMs, see `fp4train.nn.Linear`.
 
     Raises:
-        TypeError: `model` is no module, or a subclass of nn.Linear uses names that fp4train's layer needs.
-        ValueError: the model holds no linear layer that can be converted, or an uninitialised one.
+        TypeError: `model` is not a module, or a subclass of nn.Linear uses names that fp4train's layer needs.
+        ValueError: the model has no linear layer that can be converted, or an uninitialised one.
     """
     layers = _checked_layers(model)
     converted: dict[nn.Module, Linear] = {}
@@ -39,7 +39,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             module.settle(layer, backend)
         elif isinstance(module, nn.Linear) and layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
-    # A module may stand in several places; it is replaced in each by the same new one.
+    # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():
             if child in converted:
@@ -57,7 +57,7 @@ def _checked_layers(model: nn.Module) -> dict[str, Layer]:
         raise TypeError(f"convert takes a model (torch.nn.Module) and changes it in place, not {type(model).__name__}")
     layers, what = find_layers(model), type(model).__name__
     if not layers:
-        raise ValueError(f"{what} holds no nn.Linear: there is nothing to convert")
+        raise ValueError(f"{what} has no nn.Linear: there is nothing to convert")
     for name in layers:
         module = model.get_submodule(name)
         if is_uninitialised(module):
@@ -68,7 +68,7 @@ def _checked_layers(model: nn.Module) -> dict[str, Layer]:
     left = {name: layer.unconverted for name, layer in layers.items() if layer.unconverted}
     if len(left) == len(layers):
         some = "; ".join(f"{name or what}: {why}" for name, why in list(left.items())[:3])
-        raise ValueError(f"{what} holds no nn.Linear that can be converted ({some}{'; …' if len(left) > 3 else ''})")
+        raise ValueError(f"{what} has no nn.Linear that can be converted ({some}{'; …' if len(left) > 3 else ''})")
     return layers
 
 
@@ -76,7 +76,7 @@ def _checked_layers(model: nn.Module) -> dict[str, Layer]:
 
 
 def _class_for(kind: type[nn.Linear], name: str, module: nn.Linear) -> type[Linear]:
-    """fp4train's layer that is a `kind` as well."""
+    """The class of fp4train's layer that is also a subclass of `kind`."""
     theirs = {key for base in kind.__mro__ if base not in nn.Linear.__mro__ for key in vars(base)} | vars(module).keys()
     if taken := sorted(_needed() & theirs):
         raise TypeError(
@@ -88,7 +88,7 @@ def _class_for(kind: type[nn.Linear], name: str, module: nn.Linear) -> type[Line
 
 @cache
 def _needed() -> frozenset[str]:
-    """Names that fp4train's layer has beyond those of nn.Linear."""
+    """Attribute names of fp4train's layer that nn.Linear does not have."""
     ours, plain = (kind(1, 1, device="meta") for kind in (Linear, nn.Linear))
     return frozenset({*vars(Linear), *vars(ours)} - {*vars(nn.Linear), *vars(plain)})
 
@@ -99,7 +99,7 @@ def _subclass(kind: type[nn.Linear]) -> type[Linear]:
         return Linear
 
     def reduce(self: Linear, protocol: Any) -> tuple[Any, ...]:
-        # The class has no place in a module from which pickle could import it: it is made again from `kind`.
+        # Pickle cannot import this class by name; it is made again from `kind`.
         return _new, (kind,), *super(made, self).__reduce_ex__(max(2, int(protocol)))[2:]
 
     made: type[Linear] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
@@ -111,14 +111,14 @@ def _new(kind: type[nn.Linear]) -> Linear:
     return made.__new__(made)
 
 
-# torch's own layers that multiply weights without asking the modules that hold them
+# torch's layers that multiply the weights of their submodules without calling them
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
-    """Let torch's Transformer encoder layers call their linear layers in eval mode, too.
+    """Make torch's Transformer encoder layers call their linear layers in eval mode too.
 
-    Their fast path, one fused kernel, takes the weights out of the layers. It is for the activations that it has
-    kernels for, so a layer that says its activation is another one computes the same on the path of training.
+    Their fast path is one fused kernel that reads the weights of the linear layers directly. It supports ReLU and GELU
+    only, so a layer that declares another activation takes the training path, which computes the same values.
     """
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
@@ -128,4 +128,4 @@ def _leave_fast_paths(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         else:
-            module.use_nested_tensor = False  # nested tensors are for the fast path alone
+            module.use_nested_tensor = False  # only the fast path uses nested tensors

@@ -1,14 +1,14 @@
-"""The three GEMMs of a linear layer, GEMM by GEMM, and the autograd function that they make.
+"""The three GEMMs of a linear layer, each on its own backend, and the autograd function that runs them.
 
-With q(·) what the layer's table says of each operand (nothing, for high precision),
+With q(·) the quantisation of an operand by the layer's table (the identity for high precision),
 
     fprop   y  [M, N] = q(x) [M, K] · q(w) [N, K]ᵀ + bias
     dgrad   dx [M, K] = q(dy) [M, N] · q(wᵀ) [K, N]ᵀ
     wgrad   dw [N, K] = q(dyᵀ) [N, M] · q(xᵀ) [K, M]ᵀ
 
-Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a quantised tensor is
-not the quantised transpose, except for square blocks. No flags decide anything here; the plan of the layer does. For
-backward q(xᵀ) is kept as packed codes and scales (4.5 bits per element for NVFP4) instead of x.
+Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a quantised tensor
+differs from the quantised transpose, except for square blocks. The layer's plan selects everything; there are no flags.
+For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element for NVFP4) instead of x.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
 class Gradients(NamedTuple):
-    """The dtypes of the gradients that backward will be asked for; None where it will not be."""
+    """The dtypes of the gradients that backward computes; None for those it does not."""
 
     x: torch.dtype | None
     w: torch.dtype | None
@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_of(x: Tensor, w: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
-    """Those of x, w and bias that are wanted."""
+    """The gradient dtypes of those of x, w and bias that are `wanted`."""
     return Gradients(
         x.dtype if wanted[0] else None,
         w.dtype if wanted[1] else None,
@@ -47,12 +47,12 @@ def gradients_of(x: Tensor, w: Tensor, bias: Tensor | None, wanted: tuple[bool, 
 
 
 def torch_autocasts(device: str) -> bool:
-    """Whether torch.autocast is on for this device type; "meta" knows no autocast."""
+    """Whether torch.autocast is on for this device type; "meta" has no autocast."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
-    """The GEMMs choose their own dtypes; torch.autocast must not cast their operands again, forward or backward."""
+    """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their operands again."""
     return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
 
 
@@ -61,9 +61,9 @@ class Form:
 
     Args:
         tensor: "x" or "dy".
-        operand: keys the random bits.
-        spec: None leaves it in high precision.
-        codes: whether the codes are wanted, to be kept or multiplied by a backend that takes them; else the values.
+        operand: index of the operand, for the random key.
+        spec: quant spec; None for high precision.
+        codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
     """
 
     __slots__ = ("codes", "column", "delayed", "make", "operand", "pure", "spec", "stochastic", "tensor")
@@ -97,7 +97,7 @@ class Form:
 
 
 class Forms:
-    """Both forms of x or dy, made from one read of the tensor where a kernel can."""
+    """Both forms of x or dy, from one read of the tensor if a kernel supports that."""
 
     __slots__ = ("column", "pair", "pure", "row")
 
@@ -125,7 +125,7 @@ class Forms:
 
 
 class LayerGemms:
-    """The GEMMs of one layer, ready to run: the plan of the layer with its backends and kernels at hand."""
+    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up."""
 
     __slots__ = (
         *("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "quantised", "together", "w_column", "w_row"),
@@ -136,12 +136,12 @@ class LayerGemms:
         self.plan, self.device = plan, device
         self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
-        # A backend that runs layers as a whole multiplies nothing here.
+        # A backend that runs layers as a whole does not use these objects.
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
         self.fprop, self.dgrad, self.wgrad = backends
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
         self.keeps_x = wgrad.second is None
-        """Whether wgrad takes x in high precision, so that backward needs x itself."""
+        """Whether wgrad takes x in high precision; backward then needs x itself."""
 
         def form(tensor: str, operand: int, spec: QuantSpec | None, codes: bool, *, column: bool = False) -> Form:
             return Form(tensor, operand, spec, device, codes=codes, column=column)
@@ -168,14 +168,14 @@ class LayerGemms:
         gradients: Gradients,
         context: Context | None,
     ) -> tuple[Tensor, Quantized | Tensor | None]:
-        """y [M, N] in the recipe's dtype, and what wgrad will need of x: q(xᵀ), or x in high precision, or nothing.
+        """(y [M, N] in the recipe's dtype, x for wgrad: q(xᵀ), x in high precision, or None).
 
-        Layers that read the same tensor one after another (queries, keys and values; gate and up) share what they made
-        of it, and so keep one copy for backward.
+        Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
+        so one copy is saved for backward.
 
         Args:
-            context: where they share it; None: nowhere. A compiled graph puts other values into tensors that others
-                hold, so what it calls has none.
+            context: cache of the shared forms; None: no sharing. Calls from compiled graphs pass None, because a graph
+                reuses the memory of its tensors.
         """
         x_MK = x_MK.to(self.dtype)
         keeps_codes = gradients.w is not None and not self.keeps_x
@@ -190,13 +190,13 @@ class LayerGemms:
         return y_MN, x_MK if gradients.w is not None and self.keeps_x else made[1]
 
     def _what(self, keeps_codes: bool) -> tuple[object, ...]:
-        """What of an input is prepared; equal for layers that can share it."""
+        """The forms of an input that this layer needs; layers for which they are equal can share."""
         return (self.x.row.spec, self.x.row.codes, self.x.column.spec if keeps_codes else None)
 
     def _shared(self, x_MK: Tensor, context: Context | None, keeps_codes: bool) -> Any:
-        """What the layer before made of the same input, or None.
+        """The prepared forms that the layer before left of the same input, or None.
 
-        The context holds the tensor, so that its memory cannot have become another's.
+        The context keeps a reference to the tensor, so that its memory is not reused meanwhile.
         """
         seen = None if context is None else context.shared.get("input")
         if seen is None or seen[0] != self._what(keeps_codes):
@@ -207,7 +207,7 @@ class LayerGemms:
     def backward(
         self, dy_MN: Tensor, w_NK: Tensor | None, x: Quantized | Tensor | None, call: Call, gradients: Gradients
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dx [M, K], dw [N, K], dbias [N]), None for what is not wanted; `x` is what `forward` said it would need."""
+        """(dx [M, K], dw [N, K], dbias [N]), None for those not wanted; `x` is the second result of `forward`."""
         dtype = self.dtype
         dy = dy_MN.to(dtype)
         dx_MK = dw_NK = dbias_N = None
@@ -226,7 +226,7 @@ class LayerGemms:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y of (x_MK, w_NK, bias_N, call, context). What it keeps is saved by autograd, whose hooks and checks see it."""
+    """y of (x_MK, w_NK, bias_N, call, context). Tensors are saved through autograd, so its hooks and checks apply."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, context: Context) -> Tensor:

@@ -1,7 +1,7 @@
 """A linear layer whose three GEMMs follow a recipe: on Transformer Engine's kernels, torch's scaled_mm, or emulated.
 
-A layer holds what `precision.plan.resolve` decided for it and runs that: nothing is decided in a forward pass. The
-GEMMs are in `gemms`, the way through torch.compile is in `compile`.
+A layer stores the plan that `precision.plan.resolve` made for it and runs that plan; a forward pass makes no choices.
+The GEMMs are in `gemms.py`, the support for torch.compile is in `compile.py`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _Key = tuple[Recipe, LayerPolicy | None, Device]
 
 
 class Route(NamedTuple):
-    """What a compiled graph has to know of a layer."""
+    """The properties of a layer that a compiled graph depends on."""
 
     kind: Literal["plain", "torch", "operator", "eager"]
-    """`plain`: nn.Linear, outside of a context; `torch`: a recipe that quantises nothing; `operator`; `eager`: not in
-    the graph, because a backend runs the layer as a whole or because it raises an error."""
+    """`plain`: nn.Linear, outside a context; `torch`: a recipe that quantises nothing; `operator`: the custom operator;
+    `eager`: outside the graph, because a backend runs the whole layer or because the call raises an error."""
     dtype: torch.dtype | None = None
-    """The recipe's."""
+    """Dtype of the recipe."""
     keeps_x: bool = False
     """Whether wgrad takes x in high precision."""
 
 
 class Handle(metaclass=GraphInput):
-    """A linear layer as torch.compile sees it; the layer owns it, not the other way round."""
+    """A linear layer as an opaque input of compiled graphs; it holds a weak reference to the layer that owns it."""
 
     def __init__(self, layer: Linear) -> None:
         self._layer = weakref.ref(layer)
@@ -58,7 +58,7 @@ class Handle(metaclass=GraphInput):
         return Handle(memo[id(self.layer)])
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys, to which all layers are alike: graphs hold nothing of one but its route."""
+        """For the compiler's cache keys: all layers are equal, since graphs depend on the route only."""
         return str, (Handle.__qualname__,)
 
     def route(self) -> Route:
@@ -68,7 +68,7 @@ class Handle(metaclass=GraphInput):
             return Route("eager")
         if now.context is None:
             return Route("plain")
-        device = next(layer.parameters()).device  # not `weight`, which a parametrization would compute anew
+        device = next(layer.parameters()).device  # not `weight`, which a parametrization would recompute
         try:
             gemms = layer.gemms_in(now.context, device)
         except ValueError:
@@ -81,16 +81,16 @@ class Handle(metaclass=GraphInput):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside of one.
+    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside it.
 
-    Parameters and state dict are those of `nn.Linear`. Inputs of any leading dimensions [..., in_features]; the output
-    has the input's dtype, or torch.autocast's where that is on; inside, GEMMs run in the recipe's dtype.
+    Parameters and state dict are those of `nn.Linear`. Inputs are [..., in_features]. The output has the
+    input's dtype, or that of torch.autocast if it is on; the GEMMs run in the recipe's dtype.
 
     Args:
-        layer: name and place in the model, which `convert` fills in; they key the random bits and the policy.
+        layer: name and position in the model, set by `convert`; they key the random bits and the policy.
         backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference" (exact, slow), or
-            "auto": TE where it can run the recipe, else native products where a GPU has them, else emulation. A backend
-            that is named and cannot run a recipe is refused with a ValueError when the recipe is resolved.
+            "auto": TE if it can run the recipe, else native products if the GPU has them, else emulation. A named
+            backend that cannot run a recipe raises ValueError when the recipe is resolved.
     """
 
     is_fp4train_linear = True
@@ -112,7 +112,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, layer: Layer, backend: str) -> Linear:
-        """A layer in the place of `linear`: its parameters, hooks, training flag and whatever else was set on it."""
+        """A replacement for `linear` with its parameters, hooks, training flag and other attributes."""
         new = cls.__new__(cls)
         new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in linear.__dict__.items()})
         new._begin(layer, backend)
@@ -129,14 +129,14 @@ class Linear(nn.Linear):
             )
             for name, found in LAYER_BACKENDS.items()
         }
-        """Of the backends that run a layer as a whole."""
+        """Kernels of the backends that run a layer as a whole, by backend name."""
         self.handle = Handle(self)
         self._calls = 0
         self._was_in_context = False
         self.settle(layer, backend)
 
     def settle(self, layer: Layer, backend: str) -> None:
-        """Give the layer its name and place in a model, and its backend; what it has learnt of scales stays."""
+        """Set the layer's name, position in the model and backend; the amax histories of delayed scaling are kept."""
         check_choice("backend", backend, CHOICES)
         self.layer, self.backend = layer, backend
         for kernels in self.kernels.values():
@@ -153,7 +153,7 @@ class Linear(nn.Linear):
         self._resolved: dict[_Key, LayerGemms] = {}
 
     def hold(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
-        """Run `plan` wherever `recipe` and `policy` are those of the context, without resolving them again."""
+        """Use `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
         key = (recipe, policy, Device.of(device))
         known = self._resolved.get(key)
         if known is None or known.plan != plan:
@@ -161,7 +161,7 @@ class Linear(nn.Linear):
         self._held, self._gemms = (recipe, policy, device), self._resolved[key]
 
     def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
-        """The layer's GEMMs in `context` on `device`, resolved when they are first asked for.
+        """The layer's GEMMs in `context` on `device`, resolved on first use.
 
         Raises:
             ValueError: the recipe cannot run here; see `precision.plan.resolve`.
@@ -205,7 +205,7 @@ class Linear(nn.Linear):
         return y_MN.to(out_dtype).view(shape)
 
     def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
-        if not gemms.quantised or gemms.device == "meta":  # meta tensors have a shape, which is torch's too
+        if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
             return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table)
@@ -235,21 +235,21 @@ class Linear(nn.Linear):
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
     def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-        """torch's own layer, whose backward is not written in Python: what BF16 costs elsewhere it costs here."""
+        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool) -> Call:
-        """A call of this layer; `training`: whether gradients are on."""
+        """A call of this layer; `training`: whether gradients are enabled."""
         step, weights = context.step, self._weights
         if step is None:
-            # Without a step nobody says when the weights change, so nothing is kept from one call to the next.
+            # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
         return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
 
     def is_stray(self, now: State) -> bool:
-        """Whether this call recomputes one that was made in another context; asked once per call."""
+        """Whether this call recomputes one that was made in another context; evaluated once per call."""
         if is_stray_recomputation(now):
             return self._was_in_context or now.context is not None
         self._was_in_context = now.context is not None
@@ -266,13 +266,13 @@ class Linear(nn.Linear):
         self.handle = Handle(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
-        """What delayed scaling has seen, which a checkpoint must hold beside the state dict; empty without it."""
+        """The amax histories of delayed scaling, saved in a checkpoint beside the state dict; empty without it."""
         of_kernels = {f"{name}.{k}": v for name, each in self.kernels.items() for k, v in each.state().items()}
         return {**self.scaling.state(), **of_kernels}
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `scaling_state` gave."""
-        self._weights = PreparedWeights()  # which knows whether a weight's amax has entered the history in this step
+        """Restore the result of `scaling_state`."""
+        self._weights = PreparedWeights()  # it records whether the weight's amax has entered the history in this step
         rest = dict(state)
         for name, kernels in self.kernels.items():
             mine = [key for key in rest if key.startswith(f"{name}.")]

@@ -1,8 +1,8 @@
-"""The amax history of one layer's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
+"""Amax histories of one layer's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
 
-A delayed scale comes from the amax of earlier steps: a call of the layer takes the amax to use from the history as it
-is, then enters the tensor's own, or the largest of all data-parallel ranks'. Where the history gives 0 or nothing
-finite, the amax used last stays in force.
+A delayed scale comes from the amax of earlier steps. A call of the layer first takes the amax to use from the history,
+then adds the tensor's own amax to it (with data parallelism, the maximum over the ranks). If the history gives 0 or a
+non-finite value, the amax used last is used again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax, push_a
 
 
 class DelayedScaling:
-    """By tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last."""
+    """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last."""
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}
@@ -26,9 +26,9 @@ class DelayedScaling:
         """The amax that scales `tensor`, a 0-d float32.
 
         Args:
-            name: which of the layer's tensors.
+            name: "x", "w" or "dy".
             spec: its spec, with `delayed` set.
-            enter: whether the history takes the tensor's own amax (training, not evaluation).
+            enter: whether the tensor's own amax enters the history (in training, not in evaluation).
         """
         assert spec.delayed is not None
         history, previous = self.histories.get(name), self.used.get(name)
@@ -43,23 +43,23 @@ class DelayedScaling:
         return amax
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold."""
+        """The histories and the last amaxes, for a checkpoint."""
         return {f"history.{k}": v for k, v in self.histories.items()} | {f"used.{k}": v for k, v in self.used.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the result of `state`."""
         self.histories = {k.removeprefix("history."): v for k, v in state.items() if k.startswith("history.")}
         self.used = {k.removeprefix("used."): v for k, v in state.items() if k.startswith("used.")}
 
 
 def largest_over_ranks(amax: Tensor) -> Tensor:
-    """The maximum of `amax` over the ranks of the default process group, so that all of them scale alike.
+    """The maximum of `amax` over the ranks of the default process group, so that all use the same scale.
 
-    One all-reduce of four bytes for each tensor that enters its history: x and dy of every layer once a microbatch, w
-    once a step. Each costs a collective's latency and no bandwidth to speak of; TE joins those of a whole forward or
-    backward pass into one. All ranks of the group must run the same layers in the same order, as data parallelism does:
-    one that leaves a layer out, or evaluates while others train, leaves them waiting. Ranks that hold other layers
-    (pipeline stages) must not be in the default group.
+    One all-reduce of four bytes per tensor that enters its history: x and dy of every layer once per microbatch, w once
+    per step. Each costs the latency of a collective and negligible bandwidth; TE merges those of a whole forward or
+    backward pass into one. All ranks of the group must run the same layers in the same order, as in data parallelism. A
+    rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with other layers (pipeline
+    stages) must not be in the default group.
     """
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
@@ -67,5 +67,5 @@ def largest_over_ranks(amax: Tensor) -> Tensor:
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """The newest `length` entries; ones that are missing are 0, which no maximum notices."""
+    """The newest `length` entries; missing ones are 0, which does not change a maximum."""
     return torch.nn.functional.pad(history[:length], (0, max(0, length - len(history))))

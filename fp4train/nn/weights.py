@@ -1,11 +1,11 @@
 """Weights prepared once per optimizer step, not once per microbatch or GEMM.
 
-What a GEMM multiplies is a function of the weight, of the spec and, under stochastic rounding, of seed and step. It is
-kept while seed and step stay the same, which the autocast context tells. torch's version counter alone cannot tell: the
-fused optimizers change weights without raising it. For square blocks the column-wise form is the transpose of the
-row-wise one, a view.
+The prepared form of a weight is a function of the weight, of the spec and, under stochastic rounding, of seed and step.
+It is cached while the seed and step of the autocast context stay the same. torch's version counter alone is not enough:
+the fused optimizers change weights without incrementing it. For square blocks the column-wise form is the transpose of
+the row-wise form, a view.
 
-What is kept belongs to one weight and is dropped with it: it is held by a weak reference, and no address is compared.
+The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
 class WeightForm:
-    """How one GEMM takes the weight [N, K]: by which spec, on which backend, row-wise or column-wise (wᵀ).
+    """The form of the weight [N, K] that one GEMM needs: spec, backend, row-wise or column-wise (wᵀ).
 
     Args:
         device: device type of the weight.
@@ -38,7 +38,7 @@ class WeightForm:
         if spec is not None:
             chosen = quantizer(spec, device)
             self.make = chosen.codes if backend.takes_codes else chosen.values
-        # The values of square blocks, and of a weight in high precision, serve both forms: one is a view of the other.
+        # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
         self.key = (spec, backend.name, dtype, column and not self.transposed)
@@ -58,11 +58,11 @@ class PreparedWeights:
         self._entered = False
 
     def __reduce__(self) -> tuple[type[PreparedWeights], tuple[()]]:
-        """Copies and pickles start empty: the forms belong to another tensor, and are quickly made."""
+        """Copies and pickles start empty: the forms belong to the original tensor."""
         return PreparedWeights, ()
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
-        """The weight as `form` asks for it."""
+        """The weight in the given form, cached within a step."""
         position = (call.seed, call.step)
         if position != self._position:
             self._position = position
@@ -94,7 +94,7 @@ class PreparedWeights:
     def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
-        if spec is None:  # a weight in high precision takes the recipe's dtype; others are quantised from the master
+        if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         return form.make(w, call.weight_key(form.operand) if spec.rounding == "stochastic" else None, amax)
 

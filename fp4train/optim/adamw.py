@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with decay on matrices only; torch's fused kernel where the device has one."""
+"""AdamW (arXiv:1711.05101) with decay on matrices only; torch's fused kernel if the device has one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """AdamW's constants.
+    """The constants of AdamW.
 
     Args:
         lr: peak learning rate; the schedule multiplies it.
-        betas: decay of the two moments.
+        betas: decay rates of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: of parameters with two or more dimensions; norms and biases have none.
+        weight_decay: for parameters with two or more dimensions; norms and biases have none.
         clip: largest global gradient norm; None does not clip.
     """
 
@@ -43,7 +43,7 @@ class AdamW:
         """The optimizer over `model`'s trainable parameters.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the model has no trainable parameter.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:

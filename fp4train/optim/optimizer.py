@@ -1,4 +1,4 @@
-"""What `optim=…` binds to. A new optimizer is one dataclass like this, and one YAML in the group `optim`."""
+"""The protocol of `optim=…`. A new optimizer is one dataclass like this, and one YAML in the group `optim`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _steps(name: str, value: int | float, steps: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Base: linear warm-up to the peak, then whatever `after_warmup` says.
+    """Base: linear warm-up to the peak, then `after_warmup`.
 
     Args:
         warmup: share of the run or number of steps.
@@ -49,14 +49,14 @@ class Schedule:
             raise ValueError(f"schedule.floor={self.floor} must lie between 0 and 1")
 
     def cooldown_start(self, steps: int) -> int | None:
-        """The first step of the cooldown in a run of `steps`, or None where the schedule has none."""
+        """The first step of the cooldown in a run of `steps`, or None if the schedule has none."""
         return None
 
     def after_warmup(self, step: int, warmup: int, steps: int) -> float:
         return 1.0
 
     def factor(self, step: int, steps: int) -> float:
-        """What multiplies the peak learning rate at `step` of `steps`."""
+        """The factor of the peak learning rate at `step` of `steps`."""
         warmup = _steps("warmup", self.warmup, steps)
         if step < warmup:
             return (step + 1) / warmup
@@ -102,6 +102,6 @@ class WSD(Schedule):
         start = self.cooldown_start(steps)
         if step < start:
             return 1.0
-        # One past the last step reaches the floor, so that no step is spent at a learning rate of zero.
+        # The floor is reached one step after the last, so that no step has a learning rate of zero.
         t = (step - start + 1) / (steps - start + 1)
         return self.floor + (1 - self.floor) * _DECAYS[self.decay](t)

@@ -1,4 +1,4 @@
-"""Precision as an object: recipes, the policy, phases, the plan, and the context that layers run in."""
+"""Precision as an object: recipes, the layer policy, phases, the plan, and the autocast context."""
 
 from fp4train.backends.table import GEMMS, Operands, Table
 from fp4train.precision.context import autocast, recompute, recompute_contexts

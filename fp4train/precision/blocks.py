@@ -1,17 +1,19 @@
-"""What the blocks of a model are: the repeated parts that a policy counts ("the last 15 % of the blocks").
+"""Find the blocks of a model: the repeated parts that a policy counts ("the last 15 % of the blocks").
 
-Blocks are found by structure, as the outermost stacks of a model, in order of definition. A stack is
+Blocks are found by structure, as the entries of the outermost stacks of a model, in order of definition. A stack is
 - an `nn.ModuleList`: each entry that holds a linear layer is a block, whatever its class (Mamba/attention hybrids). A
-  list of bare linear layers (several heads) counts only in a model without another stack;
-- an `nn.Sequential` with two or more entries of one class, bare linear layers aside: these and what is between them;
-- an `nn.ModuleDict` with two or more entries of one class, or whose keys all end in a number: its entries;
-- two or more attributes of one class (`self.block1`, `self.block2`), in a model without a stack elsewhere, if they are
+  list of bare linear layers (several heads) counts only if the model has no other stack;
+- an `nn.Sequential` with two or more entries of one class, not counting bare linear layers: these entries and those
+  between them;
+- an `nn.ModuleDict` with two or more entries of one class, or with keys that all end in a number: its entries;
+- two or more attributes of one class (`self.block1`, `self.block2`), if the model has no other stack, and if they are
   numbered or hold more than 3/4 of the linear weights.
-What stands inside of a block belongs to it, the experts of a mixture among them. Entries without a number that hold
-stacks of their own, other than experts, are opened: in {"encoder": …, "decoder": …} the blocks are those of the two.
+Everything inside a block belongs to it, mixture-of-experts layers included. An entry without a number that holds a
+stack of its own, other than experts, is not a block: its stack is used instead. In {"encoder": …, "decoder": …} the
+blocks are those of the encoder and of the decoder.
 
-A model whose blocks are something else names them: an attribute, property or method `fp4train_blocks` gives their
-module paths, or the modules, in order.
+A model with other blocks names them itself: its attribute, property or method `fp4train_blocks` returns their module
+paths, or the modules, in order.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ NAMED_BY = "fp4train_blocks"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear and its subclasses, or a module that says it computes a linear layer (`is_fp4train_linear`)."""
+    """Whether this is an nn.Linear, a subclass, or a module marked as a linear layer (`is_fp4train_linear`)."""
     return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False)
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Module paths of the blocks that hold linear layers, in order; none where the model has no repeated part.
+    """Module paths of the blocks that hold linear layers, in order; empty if the model has no repeated part.
 
-    A block whose linear layers all stand in earlier blocks, too (one module in several places), is counted once.
+    A block whose linear layers all belong to earlier blocks (one module in several places) is not counted again.
 
     Raises:
-        TypeError, ValueError: what the model says of its blocks is not so.
+        TypeError, ValueError: `fp4train_blocks` of the model is invalid.
     """
     paths = list(_named(model)) or _by_structure(model)
     seen: set[nn.Module] = set()
@@ -55,14 +57,14 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
     return filter(is_linear, module.modules())
 
 
-# What a model says itself
+# Blocks named by the model
 
 
 def _named(model: nn.Module) -> Iterator[str]:
-    """Paths that the model, or the outermost modules inside of it that have an answer, give."""
+    """Paths from `fp4train_blocks` of the model, or of the outermost modules inside it that define it."""
     answered: list[str] = []
     for path, module in model.named_modules():
-        # Statically: a wrapper such as torch.compile's passes on what is asked of it, with other paths.
+        # Looked up statically: a wrapper such as torch.compile's forwards attribute access, but has other paths.
         if inspect.getattr_static(module, NAMED_BY, None) is None or any(_inside(path, outer) for outer in answered):
             continue
         answered.append(path)
@@ -70,12 +72,14 @@ def _named(model: nn.Module) -> Iterator[str]:
 
 
 def _answer(module: nn.Module) -> list[str]:
-    """Paths inside of `module` that its `fp4train_blocks` stands for, checked."""
-    who = f"{type(module).__name__}.{NAMED_BY}"
+    """Paths inside `module` that its `fp4train_blocks` names, checked."""
+    attribute = f"{type(module).__name__}.{NAMED_BY}"
     answer = getattr(module, NAMED_BY)
     answer = answer() if callable(answer) and not isinstance(answer, nn.Module) else answer
     if isinstance(answer, str) or not isinstance(answer, Iterable):
-        raise TypeError(f"{who} gives {type(answer).__name__}, and not the paths of the blocks (or modules) in order")
+        raise TypeError(
+            f"{attribute} gives {type(answer).__name__}; it must give the block paths (or modules) in order"
+        )
     names: dict[nn.Module, str] = {}
     places = dict(module.named_modules(remove_duplicate=False))
     for name, part in places.items():
@@ -86,29 +90,29 @@ def _answer(module: nn.Module) -> list[str]:
             if block not in places:
                 some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
                 raise ValueError(
-                    f"{who} names {block!r}, and there is no such module; {type(module).__name__} has {some}, …"
+                    f"{attribute} names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
                 )
             paths.append(names[places[block]])
         elif isinstance(block, nn.Module):
             if block not in names:
                 raise ValueError(
-                    f"{who} gives a {type(block).__name__} that is no part of {type(module).__name__} (replaced since? "
-                    "Give its path)"
+                    f"{attribute} gives a {type(block).__name__} that is not part of {type(module).__name__}. If it "
+                    "has been replaced, give its path instead"
                 )
             paths.append(names[block])
         else:
-            raise TypeError(f"{who} gives {block!r} for a block, which is neither a path nor a module")
+            raise TypeError(f"{attribute} gives {block!r} as a block; a block is a path or a module")
     for i, path in enumerate(paths):
         for other in paths[:i]:
             if _inside(path, other) or _inside(other, path):
-                raise ValueError(f"{who} names blocks that overlap: {other!r} and {path!r}")
+                raise ValueError(f"{attribute} names blocks that overlap: {other!r} and {path!r}")
     held = [path for path in paths if any(_linears(module.get_submodule(path)))]
     if not held:
-        raise ValueError(f"{who} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
+        raise ValueError(f"{attribute} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
     return held
 
 
-# What its structure says
+# Blocks found by structure
 
 
 @dataclass(frozen=True)
@@ -132,12 +136,12 @@ class _Part:
 class _Block:
     path: str
     of_bare_linears: bool = False
-    """Whether its stack holds bare linear layers and nothing else."""
+    """Whether its stack holds only bare linear layers."""
 
 
 def _by_structure(model: nn.Module) -> list[str]:
     blocks = list(_stacks(model, "", attributes=False))
-    # Attributes of one class are weaker evidence than a list: they count where all lists stand inside of them.
+    # Attributes of one class are weaker evidence than a list: they count only if every list is inside one of them.
     wider = list(_stacks(model, "", attributes=True))
     if all(any(_inside(block.path, outer.path) and block.path != outer.path for outer in wider) for block in blocks):
         blocks = wider
@@ -145,7 +149,7 @@ def _by_structure(model: nn.Module) -> list[str]:
 
 
 def _stacks(module: nn.Module, path: str, *, attributes: bool) -> Iterator[_Block]:
-    """The entries of the outermost stacks in `module`, which stands at `path`."""
+    """The entries of the outermost stacks in `module`, whose path is `path`."""
     parts = _parts(module, path)
     entries = _entries(module, parts, attributes=attributes)
     bare = all(part.bare for part in entries)
@@ -157,7 +161,7 @@ def _stacks(module: nn.Module, path: str, *, attributes: bool) -> Iterator[_Bloc
 
 
 def _parts(module: nn.Module, path: str) -> list[_Part]:
-    # A container may hold a module twice; a module with two names for a child holds it once.
+    # A container may hold a module twice; a child with two attribute names counts once.
     children = module._modules.items() if _is_container(module) else module.named_children()
     return [
         _Part(name, _join(path, name), child) for name, child in children if child is not None and any(_linears(child))
@@ -182,7 +186,7 @@ def _repeated_attributes(module: nn.Module, repeated: list[_Part]) -> list[_Part
     numbered = [part for part in repeated if part.numbered]
     if len(numbered) >= 2:
         return numbered
-    # Two attentions of one layer are of one class as well: without numbers, nearly all weights must be in the blocks.
+    # Two attention modules of one layer also share a class. Without numbers, most weights must be in the blocks.
     repeated = [part for part in repeated if type(part.module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)]
     inside = {linear for part in repeated for linear in _linears(part.module)}
     return repeated if _weights(inside) > 0.75 * _weights(_linears(module)) else []
@@ -193,7 +197,7 @@ def _weights(linears: Iterable[nn.Module]) -> int:
 
 
 def _is_opened(stack: nn.Module, part: _Part) -> bool:
-    """Whether an entry of a stack is no block, because it is or holds a stack of blocks itself."""
+    """Whether an entry of a stack is not a block, because it is or holds a stack of blocks itself."""
     if isinstance(stack, nn.ModuleList) or (part.numbered and _is_container(stack)):
         return False
     if isinstance(part.module, nn.ModuleList):

@@ -1,7 +1,7 @@
-"""The context as torch.compile sees it: an opaque object that a graph takes as an input. Imported only while it traces.
+"""Register the autocast context with torch.compile, as an opaque graph input. Imported only during tracing.
 
-A graph reads the context that is current when it runs, and holds for every context of the same `activation_dtype`. The
-graph's backward has that input too, so that what it recomputes needs nothing else.
+A graph reads the context that is current when it runs. It is valid for every context with the same `activation_dtype`.
+The backward graph has the same input, so activations that it recomputes see the same context.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The context in which linear layers run: which recipe, and the position in the run that keys the random bits.
+"""The autocast context: the recipe that linear layers run in, and the position that keys the random bits.
 
     with autocast(NVFP4(), policy=LayerPolicy(last=0.15)):
         loss = model(tokens)
     loss.backward()
 
-As with Transformer Engine's autocast, an inner context overrides an outer one, and backward runs outside of it in the
-precision of its forward. One thread-local variable holds the state; nothing else is global.
+As with Transformer Engine's autocast, an inner context overrides an outer one. Backward runs outside the context, in
+the precision of its forward. The state is one thread-local variable; there is no other global state.
 
-Activation recomputation runs a forward pass inside backward, where the context of the first pass is over. `recompute`,
-or torch's own checkpoint with `context_fn=recompute_contexts`, restores it together with what the layers drew in it
-(the number of a call, a delayed scale). A layer that is recomputed without its context raises an error.
+Activation recomputation runs a forward pass inside backward, after the context of the first pass has ended.
+`recompute`, or `torch.utils.checkpoint` with `context_fn=recompute_contexts`, restores that context and what each layer
+took from it in the first pass (its call number, its delayed scales). A layer that is recomputed without its context
+raises an error.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ T = TypeVar("T")
 class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
-    torch.compile accepts such objects only if their class has a private metaclass of torch's. That one is assigned in
-    this one's place when a graph is traced (`compile_context`), so that a process that compiles nothing needs no
-    private part of torch.
+    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_context` replaces
+    this metaclass with torch's when a graph is traced. A process that compiles nothing uses no private part of torch.
     """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context(metaclass=GraphInput):
-    """What a linear layer needs to know when it runs; see `autocast` for the fields."""
+    """The settings of one `autocast` region, which documents the fields."""
 
     recipe: Recipe
     policy: LayerPolicy | None = None
@@ -47,25 +47,25 @@ class Context(metaclass=GraphInput):
     step: int | None = None
     token_offset: int = 0
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What layers that read the same input share in one forward pass; empty again when the context is left."""
+    """Cache for layers that read the same input in one forward pass; cleared on exit."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
-    """By layer, its calls out of compiled graphs, which those graphs' recomputations must find again."""
+    """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
 
     def activation_dtype(self) -> torch.dtype:
-        """In which a model carries its activations."""
+        """The dtype in which a model carries its activations."""
         return self.recipe.torch_dtype
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys, to which all contexts are alike: graphs hold nothing of one but its dtype."""
+        """For the compiler's cache keys: all contexts are equal, since graphs depend on the dtype only."""
         return str, (Context.__qualname__,)
 
 
 class State(NamedTuple):
-    """What a thread holds: the context, where it was entered, and the records of recomputed regions around it."""
+    """The state of one thread: the context, where it was entered, and the recomputed regions around it."""
 
     context: Context | None = None
     backward: int = -1
-    """The backward pass (autograd's graph task) inside of which the context was entered; -1: none."""
+    """The backward pass (autograd's graph task) inside which the context was entered; -1: none."""
     recording: tuple[dict[object, list[object]], ...] = ()
     replaying: dict[object, Iterator[object]] | None = None
 
@@ -75,7 +75,7 @@ _THREAD = threading.local()
 
 
 def state() -> State:
-    """This thread's."""
+    """The state of this thread."""
     if torch.compiler.is_dynamo_compiling():
         _make_opaque()
     found: State = getattr(_THREAD, "state", _OUTSIDE)
@@ -83,12 +83,10 @@ def state() -> State:
 
 
 def _make_opaque() -> None:
-    """Make contexts inputs of graphs, before the tracer sees the first one, where this torch knows such inputs."""
+    """Register contexts as graph inputs before the tracer meets the first one, if this torch supports that."""
     try:
         from fp4train.precision import compile_context  # noqa: F401
-    except (
-        Exception
-    ):  # private parts of torch, which differ between its versions: `fp4train.nn.compile` says what is missing
+    except Exception:  # private parts of torch differ between versions: `fp4train.nn.compile` reports what is missing
         return
 
 
@@ -98,17 +96,17 @@ def current() -> Context | None:
 
 
 def backward_pass() -> int:
-    """The backward pass that is being carried out, or -1."""
+    """The id of the running backward pass, or -1."""
     return torch._C._current_graph_task_id()
 
 
 def is_stray_recomputation(now: State) -> bool:
-    """Whether this runs inside a backward pass under a context, or the lack of one, that comes from outside of it."""
+    """Whether a backward pass is running and the current state (a context or none) was set outside it."""
     return backward_pass() not in (-1, now.backward)
 
 
 def once(owner: object, make: Callable[[], T]) -> T:
-    """`make()`; when a region is recomputed, what the same call of `owner` made in the first pass."""
+    """`make()`; inside a recomputed region, the value that the same call of `owner` made in the first pass."""
     now = state()
     made = make() if now.replaying is None else cast(T, next(now.replaying[owner]))
     for record in now.recording:
@@ -147,17 +145,17 @@ def autocast(
     Args:
         recipe: precision of the three GEMMs.
         policy: which layers keep high precision; None quantises every layer.
-        enabled: False runs plain linear layers, whatever an outer context says.
-        seed: of stochastic rounding's random bits.
-        step: of the optimizer. It keys the random bits, together with the layer and the element's index, so that a
-            resumed run draws the same ones; and it promises that weights stay as they are within a step, so that each
-            is quantised once however many microbatches there are. None: layers count their calls, and keep nothing.
-        token_offset: index within the step's global batch of the first token that the layers will see; makes the random
-            bits independent of how a batch is cut into microbatches and spread over ranks, as long as it is a multiple
-            of 8 (other offsets draw other bits for wgrad, which are as good).
+        enabled: False runs plain linear layers, also inside an outer context.
+        seed: seed of the random bits of stochastic rounding.
+        step: optimizer step. It keys the random bits, together with the layer and the element's index, so a resumed
+            run draws the same bits. Weights must not change within a step: each is quantised once per step, for any
+            number of microbatches. None: layers count their calls and cache nothing.
+        token_offset: index of the first token in the global batch of the step. It makes the random bits independent of
+            how the batch is split into microbatches and over ranks, if it is a multiple of 8. Other offsets draw
+            different bits for wgrad, equally random.
 
     Raises:
-        TypeError: `recipe` or `policy` is a class or something else than such an object.
+        TypeError: `recipe` is not a Recipe object, or `policy` is not a LayerPolicy object.
     """
     if not isinstance(recipe, Recipe):
         hint = f"{recipe.__name__}()" if isinstance(recipe, type) else "a recipe object such as NVFP4()"
@@ -169,7 +167,7 @@ def autocast(
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:
-    """The dtype in which a model carries its activations here: the current recipe's, or `default` outside autocast."""
+    """The dtype in which a model carries its activations: that of the current recipe, or `default` outside autocast."""
     context = current()
     return default if context is None else context.activation_dtype()
 
@@ -185,7 +183,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     @contextmanager
     def again() -> Iterator[None]:
         replaying = {owner: iter(calls) for owner, calls in record.items()}
-        # `recording` starts anew: the outer regions are over, or are being recomputed around this one.
+        # `recording` starts empty: the outer regions have ended, or are being recomputed around this one.
         with _enter(outer._replace(backward=backward_pass(), recording=(), replaying=replaying)):
             yield
 
@@ -193,11 +191,11 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 
 
 def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """`function(*args)`, keeping only `args` for backward, which computes the activations again.
+    """`function(*args)`, saving only `args` for backward, which recomputes the activations.
 
-    This is `torch.utils.checkpoint` whose recomputation sees the context of the forward pass: the activations have the
-    bits of the first ones, stochastic rounding and dropout included. Under torch.compile the region is a graph of its
-    own.
+    This is `torch.utils.checkpoint` with the context of the forward pass restored. The recomputed activations equal the
+    first ones in every bit, stochastic rounding and dropout included. Under torch.compile the region is a separate
+    graph.
     """
     if torch.compiler.is_dynamo_compiling():
         from fp4train.precision import untraced
@@ -208,7 +206,7 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
 
 
 def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """`recompute`, outside of torch.compile."""
+    """`recompute` outside torch.compile."""
     from torch.utils.checkpoint import checkpoint
 
     result = checkpoint(function, *args, use_reentrant=False, context_fn=recompute_contexts)

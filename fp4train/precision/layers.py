@@ -1,8 +1,8 @@
-"""The linear layers of a model and where they stand in it.
+"""The linear layers of a model and their positions in its blocks.
 
-A policy speaks of "the last 15 % of the blocks"; what the blocks of a model are is in `blocks`. Linear layers outside
-of them (the head, input projections) always stay in high precision. In a model without blocks each linear layer is a
-block of its own and none lies outside.
+A policy counts blocks ("the last 15 % of the blocks"); `blocks.py` finds them. Linear layers outside the blocks (the
+head, input projections) always stay in high precision. In a model without blocks each linear layer counts as a block,
+and none is outside.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn.parameter import is_lazy
 from fp4train.precision.blocks import block_paths, is_linear
 
 _BLOCK = 16
-"""Elements of the smallest block that shares a scale, NVFP4's."""
+"""Elements of the smallest block that shares a scale: that of NVFP4."""
 
 _HARMLESS = {
-    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # how it begins and looks
+    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # construction and printing
     *("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state", "_version"),
     *("__module__", "__doc__", "__dict__", "__weakref__", "__constants__", "__annotations__", "__annotate_func__"),
-    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),  # what a class statement makes
+    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),  # made by every class statement
 }
-"""What a subclass of nn.Linear may define anew without a change of what it computes."""
+"""What a subclass of nn.Linear may redefine without changing what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class Layer:
 
     Args:
         name: its module path in the model.
-        block: index of the block it belongs to, or None outside of the blocks.
-        blocks: how many blocks the model has.
-        names: of all linear layers of the model, by which a policy checks its patterns.
-        unconverted: why `convert` leaves it alone; None: it is converted, or is fp4train's own.
+        block: index of the block it belongs to, or None outside the blocks.
+        blocks: number of blocks in the model.
+        names: names of all linear layers of the model; a policy checks its patterns against them.
+        unconverted: why `convert` does not replace it; None if it can be converted or is an fp4train layer.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Layer:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of `model` that hold linear layers, in order; the model itself where it has none."""
+    """The blocks of `model` that hold linear layers, in order; the model itself if it has none."""
     return [model.get_submodule(path) for path in block_paths(model)] or [model]
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every linear layer of `model` by name, in the order of definition; a shared one stands under its first name.
+    """Every linear layer of `model` by name, in the order of definition; a shared layer has its first name.
 
     Raises:
-        TypeError, ValueError: what the model says of its blocks (`fp4train_blocks`) is not so.
+        TypeError, ValueError: `fp4train_blocks` of the model is invalid.
     """
     paths = block_paths(model)
     block_of: dict[nn.Module, int] = {}
@@ -91,7 +91,7 @@ def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _why_unconverted(name: str, module: nn.Module) -> str | None:
-    """Why fp4train's layer does not take the place of a linear layer, or None where it can or has."""
+    """Why fp4train's layer cannot replace this linear layer; None if it can or already has."""
     if getattr(module, "is_fp4train_linear", False) or not isinstance(module, nn.Linear):
         return None
     kind = type(module).__name__
@@ -109,7 +109,7 @@ def _why_unconverted(name: str, module: nn.Module) -> str | None:
 
 
 def is_uninitialised(linear: nn.Module) -> bool:
-    """Whether a linear layer (nn.LazyLinear) waits for its first batch to know its shape."""
+    """Whether a linear layer (nn.LazyLinear) gets its shape only from its first batch."""
     weight = linear._parameters.get("weight")
     return weight is not None and is_lazy(weight)
 

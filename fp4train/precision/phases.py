@@ -1,9 +1,9 @@
-"""From when on which recipe holds.
+"""Recipe changes over a run: phases, which are configured, and swaps, which are requested during the run.
 
-Low-precision training leaves a gap in the loss that a return to high precision late in training mostly closes: with the
-forward GEMM alone in BF16 for the cooldown, the paper's gap fell from 1.5 % to 0.5 % for 6 % of the compute
-(arXiv:2509.25149, appendix D). A phase changes the recipe, or single GEMMs of it, from a step on. A swap, asked for
-while a run is running, replaces the recipe that the phases start from.
+Low-precision training leaves a loss gap. A return to high precision late in training closes most of it: with only the
+forward GEMM in BF16 during the cooldown, the paper's gap fell from 1.5 % to 0.5 %, for 6 % of the compute
+(arXiv:2509.25149, appendix D). A phase changes the recipe, or single GEMMs of it, from a given step on. A swap replaces
+the recipe that the phases modify.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fp4train.precision.recipes import Mixed
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """From `start` on, run `recipe`, in all GEMMs or in some.
+    """Run `recipe` from `start` on, in all GEMMs or in some.
 
     Args:
-        start: a step (integer), a share of the run (float in [0, 1]), or "cooldown": where the schedule's cooldown
-            starts.
+        start: a step (integer), a share of the run (float in [0, 1]), or "cooldown": the first
+            step of the schedule's cooldown.
         recipe: the recipe from then on.
-        gemms: only these GEMMs change to `recipe`; the others go on as before. None: all three. With a recipe that
-            quantises nothing they run in high precision, which is the dtype that the run has.
+        gemms: only these GEMMs change to `recipe`; the others stay as they are. None: all three. With a recipe that
+            quantises nothing, these GEMMs run in high precision, in the dtype of the run.
     """
 
     start: int | float | str
@@ -47,13 +47,13 @@ class Phase:
             object.__setattr__(self, "gemms", tuple(g for g in GEMMS if g in self.gemms))
 
     def step(self, steps: int, cooldown: int | None) -> int | None:
-        """The first step of this phase in a run of `steps` steps; None where the schedule has no cooldown."""
+        """The first step of this phase in a run of `steps` steps; None if the schedule lacks the cooldown it needs."""
         if isinstance(self.start, str):
             return cooldown
         return self.start if isinstance(self.start, int) else round(self.start * steps)
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """The recipe of this phase when `recipe` held before."""
+        """The recipe after this phase, applied to the previous `recipe`."""
         if self.gemms is None:
             return self.recipe
         if not self.recipe.quantised:
@@ -64,14 +64,14 @@ class Phase:
 
 
 def _part(recipe: Recipe, gemm: str) -> Recipe:
-    """The recipe of one GEMM, without what `high_precision` takes out of it."""
+    """The recipe of one GEMM, without the exceptions in `high_precision`."""
     part: Recipe = getattr(recipe, gemm) if isinstance(recipe, Mixed) else recipe
     return replace(part, high_precision=()) if part is recipe else part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swap:
-    """The run's recipe is `recipe` from `step` on; `name` is what was asked for ("mxfp8")."""
+    """Replace the run's recipe by `recipe` from `step` on; `name` is the requested name ("mxfp8")."""
 
     step: int
     recipe: Recipe
@@ -80,7 +80,7 @@ class Swap:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps [start, stop) of a run, in which `recipe` holds because of `reason`."""
+    """Steps [start, stop) of a run in which `recipe` is in force, and the reason."""
 
     start: int
     stop: int
@@ -90,7 +90,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Recipe, phases and swaps of a run of `steps` steps whose schedule's cooldown starts at step `cooldown`."""
+    """Recipe, phases and swaps of a run of `steps` steps; `cooldown` is the first step of the schedule's cooldown."""
 
     recipe: Recipe
     steps: int
@@ -111,10 +111,10 @@ class Timeline:
             raise ValueError(
                 "a float16 run has a loss scale and stays float16: phases and swaps cannot change its dtype"
             )
-        self.stretches()  # a phase that cannot be combined with what holds before it is refused now, not at its step
+        self.stretches()  # refuses now a phase that cannot be combined with the recipe before it
 
     def recipe_at(self, step: int) -> Recipe:
-        """The recipe that holds at `step` (steps count from 0)."""
+        """The recipe in force at `step` (steps count from 0)."""
         return self._at(step)[0]
 
     def _at(self, step: int) -> tuple[Recipe, str]:
@@ -124,7 +124,7 @@ class Timeline:
                 recipe, reason, swapped = swap.recipe, f"swap at step {swap.step}", swap.step
         for phase in self.phases:
             start = phase.step(self.steps, self.cooldown)
-            # A swap that came after a phase of the whole recipe replaces it; phases of single GEMMs refine any recipe.
+            # A swap after a phase of the whole recipe replaces that phase; phases of single GEMMs modify any recipe.
             if start is not None and start <= step and not (phase.gemms is None and start <= swapped):
                 what = "+".join(phase.gemms) if phase.gemms else "all GEMMs"
                 changed = phase.apply(recipe)
@@ -133,7 +133,7 @@ class Timeline:
         return recipe, reason
 
     def stretches(self) -> list[Stretch]:
-        """The run cut where its recipe changes."""
+        """The run, split where its recipe changes."""
         starts = {0, *(s.step for s in self.swaps)}
         starts |= {s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None}
         cuts = sorted(s for s in starts if s < max(self.steps, 1))

@@ -1,8 +1,8 @@
 """The plan: recipe × policy × phases × backends resolved for a real model, once, before anything is trained.
 
-`resolve` is the one place that decides what a layer runs: the two operands of each GEMM, who multiplies them, and why.
-A plan holds its answers for every stretch of a run as data. They are applied to the model where a stretch begins, and
-tables, costs and studies read them. `autocast`, for loops that are not fp4train's, uses the same function.
+Only `resolve` decides what a layer runs: the two operands of each GEMM, the backend, and the reason. A plan holds its
+results for every stretch of a run as data. The trainer applies them to the model at the start of each stretch; tables
+and cost estimates read them. In other training loops `autocast` calls the same function.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row", "make_plan", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """One GEMM of one layer: what is multiplied, on which backend, and why there.
+    """One GEMM of one layer: its operands, its backend, and the reason.
 
     Args:
         name: "fprop", "dgrad" or "wgrad".
         operands: the quant specs of its two operands.
-        dtype: of operands in high precision, and of the result.
+        dtype: dtype of operands in high precision, and of the result.
         backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
-        why: the reason, for people.
+        why: the reason, as shown in tables.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Gemm:
 
     @property
     def elements(self) -> str:
-        """What is multiplied: "E2M1·E2M1", "BF16·BF16"."""
+        """The element formats of its operands: "E2M1·E2M1", "BF16·BF16"."""
         return self.operands.elements(self.dtype)
 
 
@@ -53,7 +53,7 @@ class LayerPlan:
 
     Args:
         layer: its place in the model.
-        recipe: the layer's own, which a policy may have put in the run's place.
+        recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
     """
 
@@ -74,7 +74,7 @@ class LayerPlan:
 
     @property
     def layer_backend(self) -> str | None:
-        """The backend that runs the three GEMMs together, or None where each is multiplied by itself."""
+        """The backend that runs the three GEMMs together, or None if each GEMM has its own."""
         return self.fprop.backend if self.fprop.backend in LAYER_BACKENDS else None
 
     @property
@@ -90,13 +90,13 @@ class LayerPlan:
 def resolve(
     layer: Layer, recipe: Recipe, policy: LayerPolicy | None, backend: str, device: Device, *, reason: str | None = None
 ) -> LayerPlan:
-    """What `layer` runs where `recipe` holds.
+    """What `layer` runs while `recipe` is in force.
 
     Args:
         policy: which layers follow the recipe; None: every one.
-        backend: "auto", or the one that a user asks for by name.
-        device: where the layer's input is.
-        reason: why `recipe` holds, where that is known; it explains GEMMs that a phase took out.
+        backend: "auto", or the name of a backend.
+        device: device of the layer's input.
+        reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
 
     Raises:
         ValueError: a pattern of the policy matches no layer, or the named backend cannot run the recipe.
@@ -113,19 +113,19 @@ def resolve(
     else:
         choices = choose(table, layer, backend, device)
     gemms = {}
-    for name, (who, why) in choices.items():
+    for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         if unconverted is None and not operands.quantised and recipe.quantised:
             why = kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=who, why=why)
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)
     return LayerPlan(layer=layer, recipe=own, **gemms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStretch:
-    """Steps [start, stop) of a run, in which `recipe` holds because of `reason`, resolved for each layer by name."""
+    """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each layer by name."""
 
     start: int
     stop: int
@@ -144,7 +144,7 @@ class PlannedStretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One GEMM of one layer in one stretch, as tables show it; `size` is (rows, columns, contraction)."""
+    """One GEMM of one layer in one stretch: a row of a table. `size` is (rows, columns, contraction)."""
 
     start: int
     stop: int
@@ -169,7 +169,7 @@ class Plan:
     Args:
         stretches: in order; they cover the run without gaps.
         tokens: rows of x in one forward pass.
-        device: where the layers run.
+        device: device of the layers.
     """
 
     stretches: Sequence[PlannedStretch]
@@ -178,7 +178,7 @@ class Plan:
     device: Device
 
     def at(self, step: int) -> PlannedStretch:
-        """The stretch of `step`; of steps beyond the end, the last one."""
+        """The stretch that contains `step`; the last one for steps beyond the end."""
         return next((s for s in self.stretches if s.start <= step < s.stop), self.stretches[-1])
 
     @property
@@ -234,10 +234,10 @@ def make_plan(
         timeline: recipe, phases and swaps.
         policy: None: every layer follows the recipe.
         tokens: rows of x in one forward pass.
-        backend: that of all layers, or by layer name.
+        backend: one for all layers, or one per layer name.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, or a backend asked for by name cannot run a recipe.
+        ValueError: a pattern of the policy matches no layer, or a named backend cannot run a recipe.
     """
     layers = list(layers)
     if policy is not None:
@@ -246,8 +246,8 @@ def make_plan(
     for stretch in timeline.stretches():
         found = {}
         for layer in layers:
-            who = backend if isinstance(backend, str) else backend[layer.name]
-            found[layer.name] = resolve(layer, stretch.recipe, policy, who, device, reason=stretch.reason)
+            wanted = backend if isinstance(backend, str) else backend[layer.name]
+            found[layer.name] = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
         stretches.append(
             PlannedStretch(
                 start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=stretch.reason, layers=found
@@ -267,23 +267,23 @@ def plan(
     backend: str = "auto",
     device: torch.device | str | Device | None = None,
 ) -> Plan:
-    """What the linear layers of anyone's model run under `fp4train.autocast`; `print` it for a table.
+    """The plan of any torch model under `fp4train.autocast`: `print` shows it as a table.
 
-    A model that is not converted yet is planned as `fp4train.convert` would leave it.
+    A model that is not converted is planned as if `fp4train.convert` had converted it.
 
     Args:
         policy: which layers keep high precision; None quantises every layer.
-        phases: changes of the recipe during a run of `steps` steps.
+        phases: recipe changes during a run of `steps` steps.
         tokens: rows of x in one forward pass, for the sizes.
-        backend: of layers that are not converted yet; a converted layer has its own.
-        device: where the layers run; None: where the model's first parameter is.
+        backend: of layers that are not converted; a converted layer keeps its own.
+        device: device of the layers; None: that of the model's first parameter.
 
     Raises:
         ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot run a recipe.
     """
     layers = find_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} holds no linear layer: there is nothing to plan")
+        raise ValueError(f"{type(model).__name__} has no linear layer: there is nothing to plan")
     if device is None:
         device = next(model.parameters()).device
     if not isinstance(device, Device):

@@ -1,8 +1,8 @@
 """Which linear layers follow the recipe, and which are kept in high precision.
 
-Training a whole model in FP4 diverges or loses quality; keeping the last ~15 % of its blocks in high precision restores
-it ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.1). TE cannot choose layers, because it
-does not know the structure of the network; this policy does.
+Training a whole model in FP4 diverges or loses quality. Keeping the last ~15 % of its blocks in high precision restores
+it ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.1). TE does not choose layers, because
+it does not know the structure of the network.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fp4train.precision.recipes import BF16
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """Keep the first and last blocks and named layers in another precision.
+    """Keep the first and last blocks and named layers in high precision.
 
-    Linear layers outside of the model's blocks (its head) are always kept in high precision; embeddings, norms and
+    Linear layers outside the model's blocks (the head) are always kept in high precision; embeddings, norms and
     attention products are never quantised.
 
     Args:
         first, last: blocks kept at either end: a count (integer) or a share of all blocks (float in [0, 1], rounded
             up).
         keep: patterns of layer names, matched on whole name components: "mlp.down" matches "blocks.3.mlp.down", not
-            "blocks.3.mlp.down_norm"; "*" stands for within one component.
-        recipe_for_kept: recipe of kept layers inside the blocks, BF16 or another (MXFP8, say).
+            "blocks.3.mlp.down_norm"; "*" matches within one component.
+        recipe_for_kept: recipe of kept layers inside the blocks, BF16 or another such as MXFP8.
     """
 
     first: int | float = 0
@@ -45,17 +45,17 @@ class LayerPolicy:
                     f"{name}={value!r} must be a count of blocks (integer ≥ 0) or a share between 0.0 and 1.0"
                 )
             if isinstance(value, float) and value > 1:
-                raise ValueError(f"{name}={value} is a share above 1.0; a count of blocks is written without a point")
+                raise ValueError(f"{name}={value} is a share above 1.0; write a count of blocks as an integer")
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
 
     def count(self, which: str, blocks: int) -> int:
-        """How many of `blocks` blocks `first` or `last` stands for."""
+        """The number of blocks that `first` or `last` selects, out of `blocks`."""
         value = getattr(self, which)
-        # The tolerance keeps 0.2 of 5 blocks at one block although 0.2·5 may come out above 1.
+        # The tolerance keeps 0.2 of 5 blocks at one block, although 0.2·5 may round to a value above 1.
         return min(blocks, value if isinstance(value, int) else math.ceil(value * blocks - 1e-9))
 
     def why_kept(self, layer: Layer) -> str | None:
-        """The reason why `layer` does not follow the recipe, or None where it does."""
+        """The reason why `layer` does not follow the recipe, or None if it does."""
         if layer.block is None:
             return "outside the blocks"
         first, last = self.count("first", layer.blocks), self.count("last", layer.blocks)
@@ -67,14 +67,14 @@ class LayerPolicy:
         return f"policy.keep={pattern}" if pattern else None
 
     def recipe_for(self, layer: Layer, recipe: Recipe) -> Recipe:
-        """What `layer` runs when the run's current recipe is `recipe`."""
+        """The recipe of `layer` when the run's current recipe is `recipe`."""
         if not recipe.quantised or self.why_kept(layer) is None:
             return recipe
         kept = BF16() if layer.block is None else self.recipe_for_kept
         return replace(kept, dtype=recipe.dtype, high_precision=(*kept.high_precision, *recipe.high_precision))
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern that matches none of these layers: it would silently keep nothing."""
+        """Raise ValueError for a pattern that matches none of these layers; it would have no effect."""
         names = list(names)
         for pattern in self.keep:
             if not any(matches(pattern, name) for name in names):
@@ -83,7 +83,7 @@ class LayerPolicy:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the components of `pattern` match a run of whole components of the dotted `name`."""
+    """Whether the components of `pattern` match consecutive whole components of the dotted `name`."""
     wanted, have = pattern.split("."), name.split(".")
     return any(
         all(fnmatchcase(part, want) for part, want in zip(have[i:], wanted, strict=False))

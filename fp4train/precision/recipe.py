@@ -1,7 +1,7 @@
 """A recipe: how each operand of the three GEMMs of a linear layer is quantised.
 
-A recipe stands for a table of six operands (`fp4train.backends.table`): a `QuantSpec` for each, or None for high
-precision. Everything else in the project reads that table; no code asks "is this NVFP4?". A research recipe is
+A recipe defines a table of six operands (`fp4train.backends.table`): a `QuantSpec` for each, or None for high
+precision. Everything else in the project reads that table; no code tests for a recipe's class. A research recipe is
 therefore another table (`Custom`), and "forward in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
 """
 
@@ -18,7 +18,7 @@ from fp4train.text import check_choice, tabulate
 
 
 def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
-    """The operands of a recipe that treats x, w and dy alike wherever they appear."""
+    """The operands of a recipe that quantises x, w and dy the same way in every GEMM."""
     return {
         "fprop": Operands(first=x, second=w),
         "dgrad": Operands(first=dy, second=w),
@@ -28,11 +28,11 @@ def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of all recipes; subclasses give their six operands in `operands`.
+    """Base of all recipes; subclasses define their six operands in `operands`.
 
     Args:
-        high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised whatever the recipe says.
-        dtype: of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
+        high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions from the recipe.
+        dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
     """
 
     high_precision: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Recipe:
         unknown = [g for g in self.high_precision if g not in GEMMS]
         if unknown:
             raise ValueError(f"high_precision={unknown[0]!r} is not a GEMM; allowed: {', '.join(GEMMS)}")
-        # A canonical order makes recipes that mean the same compare equal, also when YAML gave a list.
+        # In canonical order, recipes that mean the same compare equal, also if YAML gave a list.
         object.__setattr__(self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision))
         operands = self.operands()
         for gemm, pair in operands.items():
@@ -53,7 +53,7 @@ class Recipe:
             if transforms[0] != transforms[1]:
                 raise ValueError(
                     f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
-                    f"{OPERANDS[gemm][1]}; the transform cancels only when both operands have the same"
+                    f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have the same one"
                 )
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
@@ -77,12 +77,12 @@ class Recipe:
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """How the loss is scaled before backward; None for dtypes whose range needs no help."""
+        """How the loss is scaled before backward; None for dtypes whose range needs no scaling."""
         return LossScaling() if self.dtype == "float16" else None
 
     @property
     def name(self) -> str:
-        """Short and unique enough for a curve's legend: the class, the options that differ from their defaults."""
+        """Short name for legends: the class, the options that differ from their defaults, the exceptions."""
         changed = []
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -92,7 +92,7 @@ class Recipe:
         return type(self).__name__ + (f"({', '.join(changed)})" if changed else "") + self._exceptions()
 
     def _exceptions(self) -> str:
-        """The end of a name: which GEMMs are taken out."""
+        """The last part of the name: the GEMMs in high precision."""
         return f" with {'+'.join(self.high_precision)} in {SHORT[self.dtype]}" if self.high_precision else ""
 
     def with_high_precision(self, *gemms: str) -> Recipe:
@@ -109,7 +109,7 @@ class Recipe:
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24
-"""Gradients that are not finite at this scale never will be."""
+"""Lower limit of the scale: gradients that are not finite here will not become finite at a smaller one."""
 
 
 @dataclass(frozen=True, kw_only=True)

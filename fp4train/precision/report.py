@@ -1,11 +1,11 @@
-"""A plan as text: a table with a row per GEMM, or the few lines that a run shows when it starts.
+"""A plan as text: a table with one row per GEMM, or the summary that a run prints at its start.
 
     steps 0–319: NVFP4 (recipe)
       blocks 0–4  fprop dgrad wgrad  E2M1·E2M1  80.5%  emulate  auto: Transformer Engine needs a GPU, not cpu
       block 5     fprop dgrad wgrad  BF16·BF16  16.1%  torch    policy.last=0.15 (1 of 6 blocks)
       head        fprop dgrad wgrad  BF16·BF16   3.4%  torch    outside the blocks
 
-Shares are of the linear layers' multiply-adds.
+Percentages are shares of the multiply-adds of all linear layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp4train.text import columns, tabulate
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
 _NAMED = 3
-"""Up to this many kinds of layers of a block are named; more are "blocks"."""
+"""Up to this many kinds of layers of a block are named individually."""
 
 
 def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
@@ -49,7 +49,7 @@ def render(plan: Plan, *, full: bool = False) -> str:
 
 @dataclass(kw_only=True)
 class _Span:
-    """Rows alike in all cells, of blocks `first` to `last`; or the row of a layer whose name holds no number."""
+    """Rows with equal cells, of blocks `first` to `last`; or the row of a layer without a number in its name."""
 
     head: str
     first: int | None
@@ -83,7 +83,7 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def summarise(plan: Plan) -> str:
-    """Title and lines of every stretch: what equal layers have in common, and their share of the arithmetic."""
+    """The title of every stretch, and one line per group of equal layers with its share of the multiply-adds."""
     found: list[tuple[str, ...]] = []
     titles: dict[int, str] = {}
     for stretch in plan.stretches:
@@ -103,7 +103,7 @@ def summarise(plan: Plan) -> str:
 
 
 def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows that differ in nothing but their layer, and the GEMMs that all of these layers share."""
+    """Groups of rows that differ only in their layer, each with the GEMMs that its layers share."""
     by_layer: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         by_layer.setdefault((row.layer.name, row.elements, row.backend, row.why), []).append(row)
@@ -115,7 +115,7 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
-    """Where layers stand: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside of the blocks."""
+    """The position of layers: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside the blocks."""
     layers = list(dict.fromkeys(layers))
     spans: list[list[int]] = []
     for block in sorted({layer.block for layer in layers if layer.block is not None}):

@@ -1,4 +1,4 @@
-"""`recompute` with a graph break around it. Imported only while torch.compile traces."""
+"""`recompute` with a graph break around it. Imported only while torch.compile is tracing."""
 
 from __future__ import annotations
 

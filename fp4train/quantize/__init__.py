@@ -1,4 +1,4 @@
-"""Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice among kernels."""
+"""Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the kernel."""
 
 from fp4train.quantize.layout import (
     HardwareTensor,

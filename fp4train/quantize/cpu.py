@@ -1,8 +1,8 @@
 """Quantisation by the C kernels: the same bits as `reference`, near the speed of memory.
 
-The kernels work on finite numbers. What holds a NaN or an infinity they report, and the reference does it: rare, and
-its rules need no second home. Transposed views are read in place; other strides that a kernel cannot use are copied
-first.
+The kernels work on finite numbers. They report a tensor with a NaN or an infinity, and the reference then quantises it:
+this is rare, and the rules for such values exist only there. Transposed views are read in place; a tensor with other
+strides that a kernel cannot use is copied first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp4train.quantize.scaling import element_range
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
 
-_new: Final = tuple.__new__  # a named tuple without the frame of its own __new__
+_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "element": tuple(adapter.ELEMENTS),
@@ -31,11 +31,11 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "global_scale": tuple(adapter.EXTENTS),
     "four_over_six": (None,),
 }
-"""What the kernels know of each field of a spec that names something; anything else has no kernel."""
+"""The values of each spec field that the kernels support."""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
-    """The reason why the reference must do it, or None."""
+    """Why the kernels cannot quantise by `spec` on this device type, or None if they can."""
     if reason := cpu.unavailable():
         return reason
     if device_type != "cpu":
@@ -59,12 +59,12 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
 
 
 def make(spec: QuantSpec) -> CpuQuantizer:
-    """The quantizer of a spec that `why_not` has nothing against."""
+    """The quantizer of a spec for which `why_not` gives None."""
     return CpuQuantizer(spec)
 
 
 def scheme_of(spec: QuantSpec) -> cpu.Scheme:
-    """The spec in the kernels' terms."""
+    """The spec as the scheme of a kernel."""
     whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
     signs = None
     if isinstance(spec.hadamard, Hadamard):
@@ -87,7 +87,7 @@ def scheme_of(spec: QuantSpec) -> cpu.Scheme:
 
 
 class CpuQuantizer(Quantizer):
-    """See `Quantizer`. Each method makes one call of the extension, and leaves what that refuses to the reference."""
+    """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference."""
 
     kernel = "cpu"
 
@@ -128,7 +128,7 @@ class CpuQuantizer(Quantizer):
         return super().decode(quantized)
 
     def reads_with(self, column: CpuQuantizer) -> bool:
-        """Whether the kernels make this form of x and the other of x.T from one read."""
+        """Whether the kernels make this form of x and `column`'s form of x.T from one read."""
         rows = self.spec.block[0] or 1
         return self.spec.hadamard is None and column._kernels.reads_columns and cpu.PAIR_ROWS % rows == 0
 
@@ -143,7 +143,7 @@ class CpuQuantizer(Quantizer):
         row_codes: bool,
         column_codes: bool,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
-        """This form of x and the other of x.T from one read (two with amaxes that are to be measured); None where x or
+        """This form of x and `column`'s form of x.T from one read (two if an amax must be measured); None if x or
         the arguments do not allow it."""
         if type(x_MK) not in PLAIN or not x_MK.is_cpu or x_MK.is_neg() or x_MK.ndim != 2 or x_MK.stride(1) != 1:
             return None
@@ -171,7 +171,7 @@ class CpuQuantizer(Quantizer):
 
 
 def pair(row: Quantizer, column: Quantizer) -> tuple[CpuQuantizer, CpuQuantizer] | None:
-    """The two where one read of a tensor can give both of their forms."""
+    """Both quantizers as CPU ones if one read of a tensor can give both forms, else None."""
     if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer) and row.reads_with(column):
         return row, column
     return None

@@ -1,9 +1,9 @@
-"""Codes and scales as hardware wants them.
+"""Codes and scales in the layouts of the hardware.
 
 cuBLAS and torch's `scaled_mm` read block scales of NVFP4 and MX in tiles of 128 rows x 4 columns (512 bytes), rows
 padded to 128 and columns to 4 with zeros. Inside a tile row r, column c lies at (r % 32)*16 + (r // 32)*4 + c: one warp
 lane's 16 bytes hold the scales of rows r, r+32, r+64, r+96 (cuBLAS documentation, "1D block scaling factors layout").
-Column-wise operands need nothing here: they are the transposed tensor, quantised and stored.
+Column-wise operands need no layout of their own: they are the transposed tensor, quantised and stored.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TILE_ROWS, TILE_COLS = 128, 4
 
 
 def swizzle_scales(scales_RC: Tensor) -> Tensor:
-    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype of one element a scale."""
+    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype, one element per scale."""
     rows, cols = scales_RC.shape
     padded = F.pad(scales_RC, (0, -cols % TILE_COLS, 0, -rows % TILE_ROWS))
     tiles = padded.reshape(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS)
@@ -41,10 +41,10 @@ def unswizzle_scales(flat: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, scale) of the NVFP4 quantise-kernel contract.
+    """(q, scale) as NVFP4 quantisation kernels return them.
 
     a_MK: FP16 (or BF16, float32) [M, K], K a multiple of 16. sf_g: float32, one value, 448*6/amax. Returns q, uint8 [M,
-        K/2] with two E2M1 codes a byte, and scale, uint8 E4M3 bytes E4M3((amax_b/6)*sf_g) in the 128x4 layout.
+        K/2] with two E2M1 codes per byte, and scale, uint8 E4M3 bytes E4M3((amax_b/6)*sf_g) in the 128x4 layout.
     """
     if a_MK.ndim != 2 or a_MK.shape[1] % 16:
         raise ValueError(f"a has shape {tuple(a_MK.shape)}: nvfp4_quantize takes [M, K] with K a multiple of 16")
@@ -62,12 +62,12 @@ def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class HardwareTensor:
-    """Codes and scales in torch's dtypes and the hardware's layout: one side of `torch.nn.functional.scaled_mm`.
+    """Codes and scales in torch's dtypes and the hardware's layout: one operand of `torch.nn.functional.scaled_mm`.
 
     data: float4_e2m1fn_x2 [R, Cp/2], or float8_e4m3fn / float8_e5m2 [R, Cp]. scales: float8_e4m3fn (NVFP4) or
-        float8_e8m0fnu (MX), flat in the 128x4 layout, one a row and block (2-D blocks repeated for their rows); float32
-        as in `Quantized` otherwise.
-    global_scale: the float32 factor left to the product (0-d or [R, 1]), or None.
+        float8_e8m0fnu (MX), flat in the 128x4 layout, one per row and block (2-D blocks repeated for their rows);
+        float32 as in `Quantized` otherwise.
+    global_scale: the float32 factor to apply to the product (0-d or [R, 1]), or None.
     """
 
     data: Tensor
@@ -90,7 +90,7 @@ def why_no_layout(spec: QuantSpec) -> str | None:
 
 
 def to_torch(q: Quantized) -> HardwareTensor:
-    """`q` in torch's dtypes and the hardware's layout. ValueError where torch has none: FP6 (see `formats.pack_fp6`),
+    """`q` in torch's dtypes and the hardware's layout. ValueError if torch has no dtype: FP6 (see `formats.pack_fp6`),
     UE5M3 scales."""
     if (reason := why_no_layout(q.spec)) is not None:
         raise ValueError(f"{reason}. Multiply `q.decoded()` instead, or pack the codes yourself (formats.pack_fp6)")

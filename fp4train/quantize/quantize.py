@@ -1,4 +1,4 @@
-"""The public entry: quantize a 2-D tensor by the fastest implementation that can, all equal to the bit."""
+"""Public functions: quantise a 2-D tensor by the fastest implementation that supports it; all are bit-identical."""
 
 from torch import Tensor
 
@@ -13,12 +13,12 @@ def quantize(
 ) -> Quantized:
     """Codes and scales of x.
 
-    x_RC: [R, C], float32, BF16 or FP16, any strides; other shapes and dtypes raise ValueError, tensors without memory
-        of their own (DTensor, FakeTensor, meta) TypeError. Blocks run along C, so `quantize(x.T, spec)` is the
+    x_RC: [R, C], float32, BF16 or FP16, any strides. Other shapes and dtypes raise ValueError; tensors without memory
+        of their own (DTensor, FakeTensor, meta) raise TypeError. Blocks run along C, so `quantize(x.T, spec)` is the
         column-wise form.
-    key: which random bits, for stochastic rounding.
-    amax: the global (tensor or row) amax, where it is known from elsewhere: reduced over ranks, or from delayed
-        scaling's history; after the Hadamard transform.
+    key: selects the random bits of stochastic rounding.
+    amax: the global (tensor or row) amax after the Hadamard transform, if it is not that of x: reduced over ranks, or
+        from the history of delayed scaling.
     kernel: auto, reference, cpu, triton.
 
     NaN or infinity in x makes every value that shares a scale with it NaN.
@@ -29,5 +29,5 @@ def quantize(
 def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
 ) -> Decoded:
-    """`quantize(...).decoded()` to the bit, in one pass: what emulation multiplies."""
+    """Equals `quantize(...).decoded()` in every bit, in one pass: the operand that emulation multiplies."""
     return quantizer(spec, x_RC.device.type, kernel).values(x_RC, key, amax)

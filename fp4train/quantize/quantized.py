@@ -1,5 +1,5 @@
-"""What quantisation yields: `Quantized`, the codes and scales as hardware stores them, and `Decoded`, what emulation
-multiplies.
+"""Results of quantisation: `Quantized`, codes and scales as hardware stores them, and `Decoded`, the values that
+emulation multiplies.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from fp4train.quantize.transform import undo_transform
 
 
 class Decoded(NamedTuple):
-    """One side of an emulated GEMM: the tensor is `values * scale`.
+    """One operand of an emulated GEMM: the tensor is `values * scale`.
 
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
-        where that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
-    scale: the float32 factor that the product still lacks, 0-d or [R, 1]; None for 1.
+        if that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
+    scale: the float32 factor to apply to the product, 0-d or [R, 1]; None for 1.
     transpose_ok: `values.T` with the same scale is the operand of the transposed tensor.
     """
 
@@ -30,12 +30,12 @@ class Decoded(NamedTuple):
 class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.
 
-    codes: uint8 [R, Cp], one a byte; e2m1 packed two a byte [R, Cp/2]. Cp is C padded with zeros to whole blocks (and
-        Hadamard groups).
+    codes: uint8 [R, Cp], one code per byte; e2m1 packed two per byte [R, Cp/2]. Cp is C padded with zeros to whole
+        blocks (and Hadamard groups).
     scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
         for rows, [1, 1] for the tensor.
-    amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None where only
-        blocks count.
+    amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None if all
+        scales are per block.
     """
 
     spec: QuantSpec
@@ -46,11 +46,11 @@ class Quantized(NamedTuple):
 
     @property
     def element_codes(self) -> Tensor:
-        """uint8 [R, Cp], one code a byte for every format."""
+        """uint8 [R, Cp], one code per byte for every format."""
         return unpack_fp4(self.codes) if self.spec.element == "e2m1" else self.codes
 
     def block_scales(self) -> Tensor:
-        """The block scales as float32 factors, in the shape of `scales`, without the global one."""
+        """The block scales as float32 factors, in the shape of `scales`, without the global scale."""
         return self.spec.scale_format.decode(self.scales)
 
     def global_decode(self) -> Tensor | None:
@@ -60,7 +60,7 @@ class Quantized(NamedTuple):
         return global_scales(self.amax, self.spec)[1]
 
     def decoded(self) -> Decoded:
-        """What the emulating GEMM multiplies; equal to `quantize_dequantize` to the bit."""
+        """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""
         spec = self.spec
         values = decode(self.element_codes, spec.format)
         if spec.has_outer_scale:
@@ -71,8 +71,8 @@ class Quantized(NamedTuple):
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """values * scale, [R, C]; in the transformed domain (and C rounded up to its size) where a Hadamard transform
-        is set.
+        """values * scale, [R, C]; in the transformed domain (and C rounded up to its size) if the spec has a Hadamard
+        transform.
         """
         spec, shape = self.spec, self.shape
         values = apply_block_scales(decode(self.element_codes, spec.format), self.block_scales(), spec)
@@ -95,7 +95,7 @@ def operand_width(spec: QuantSpec, cols: int) -> int:
 
 
 def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
-    """values [R, Cp] times the scale of each one's block, float32."""
+    """values [R, Cp] times the scales of their blocks, float32."""
     rows, cols = values.shape
     if spec.block[0] not in (1, None):
         scales = scales.repeat_interleave(spec.block[0] or 1, dim=0)[:rows]
@@ -106,7 +106,7 @@ def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tenso
 
 
 def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Decoded:
-    """Cut the padding off and store in BF16 where that is exact."""
+    """Remove the padding and store in BF16 if that is exact."""
     values = values[: shape[0], : operand_width(spec, shape[1])]
     values = values.to(torch.bfloat16) if spec.exact_in_bf16 else values
     return Decoded(values.contiguous(), scale, spec.transposable)

@@ -1,8 +1,8 @@
-"""Quantisers: what `quantize` does for one spec on one device type, the kernel chosen once.
+"""Quantizers: `quantize` for one spec on one device type, with the kernel chosen once.
 
-`quantizer(spec, device_type)` gives the fastest implementation that knows everything about the spec: the C kernels on a
-CPU, Triton's on a GPU, else the readable reference, with the reason. All are equal to the bit. What only a call can
-tell, an empty tensor, a NaN, strides, the methods see to.
+`quantizer(spec, device_type)` gives the fastest implementation that supports the whole spec: the C kernels on a CPU,
+Triton on a GPU, else the readable reference, with the reason. All are bit-identical. The methods handle what depends on
+the call: empty tensors, NaN, strides.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 KERNELS: Final = ("auto", "reference", "cpu", "triton")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
-"""Tensors that hold their own memory, if their device has any."""
+"""Tensor classes that hold their own memory, if their device has any."""
 
 PAIR_BYTES: Final = 1 << 25
-"""Tensors from here on are read once for both forms. Smaller ones stay in the cache between two reads, and each form by
-itself is faster, because it takes whole rows or whole columns: 1.3 times at 4096×384, the same at 4096×4096."""
+"""Tensors of at least this size are read once for both forms. Smaller ones stay in the cache between two reads, and two
+separate passes are faster, because each works on whole rows or columns: 1.3 times at 4096×384, equal at 4096×4096."""
 
 _log = logging.getLogger(__name__)
 
 
 class Quantizer:
-    """The readable reference, and what the kernels fall back to for a call that they cannot do.
+    """The readable reference; kernels derive from it and fall back to it for calls that they do not support.
 
     spec: how to quantise.
     kernel: "cpu", "triton" or "reference".
-    why: why no kernel does it, where the reference does; None otherwise.
+    why: why the reference is used instead of a kernel; None otherwise.
 
-    x_RC is [R, C], float32, BF16 or FP16, any strides; blocks run along C. key: which random bits, for stochastic
-    rounding. amax: the global (tensor or row) one where it is known from elsewhere. Other shapes, dtypes and arguments
-    raise ValueError; a tensor without memory of its own raises TypeError.
+    x_RC is [R, C], float32, BF16 or FP16, any strides; blocks run along C. key: selects the random bits of stochastic
+    rounding. amax: the global (tensor or row) amax if it is not that of x. Other shapes, dtypes and arguments raise
+    ValueError; a tensor without memory of its own raises TypeError.
     """
 
     kernel = "reference"
@@ -61,12 +61,12 @@ class Quantizer:
         return reference.quantize(x_RC, self.spec, key=key, amax=amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
-        """`codes(...).decoded()` to the bit, in one pass: what emulation multiplies."""
+        """Equals `codes(...).decoded()` in every bit, in one pass: the operand that emulation multiplies."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         return reference.quantize_dequantize(x_RC, self.spec, key=key, amax=amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
-        """`quantized.decoded()` to the bit: what backward does with the codes that forward kept."""
+        """Equals `quantized.decoded()` in every bit: backward decodes the codes that forward saved."""
         self._check_spec(quantized)
         return quantized.decoded()
 
@@ -80,14 +80,14 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
     """The quantizer of `spec` for tensors on `device_type` (cpu, cuda, …).
 
     Args:
-        kernel: auto takes the fastest that can and says in `why` what kept it from a kernel; any other is an order, and
-            ValueError says why it cannot be carried out.
+        kernel: "auto" takes the fastest that supports the spec; if that is the reference, `why` has the reason. A named
+            kernel that does not support the spec raises ValueError.
     """
     check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return Quantizer(spec)
     chosen = kernel if kernel != "auto" else "triton" if device_type == "cuda" else "cpu"
-    # Imported when first needed: the reference needs neither, and Triton is not on every machine.
+    # Imported on first use: the reference needs neither, and Triton may not be installed.
     module = importlib.import_module(f"fp4train.quantize.{chosen}")
     reason: str | None = module.why_not(spec, device_type)
     if reason is None:
@@ -100,14 +100,14 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
 
 
 class PairQuantizer:
-    """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise one.
+    """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
-    One read of x gives both where the kernels can and it pays (`PAIR_BYTES`), else each takes its own: the results are
-    the same.
+    One read of x gives both if the kernels support it and it pays (`PAIR_BYTES`), else each form reads x: the results
+    are the same.
     """
 
     def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
-        """row_codes, column_codes: whether that form is wanted as codes, else as values."""
+        """row_codes, column_codes: whether that form is prepared as codes, else as values."""
         self.row, self.column = row, column
         self._row_codes, self._column_codes = row_codes, column_codes
         self._row = row.codes if row_codes else row.values
@@ -138,7 +138,7 @@ class PairQuantizer:
 
 
 def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tensor | None) -> Tensor:
-    """x without its history, as a plain tensor. TypeError and ValueError for what no implementation takes."""
+    """x as a detached plain tensor. TypeError and ValueError for inputs that no implementation supports."""
     x_RC = own_memory(x_RC)
     if x_RC.ndim != 2:
         fix = "x.reshape(-1, x.shape[-1])" if x_RC.ndim > 2 else "x.reshape(1, -1)"
@@ -160,25 +160,25 @@ def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tens
                 f"amax has {amax.numel()} values: this spec takes {rows} for x of shape {tuple(x_RC.shape)}"
             )
     elif spec.delayed is not None:
-        raise ValueError("amax=None: delayed scaling takes it from history; see scaling.delayed_amax")
+        raise ValueError("amax=None: delayed scaling needs an amax from its history; see scaling.delayed_amax")
     return x_RC
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """x, detached and as a plain tensor. TypeError where it has no memory of its own, and what to pass instead."""
+    """x as a detached plain tensor. TypeError if it has no memory of its own; the message says what to pass instead."""
     kind = type(x)
     if not x.is_meta and (kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)):
         x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
         return x.resolve_neg()
     if hasattr(x, "to_local"):
         raise TypeError(
-            f"x is a {kind.__name__}, whose memory is its local shard's: pass x.to_local(), the shard's place as "
-            "row_offset and col_offset of its RandomKey, and as amax the largest of all ranks"
+            f"x is a {kind.__name__}, which holds a local shard only: pass x.to_local(), the shard's position as "
+            "row_offset and col_offset of its RandomKey, and as amax the maximum over all ranks"
         )
     if kind.__name__ == "FakeTensor":
         raise TypeError(
             "x is a FakeTensor, which has a shape and no values: quantise real tensors; inside torch.compile use "
-            "fp4train.nn.Linear, whose operator the tracer does not look into"
+            "fp4train.nn.Linear, whose operator is not traced"
         )
     if x.is_meta:
         raise TypeError(
@@ -186,13 +186,13 @@ def own_memory(x: Tensor) -> Tensor:
             'model.to_empty(device="cpu"), then its weights)'
         )
     raise TypeError(
-        f"x is a {kind.__name__}, a tensor subclass without memory of its own: pass the plain tensor that it stands for"
+        f"x is a {kind.__name__}, a tensor subclass without memory of its own: pass the plain tensor that it wraps"
     )
 
 
 def _address(x: Tensor) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of asking a FakeTensor
+        warnings.simplefilter("ignore")  # a FakeTensor warns
         try:
             return x.data_ptr()
         except RuntimeError:

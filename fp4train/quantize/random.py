@@ -1,9 +1,9 @@
-"""Random bits for stochastic rounding: a pure function of what is rounded, not of when or where.
+"""Random bits for stochastic rounding: a pure function of the element, not of time or place.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011) maps a 64-bit key and a
 128-bit counter to 128 random bits. Key = run seed; counter = (column // 8, row, step*8 + operand, layer), so eight
 neighbours in a row share one call and take 16 bits each. The same element gets the same bits on every device, under
-activation recomputation, after a resume, and however the tensor is sharded (the offsets place a shard in the whole).
+activation recomputation, after a resume, and for every sharding (the offsets give the position of a shard).
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ MASK = 0xFFFFFFFF
 LANES = 8  # elements served by one Philox call
 
 FPROP_X, FPROP_W, DGRAD_DY, DGRAD_W, WGRAD_DY, WGRAD_X, MEASUREMENT = range(7)
-"""Values of `RandomKey.operand`: the six of a recipe's table, and measurements, which draw other bits than the step."""
+"""Values of `RandomKey.operand`: the six operands of a table, and measurements, which must not share their bits."""
 
 _LIMITS = {
     "seed": 1 << 64,
@@ -39,7 +39,7 @@ _set: Final = object.__setattr__
 
 @dataclass(frozen=True, kw_only=True, slots=True, init=False)
 class RandomKey:
-    """Which random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
+    """Selects random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
 
     `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
     `words` is the key and the constant part of the counter as kernels take them: seed, row_offset, col_offset / 8,
@@ -57,7 +57,7 @@ class RandomKey:
     def __init__(
         self, *, seed: int, step: int, layer: int, operand: int, row_offset: int = 0, col_offset: int = 0
     ) -> None:
-        """Written out, because stochastic rounding makes one for each operand and call; packing checks the ranges."""
+        """Written out for speed: stochastic rounding makes one per operand and call. Packing checks the ranges."""
         try:
             words = _pack_words(seed, row_offset, col_offset >> 3, step * LANES + operand, layer)
             fits = 0 <= operand < LANES and not col_offset % LANES
@@ -74,7 +74,7 @@ class RandomKey:
         _set(self, "words", words)
 
     def _refuse(self) -> NoReturn:
-        """ValueError that names the field which does not fit."""
+        """Raise ValueError that names the field out of range."""
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value < limit:
@@ -93,7 +93,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # int64 wraps modulo 2^64, so the low and the (masked) high word of the product are those of the unsigned one.
+        # int64 wraps modulo 2^64, so the low and the (masked) high word equal those of the unsigned product.
         p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         c0, c1, c2, c3 = (
             ((p1 >> 32) & MASK) ^ c1 ^ k0,
@@ -106,7 +106,7 @@ def philox4x32(
 
 
 def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
-    """16 random bits for each element: int32 [rows, cols] with values 0..65535.
+    """16 random bits per element: int32 [rows, cols] with values 0..65535.
 
     Element j = (c + col_offset) % 8 of a call takes half j % 2 (0 = low) of word j // 2.
     """

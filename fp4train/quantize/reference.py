@@ -1,4 +1,4 @@
-"""The readable quantiser in plain torch: the oracle that every kernel must equal to the bit.
+"""The readable quantiser in plain torch: the oracle that every kernel must match in every bit.
 
 quantize(x): x -> [Hadamard] -> block amax -> scales -> t = x * encode scale -> codes.
 quantize_dequantize(x): the same up to t, then values on the grid times the block scale, never materialising codes.
@@ -24,7 +24,7 @@ from fp4train.quantize.transform import pad_columns, transform
 
 @dataclass(frozen=True)
 class Scaled:
-    """A tensor on its way to the grid: t [Rb, br, Cb, bc] float32, and its scales, stored and as float32 factors [Rb,
+    """A scaled tensor before rounding: t [Rb, br, Cb, bc] float32, and its scales, stored and as float32 factors [Rb,
     Cb].
     """
 
@@ -32,17 +32,17 @@ class Scaled:
     stored: Tensor
     decode: Tensor
     amax: Tensor | None
-    outer: Tensor | None  # the factor left to the product: S_dec, or a tensor's or row's scale_inv
+    outer: Tensor | None  # the factor applied to the product: S_dec, or the scale_inv of a tensor or row
 
 
 def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
-    """[R, C] -> [Rb, br, Cb, bc], zero-padded to whole blocks; an extent of None becomes one block, at least one row or
-    column.
+    """[R, C] -> [Rb, br, Cb, bc], zero-padded to whole blocks; an extent of None becomes one block of at least one row
+    or column.
     """
     rows, cols = x_RC.shape
     br, bc = (extent or max(size, 1) for extent, size in zip(spec.block, (rows, cols), strict=True))
     if spec.block[1] is None and spec.element == "e2m1":
-        bc += bc % 2  # two codes a byte
+        bc += bc % 2  # two codes per byte
     x_RC = pad_columns(x_RC, bc) if spec.block[1] or cols % bc else x_RC
     if missing := (-rows % br if rows or spec.block[0] else br):
         x_RC = F.pad(x_RC, (0, 0, 0, missing))
@@ -77,7 +77,7 @@ def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
     margin = spec.delayed.margin if spec.delayed else 0
     scale, scale_inv = scaling.scales_float(used, spec.format, fmt, dtype, margin=margin)
     t = x_blocks * _spread(scale)
-    if amax is not None:  # an amax from elsewhere need not cover x: saturate what is larger, but never an infinity
+    if amax is not None:  # a given amax may be smaller than max|x|: saturate larger values, but keep infinities
         t = torch.where(x_blocks.isfinite(), t, torch.nan)
     if not spec.has_outer_scale:
         return Scaled(t, scale_inv, scale_inv, None, None)
@@ -107,7 +107,7 @@ def _scale_two_level(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Te
 
 
 def _spread(per_block: Tensor) -> Tensor:
-    """[Rb, Cb] -> [Rb, 1, Cb, 1], to meet [Rb, br, Cb, bc]."""
+    """[Rb, Cb] -> [Rb, 1, Cb, 1], to broadcast with [Rb, br, Cb, bc]."""
     return per_block[:, None, :, None]
 
 
@@ -136,7 +136,7 @@ def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, ama
 def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
 ) -> Decoded:
-    """`quantize(...).decoded()` to the bit, without the codes."""
+    """Equals `quantize(...).decoded()` in every bit, without making codes."""
     scaled = scale_tensor(x_RC, spec, amax)
     t = scaled.t
     values = round_to_values(t, spec.format, _bits(t, spec, key))

@@ -1,4 +1,4 @@
-"""Values that a spec can hold: for tests and for telling rounding of the inputs apart from everything else."""
+"""Values that a spec represents exactly: for tests, and to separate input rounding from other errors."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
 
     Leading dimensions are rows. Quantising the result again gives the same values to the precision of x's dtype (with a
     Hadamard transform: to that of its BF16 rounding), so a product of such tensors shows no quantisation error. With
-    delayed scaling the tensor's own amax counts.
+    delayed scaling the tensor's own amax is used.
     """
     spec = replace(spec, rounding="nearest", delayed=None)
     cols = x.shape[-1] if x.ndim else 1

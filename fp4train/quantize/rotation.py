@@ -1,8 +1,8 @@
 """Orthogonal transforms other than Hadamard's, for comparison: the discrete cosine transform and a random rotation.
 
-Both spread an outlier as a Hadamard transform does, and both cancel in a product, but cost n multiplications an element
-where the butterfly costs log2(n) additions; that they gain nothing over it is what one wants to see. Numerics as for
-Hadamard: x rounded to BF16, the product with the float32 matrix, rounded to BF16.
+Both spread an outlier as a Hadamard transform does, and both cancel in a product. They cost n multiplications per
+element, the butterfly log2(n) additions; the comparison shows whether that cost pays. Numerics as for Hadamard: x
+rounded to BF16, the product with the float32 matrix, rounded to BF16.
 """
 
 import math
@@ -36,13 +36,13 @@ class Rotation:
 
     @property
     def signs(self) -> str:
-        """What stands where a Hadamard transform names its signs: the kind."""
+        """The kind, in place of the signs of a Hadamard transform."""
         return self.kind
 
 
 @cache
 def rotation_matrix(rotation: Rotation) -> Tensor:
-    """Q, float32 [n, n] on the CPU, computed in float64; a group is multiplied from the left, x Q."""
+    """Q, float32 [n, n] on the CPU, computed in float64; a group x becomes x Q."""
     n = rotation.size
     if rotation.kind == "orthogonal":
         generator = torch.Generator().manual_seed(rotation.seed)

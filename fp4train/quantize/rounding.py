@@ -1,9 +1,9 @@
-"""From scaled float32 values to the element grid: to nearest (ties to even) or stochastically.
+"""Round scaled float32 values to the element grid: to nearest (ties to even) or stochastically.
 
 Both work on the position u = |t|/quantum of `formats.grid`, an exact float32. Nearest: k = round_half_even(u).
-Stochastic, with 16 random bits r of the element: k = floor(u) + [(r + 1/2) / 2^16 < u - floor(u)]. The half keeps a
-value that lies on the grid there for every r, and the probability of rounding up equals the fraction to within 2^-17:
-without bias, as long as |t| <= max. Larger |t| saturates, and that clipping is a bias: see `QuantSpec.guard`.
+Stochastic, with 16 random bits r of the element: k = floor(u) + [(r + 1/2) / 2^16 < u - floor(u)]. With the half, a
+value on the grid stays there for every r, and the probability of rounding up equals the fraction to within 2^-17: no
+bias, as long as |t| <= max. Larger |t| saturates, and that clipping is a bias: see `QuantSpec.guard`.
 """
 
 import torch
@@ -34,7 +34,7 @@ def round_to_values(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -
 
 
 def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
-    """uint8 codes (one a byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else the largest value,
+    """uint8 codes (one per byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else the largest value,
     whose block scale is then NaN.
     """
     if bits is None and (fmt is E4M3 or fmt is E5M2):

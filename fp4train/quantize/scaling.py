@@ -1,6 +1,6 @@
 """Scales from amax: NVFP4's two levels, MX's E8M0, FP8's float32. All arithmetic is float32, in the order written here.
 
-A non-finite amax makes every scale that depends on it NaN, whatever the format: NaN and infinity are never hidden.
+A non-finite amax makes every scale that depends on it NaN, in every format: NaN and infinity are never hidden.
 """
 
 import torch
@@ -17,7 +17,7 @@ def nan_if_not_finite(amax: Tensor) -> Tensor:
 
 
 def element_range(spec: QuantSpec) -> float:
-    """The magnitude that scales aim at: the largest element value, times the guard."""
+    """The magnitude that the amax is scaled to: the largest element value times the guard."""
     return spec.format.max * spec.guard
 
 
@@ -31,7 +31,7 @@ def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
-    """Bytes of the block scales under a global one: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
+    """Bytes of block scales under a global scale: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
     largest = amax_b.new_tensor(element_range(spec))
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
@@ -40,12 +40,12 @@ def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> T
 
 
 def encode_factor(decode: Tensor) -> Tensor:
-    """The factor that brings x onto the element grid, of the one that decodes: min(1 / decode, FLT_MAX)."""
+    """The factor that scales x to the element grid, from the decode factor: min(1 / decode, FLT_MAX)."""
     return decode.reciprocal().clamp_(max=FLOAT32_MAX)
 
 
 def block_scales(amax_b: Tensor, spec: QuantSpec) -> Tensor:
-    """Bytes of block scales that stand alone, rounded as their format rounds: amax_b / 6."""
+    """Bytes of block scales without a global scale, amax_b / 6, rounded as their format rounds."""
     return spec.scale_format.encode(nan_if_not_finite(amax_b) / element_range(spec))
 
 
@@ -80,7 +80,7 @@ def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
 def scales_float(
     amax: Tensor, fmt: ElementFormat, scale_format: ScaleFormat, dtype: torch.dtype, *, margin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin as its format holds it, 1 where amax = 0.
+    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin, rounded to its format, 1 where amax = 0.
 
     An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
     """
@@ -93,20 +93,20 @@ def scales_float(
 
 
 def delayed_amax(history: Tensor, previous: Tensor, delayed: Delayed) -> Tensor:
-    """The amax that delayed scaling uses now, from amax values of earlier steps (float32 [history], the newest first).
+    """The amax that delayed scaling uses now, from those of earlier steps (float32 [history], newest first).
 
-    Where that is 0 or not finite the `previous` one (float32, 0-d) stays in force, as TE keeps its previous scale.
+    If that is 0 or not finite, `previous` (float32, 0-d) is used, as TE keeps its previous scale.
     """
     amax = history.amax() if delayed.algorithm == "max" else history[0]
     return torch.where((amax > 0) & amax.isfinite(), amax, previous)
 
 
 def initial_delayed_amax(spec: QuantSpec) -> float:
-    """The amax of a scale of 1: what delayed scaling uses before its first step."""
+    """The amax that gives a scale of 1: used by delayed scaling before its first step."""
     margin = spec.delayed.margin if spec.delayed else 0
     return spec.format.max * 2.0**-margin
 
 
 def push_amax(history: Tensor, amax: Tensor) -> Tensor:
-    """The history after one more step: the newest first, the oldest forgotten. Returns a new tensor."""
+    """The history after one more step: newest first, the oldest dropped. Returns a new tensor."""
     return torch.cat((amax.reshape(1).to(history), history[:-1]))

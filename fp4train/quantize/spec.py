@@ -1,4 +1,4 @@
-"""QuantSpec: how ONE operand is quantised. The specs decide; nothing downstream takes a flag.
+"""QuantSpec: how ONE operand is quantised. Specs select all behaviour; no later function takes a flag.
 
 Scheme                     element  block       scale  global_scale
 NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
@@ -33,7 +33,7 @@ DELAYED_ALGORITHMS: Final = ("max", "most_recent")
 class Delayed:
     """FP8 with the amax of earlier steps (TE's DelayedScaling): scale = (max / amax) / 2^margin.
 
-    `history`: how many steps are remembered; `algorithm`: the maximum over them, or the most recent one.
+    `history`: number of steps in the history; `algorithm`: its maximum, or its most recent entry.
     """
 
     history: int = 1024
@@ -53,20 +53,20 @@ class QuantSpec:
     """How one operand is quantised.
 
     element: e2m1, e2m3, e3m2, e4m3, e5m2.
-    block: (rows, cols) that share a scale; None is the whole extent: (1, None) a row, (None, None) the tensor.
+    block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None, None) per tensor.
     scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
-    scale_rounding: how the E8M0 exponent is rounded; None otherwise. rceil (the default) never clips.
-    global_scale: the second, float32 level above E4M3 block scales: one a tensor or one a row.
+    scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default) never clips.
+    global_scale: the second, float32 level above E4M3 block scales: one per tensor or one per row.
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
     rounding: of the elements; stochastic needs a RandomKey when quantising.
-    hadamard: transform along the blocked axis before the amax; a Rotation takes its place for comparison.
+    hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for comparison.
     four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv 2512.02010). Its
         block scale is (amax_b / 6) * S_enc under either formula, as in TE.
-    guard: the element range that scales aim at, as a share of the largest value. E4M3 rounds a normal block scale down
-        by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic rounding unbiased (Quartet II, arXiv
+    guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds a normal block
+        scale down by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic rounding unbiased (Quartet II, arXiv
         2601.22813); scales below 2^-6 can still clip. 1 is TE.
-    delayed: take the amax of a tensor-scaled FP8 operand from history.
+    delayed: take the amax of a tensor-scaled FP8 operand from its history.
     """
 
     element: str = "e2m1"
@@ -114,12 +114,12 @@ class QuantSpec:
         if rows is None and cols is not None:
             raise ValueError(
                 f"block={self.block!r}: blocks run along the last axis; (None, None) is the whole tensor, "
-                "and a scale a column is the transposed tensor with block=(1, None)"
+                "for one scale per column, transpose the tensor and use block=(1, None)"
             )
         if cols is None and rows not in (1, None):
             raise ValueError(f"block={self.block!r}: whole rows are (1, None), the whole tensor is (None, None)")
         if cols is not None and self.element == "e2m1" and cols % 2:
-            raise ValueError(f"block={self.block!r}: e2m1 packs two codes a byte; cols must be even")
+            raise ValueError(f"block={self.block!r}: e2m1 packs two codes per byte; cols must be even")
 
     def _check_scale(self) -> None:
         fmt = self.scale_format
@@ -172,12 +172,11 @@ class QuantSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once: specs are keys of what is looked up at every call."""
+        """Computed once: every call looks something up by its spec."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what is computed from the fields: hashes differ between processes, and formats are compared by
-        identity."""
+        """Without cached properties: hashes differ between processes, and formats are compared by identity."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -190,25 +189,25 @@ class QuantSpec:
 
     @property
     def has_outer_scale(self) -> bool:
-        """Whether the scale of whole rows or the tensor is left to the product, as a factor of its result."""
+        """Whether a scale of whole rows or of the tensor is applied to the product instead of the elements."""
         return None in self.block and not self.scale_format.is_byte
 
     @property
     def exact_in_bf16(self) -> bool:
-        """Whether decoded elements, without what is left to the product, are exact in BF16."""
+        """Whether decoded elements, without the scale that is applied to the product, are exact in BF16."""
         return self.has_outer_scale or self.scale_format.exact_in_bf16(self.format)
 
     @property
     def transposable(self) -> bool:
-        """Whether the transposed result is the result for the transposed tensor (nearest rounding): square blocks."""
+        """Whether quantising commutes with transposition: square blocks, rounded to nearest."""
         return self.block[0] == self.block[1] and self.hadamard is None
 
 
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:
-    """For errors: the formats that have a property."""
+    """The scale formats that have a property, for messages."""
     return "scale=" + " or ".join(repr(fmt.name) for fmt in SCALE_FORMATS if having(fmt))
 
 
 def _rounds_down(fmt: ScaleFormat) -> bool:
-    """Whether a scale rounded to nearest may be much smaller than it should be, so that elements clip."""
+    """Whether rounding to nearest can make a scale so small that elements clip."""
     return fmt.is_byte and fmt.mantissa_bits > 0

@@ -1,5 +1,5 @@
-"""Transforms of groups of n neighbours, above all Hadamard's: spreads an outlier over its group before the blocks are
-scaled.
+"""Transforms of groups of n neighbours, mainly the Hadamard transform: they spread an outlier over its group before the
+blocks are scaled.
 
 y = (x * d) H_n / sqrt(n), H_n the Sylvester matrix, d a vector of signs. It is orthogonal, so with the same d on both
 operands of a product the transforms cancel: (x D H/sqrt n)(w D H/sqrt n)^T = x w^T. NVFP4 pretraining (arXiv
@@ -23,7 +23,7 @@ from fp4train.quantize.rotation import Rotation, rotation_matrix
 SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
 SIGN_CHOICES: Final = ("fixed", "none", "random")
 FIXED_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine's sign vector for n = 16; other sizes repeat it or cut it off."""
+"""Transformer Engine's sign vector for n = 16; other sizes repeat or truncate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
     Random ones are the low bits of the first Philox words with counter (i, 0, 0, 0) and key = seed.
     """
     if isinstance(spec, Rotation):
-        raise ValueError(f"{spec} is no Hadamard transform and has no signs; use transform(x, spec)")
+        raise ValueError(f"{spec} is not a Hadamard transform and has no signs; use transform(x, spec)")
     if spec.signs == "none":
         return [1] * spec.size
     if spec.signs == "fixed":
@@ -65,7 +65,7 @@ def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
 
 
 def pad_columns(x_RC: Tensor, multiple: int) -> Tensor:
-    """x with zero columns added up to a multiple; x itself where none is missing."""
+    """x padded with zero columns to a multiple; x itself if no padding is needed."""
     missing = -x_RC.shape[-1] % multiple
     return F.pad(x_RC, (0, missing)) if missing else x_RC
 

@@ -1,4 +1,4 @@
-"""The comparison states gaps that one can check by hand."""
+"""The comparison reports gaps that can be checked by hand."""
 
 import math
 from pathlib import Path

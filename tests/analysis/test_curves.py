@@ -1,4 +1,4 @@
-"""Curves are drawn from any metrics a run can leave behind, and look at nothing but its directory."""
+"""Curves are drawn from any metrics that a run can write, using its directory only."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
 
 
 def test_a_loss_that_falls_to_almost_nothing_is_drawn_on_its_logarithmic_axis(tmp_path: Path) -> None:
-    """Three per cent of the fall below the lowest loss would be less than nothing."""
+    """A margin of 3 % of the range below the lowest loss would make the axis limit negative."""
     falling = [{"step": step, "train/loss": 6.0 * 0.9**step, "train/lr": 1e-3} for step in range(1, 60)]
     assert draw_curves(write_run(tmp_path / "run", falling)).stat().st_size > 10_000
     low, high = loss_limits([np.array([line["train/loss"] for line in falling])]) or (0.0, 0.0)

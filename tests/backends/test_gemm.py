@@ -1,4 +1,4 @@
-"""Products of operands: exact where the numbers are, rounded once, and on the backend that was asked for."""
+"""Products of operands: exact for representable numbers, rounded once, and on the requested backend."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_scales_and_bias_meet_the_product_before_its_only_rounding(
     exact = exact if added is None else exact + added.to(out_dtype).double()
     unit = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-23}[out_dtype]
     assert found.dtype == out_dtype
-    # Half a unit for the rounding, and a few of float32's for the scales.
+    # Half a unit for the rounding, and a few units of float32 for the scales.
     assert bool(((found.double() - exact).abs() <= 2 * unit * exact.abs() + 2.0**-21 * exact.abs().max()).all())
     if out_dtype == torch.bfloat16 and scales in ("none", "one", "both"):
         alpha = torch.tensor(1.0) if first is None else first if second is None else first * second
@@ -120,7 +120,7 @@ def test_high_precision_is_torchs_whatever_the_backend() -> None:
         (FP8, None, "both operands quantised"),
         (QuantSpec(), QuantSpec(), "FP8 only, not E2M1"),
         (MXFP8().table()["fprop"].first, FP8, "one scale per tensor or row"),
-        (FP8, ROW, "scaled alike"),
+        (FP8, ROW, "the same kind of scale"),
         (E5M2, E5M2, "E5M2 by E5M2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""On a CPU without BF16 or FP16 instructions, products run in float32 and are rounded once; others are torch's own."""
+"""On a CPU without BF16 or FP16 instructions, products run in float32 and are rounded once; elsewhere torch's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def test_product_and_gradients_are_float32s_rounded_once(name: str, dtype: torch
 
 @pytest.mark.usefixtures("bare_cpu")
 def test_float16_overflows_to_infinity_forward_and_backward() -> None:
-    """What a loss scaler watches: 64 · 40² and 64 · 2000 · 40 exceed 65504, which float32 alone would not show."""
+    """Loss scaling depends on overflow: 64 · 40² and 64 · 2000 · 40 exceed 65504, but not the range of float32."""
     x, w = (torch.full((2, 64), 40.0).half().requires_grad_() for _ in range(2))
     y = widened(F.linear, x, w)
     assert y.dtype == torch.float16 and y.isposinf().all()
@@ -114,7 +114,7 @@ def test_the_emulated_product_is_float32s_too(dtype: torch.dtype, scale: Tensor 
 
 
 class Products(TorchDispatchMode):
-    """Writes down the dtypes that torch multiplies in, forward and backward."""
+    """Records the dtypes that torch multiplies in, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()

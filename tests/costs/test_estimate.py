@@ -1,4 +1,4 @@
-"""The cost model: published points, where quantising pays, and what a plan's estimate says."""
+"""The cost model: published points, where quantising pays, and the estimate of a plan."""
 
 import re
 from dataclasses import replace
@@ -60,9 +60,9 @@ def kernels(gpu: str, elements: str, *passes: str) -> float:
 
 
 def autocast(gpu: str, recipe: Recipe, elements: str, *passes: str) -> float:
-    """Milliseconds of what that benchmark times: te.Linear's forward while training, for every shape.
+    """Milliseconds that the benchmark times: the forward of te.Linear in training, for every shape.
 
-    It quantises x in both directions, because wgrad needs the other one, and w in one, because no dx is asked for.
+    It quantises x in both directions, because wgrad needs the other one, and w in one, because no dx is computed.
     """
     table = recipe.table()
     x, w = (table["fprop"].first, table["wgrad"].second), table["fprop"].second
@@ -133,7 +133,7 @@ def test_the_document_says_what_the_model_computes(point: str) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_published_points_are_met(point: str) -> None:
-    # Hopper's block-scaled GEMM promotes its sums every 128 elements, and a last wave can be unlucky: see Limits.
+    # Hopper's block-scaled GEMM promotes its sums every 128 elements, and a last wave can be nearly empty: see Limits.
     limit = 0.18 if "FP8 blocks" in point or "7168" in point else 0.15
     assert POINTS[point]() == pytest.approx(documented()[point][0], rel=limit)
 
@@ -282,7 +282,7 @@ def test_small_layers_are_told_not_to_quantise() -> None:
 
 
 def test_a_laptops_plan_is_priced_for_the_named_gpu() -> None:
-    """A plan can be made for a GPU that is not here; what is asked for by name holds there too."""
+    """A plan can be made for a GPU in another machine; a backend given by name is respected there too."""
     native, emulated = price(NVFP4(), "B200"), price(NVFP4(), "H200")
     assert native.total < native.bf16
     assert emulated.total > emulated.bf16
@@ -315,7 +315,7 @@ def test_render_folds_blocks_and_unquantised_gemms() -> None:
     assert sum(line.startswith("blocks.0–2.mlp.up ") for line in lines) == 3
     assert sum(line.startswith("blocks.3.mlp.up ") for line in lines) == 1
     assert sum("all three" in line and line.startswith("head ") for line in lines) == 1
-    assert any(line.startswith("a step: BF16 ") and "of which quantising" in line for line in lines)
+    assert any(line.startswith("per step: BF16 ") and "of which quantising" in line for line in lines)
 
 
 def test_one_form_is_charged_to_the_gemm_that_needs_it() -> None:

@@ -1,4 +1,4 @@
-"""docs/numerics.md says what the code does: its snippets print what stands there, its pictures and links exist."""
+"""docs/numerics.md matches the code: its snippets print what it shows, its figures and links exist."""
 
 import contextlib
 import importlib.util
@@ -25,7 +25,7 @@ def script() -> ModuleType:
 
 
 def printed(language: str, source: str, names: dict[str, object]) -> str:
-    """What a snippet prints; Python ones share `names`, as a reader who runs them one after another has them."""
+    """The output of a snippet; Python snippets share `names`, as if run one after another."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         if language == "python":

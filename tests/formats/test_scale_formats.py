@@ -1,4 +1,4 @@
-"""What every scale format promises: encode and decode are inverse, nearest or one-sided, monotone, and hide no NaN."""
+"""Properties of every scale format: encode and decode are inverse, nearest or one-sided, monotone, and keep NaN."""
 
 import math
 

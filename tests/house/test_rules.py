@@ -1,4 +1,4 @@
-"""The rules of the house, read off the source of the package: a broken one fails here by name, with what to do instead.
+"""The code rules, checked on the source of the package: a violation fails here by name, with what to do instead.
 
 Each rule is a function from a file to what breaks it, and is tried on a line that breaks it, so that it cannot pass by
 seeing nothing. What breaks a rule today stands in a list of exceptions with its reason; an exception that is not needed
@@ -60,7 +60,7 @@ def imported(tree: ast.AST, *, at_import: bool = False) -> Iterator[tuple[int, s
 
 
 def called(node: ast.Call) -> str:
-    """What a call calls, as it is written: "yaml.load"."""
+    """The called name as written: "yaml.load"."""
     return ast.unparse(node.func)
 
 
@@ -86,7 +86,7 @@ def triton_outside_of_its_folders(source: Source) -> list[str]:
 
 
 def private_torch_at_import(source: Source) -> list[str]:
-    """Importing loads no private module of torch, which its next version may not have: only compile*.py may."""
+    """Importing loads no private module of torch, which may change with every version: only compile*.py may."""
     if PurePosixPath(source.path).match("compile*.py"):
         return []
     return [f"{line}: {n}" for line, n in imported(source.tree, at_import=True) if n.startswith("torch._")]
@@ -141,7 +141,7 @@ def long_files(source: Source) -> list[str]:
 
 
 def utility_files(source: Source) -> list[str]:
-    """No drawer for all the rest: name the file for its idea."""
+    """No utils.py or the like: name the file for its idea."""
     drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
     return [f"{PurePosixPath(source.path).name}"] if PurePosixPath(source.path).name in drawers else []
 
@@ -200,7 +200,7 @@ def test_importing_the_package_loads_nothing_that_a_user_may_lack_or_not_want() 
 
 
 def test_the_contract_of_the_imports_places_every_module() -> None:
-    """What import-linter does not place may import anything, unless the contract says that it is exhaustive."""
+    """A module that import-linter's layers omit may import anything, unless the contract is exhaustive."""
     (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert contract["exhaustive"] is True
     assert contract["containers"] == ["fp4train"]

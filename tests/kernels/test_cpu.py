@@ -13,7 +13,7 @@ from fp4train.kernels import cpu
 from fp4train.kernels.cpu import Kernels, Machine, Scheme, adapter
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails where that must not be
+    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
 
 NVFP4 = Scheme(
     element="e2m1",
@@ -113,7 +113,7 @@ def test_plain_c_is_always_there() -> None:
 
 
 def test_threads_are_those_of_torch() -> None:
-    """On Linux torch has an OpenMP runtime loaded, and the kernels must not bring another pool."""
+    """On Linux torch loads an OpenMP runtime, and the kernels must not start another thread pool."""
     if sys.platform != "linux":
         pytest.skip("torch's runtime has other names elsewhere")
     assert cpu.thread_pool() == "openmp"
@@ -182,7 +182,7 @@ def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
 
 
 def test_an_address_of_zero_is_refused_instead_of_read() -> None:
-    """What a tensor without memory has: DTensor, FakeTensor."""
+    """The address of a tensor without memory, such as DTensor or FakeTensor."""
     extension = adapter._cpu()
     with pytest.raises(TypeError, match="no memory of its own"):
         extension.quantize(bytes(176), None, 1, 0)

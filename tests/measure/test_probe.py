@@ -1,4 +1,4 @@
-"""Error metrics inside a run: the tensors that are measured are those that the layers multiply."""
+"""Error metrics in a run: the measured tensors are those that the layers multiply."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Llama: causal, rotary as computed by hand, grouped queries, sizes and initialisation as the literature has them."""
+"""Llama: causal, rotary positions against a direct formula, grouped queries, published sizes and initialisation."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_sequence_does_not_see_its_neighbours_in_the_batch() -> None:
 
 
 def test_rotation_is_that_of_complex_numbers() -> None:
-    """Pair (i, i + half) of position t turns by t·base^(−2i/E), the half-split layout of Llama's checkpoints."""
+    """Pair (i, i + half) of position t is rotated by t·base^(−2i/E), the half-split layout of Llama's checkpoints."""
     time, width, base = 7, 8, 100.0
     x = torch.randn(1, 2, time, width, generator=torch.Generator().manual_seed(0))
     angles = rope_angles(time, width, base)
@@ -161,7 +161,7 @@ def test_a_few_steps_in_low_precision_learn_a_sequence(recipe: BF16) -> None:
     ("changes", "message"),
     [
         ({"width": 33}, "width=33 is not divisible by model.heads=4"),
-        ({"width": 36}, "width=36 over model.heads=4 is 9 a head"),
+        ({"width": 36}, "width=36 over model.heads=4 is 9 per head"),
         ({"kv_heads": 3}, "heads=4 is not divisible by model.kv_heads=3"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"kv_heads": 0}, "kv_heads=0"),

@@ -53,7 +53,7 @@ def test_half_precision_stays_near_the_exact_loss(dtype: torch.dtype) -> None:
 
 
 def test_a_loss_scale_keeps_small_float16_gradients() -> None:
-    """Most of a vocabulary's probabilities over thousands of tokens are below float16; divided last, they survive."""
+    """Most probabilities of a vocabulary over thousands of tokens underflow in float16; dividing last keeps them."""
     tokens, vocabulary = 8192, 256
     generator = torch.Generator().manual_seed(0)
     h = (torch.randn(tokens, 8, generator=generator) * 0.01).half().requires_grad_()

@@ -1,4 +1,4 @@
-"""torch.compile around fp4train's layers: whole graphs, the bits of eager mode, no graph used where it is wrong."""
+"""torch.compile around fp4train's layers: whole graphs, the bits of eager mode, no stale graph is reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp4train.precision import BF16, FP16, MXFP8, NVFP4, FP8Delayed, LayerPolicy
 from fp4train.precision.context import activation_dtype, current
 from fp4train.quantize import Quantized
 
-pytestmark = [  # all are the compiler's own
+pytestmark = [  # warnings of the compiler itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning"),
@@ -121,7 +121,7 @@ def pair(*, bias: bool = True) -> nn.Sequential:
 
 
 class Checkpointed(nn.Module):
-    """torch's own recomputation, which the compiler takes into the graph."""
+    """torch's own recomputation, which the compiler includes in the graph."""
 
     def __init__(self, inner: nn.Module, times: int = 1) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
 def test_recomputation_inside_of_a_graph_finds_the_call_that_it_repeats(recipe: Recipe) -> None:
-    """The context is over when the graph's backward runs; without a step each call draws its own random bits, and a
+    """The context has ended when the graph's backward runs; without a step each call draws its own random bits, and a
     delayed amax must enter its history once."""
     states = []
     for through in (lambda model: model, lambda model: torch.compile(Checkpointed(model), backend="aot_eager")):
@@ -158,7 +158,7 @@ def test_a_layer_recomputed_by_a_graph_that_called_it_twice_is_refused() -> None
 
 @pytest.mark.parametrize("recipe", [FP8Delayed(), NVFP4()], ids=lambda r: r.name)
 def test_calls_without_a_step_count_as_in_eager_mode(recipe: Recipe) -> None:
-    """Delayed amaxes enter the history once a call, stochastic bits change from call to call."""
+    """Delayed amaxes enter the history once per call, and stochastic bits differ between calls."""
     x = torch.randn(24, 16)
     results = []
     for compile_it in (False, True):
@@ -211,7 +211,7 @@ def test_other_batch_sizes_and_frozen_parameters_keep_their_bits() -> None:
 
 
 class Sine(nn.Module):
-    """Its backward needs its input, not its output, so that the compiler may write something else where that was."""
+    """Its backward needs its input, not its output, so the compiler may reuse the memory of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sin()
@@ -220,7 +220,7 @@ class Sine(nn.Module):
 @pytest.mark.long
 @needs_inductor
 def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None:
-    """The compiler writes new values into tensors that layers were given; wgrad in BF16 needs the old ones."""
+    """The compiler overwrites tensors that were passed to layers; wgrad in BF16 needs the old values."""
     model = f4.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), Sine()) for _ in range(4))))
     recipe, x = NVFP4().with_high_precision("wgrad"), torch.randn(64, 32)
     compiled = torch.compile(model, fullgraph=True)
@@ -229,7 +229,7 @@ def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None
 
 
 class Gated(nn.Module):
-    """No x can be written where the y before it was, so that it is written where the x before that was."""
+    """No x fits the memory of the previous y, so it reuses the memory of the x before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Gated(nn.Module):
 
 
 class Reweighted(nn.Module):
-    """One layer whose weight the graph computes, other values at the same place each time."""
+    """One layer whose weight the graph computes: different values at the same address each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Reweighted(nn.Module):
 @pytest.mark.parametrize("kind", [Gated, Reweighted])
 @torch.no_grad()
 def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(kind: type[nn.Module]) -> None:
-    """Neither a shared input nor a prepared weight, known by address and version, which the compiler leaves alone."""
+    """Shared inputs and prepared weights are not reused by address and version, which the compiler does not change."""
     model = f4.convert(kind())
     x = torch.randn(64, 32 if kind is Gated else 64)
     compiled = torch.compile(model, fullgraph=True)
@@ -307,7 +307,7 @@ def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with autocast(NVFP4()), torch.no_grad():
         compiled(x)
-    step(compiled, model, NVFP4(), x)  # now both graphs are there, which hold on to the contexts they were traced in
+    step(compiled, model, NVFP4(), x)  # both graphs exist now and refer to the contexts they were traced in
     gc.collect()
     gc.disable()
     try:
@@ -359,7 +359,7 @@ def test_torchs_autocast_does_not_reach_into_the_gemms(backend: str) -> None:
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16), autocast(NVFP4(), step=0):
             y = module(x)
-            y.float().square().sum().backward()  # inside, as it should not be
+            y.float().square().sum().backward()  # inside the context, which is wrong usage
         return (y.detach(), *(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]
 
     assert same(run(compiled), run(model))

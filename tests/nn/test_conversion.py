@@ -1,4 +1,4 @@
-"""What convert says it has not converted: no matrix weight stays in high precision without a word."""
+"""The conversion report: every matrix weight that stays in high precision is listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp4train.nn.convert import report
 
 
 class Experts(nn.Module):
-    """Experts in one parameter each, as Mixtral's and gpt-oss's are in transformers."""
+    """Experts stacked in one parameter per projection, as Mixtral and gpt-oss in transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_expert_parameters_are_reported_with_their_share(caplog: pytest.LogCaptu
     assert found.others[0].share == pytest.approx(4 * 32 * 64 / (linears + experts))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Model: 82 % of the matrix weights stay as they are: 6 tensors in blocks.*.experts (3-D expert parameters); "
+        "Model: 82 % of the matrix weights are not converted: 6 tensors in blocks.*.experts (3-D expert parameters); "
         "fp4train.conversion(model) lists them"
     )
     assert str(found).splitlines() == [
@@ -111,8 +111,8 @@ def test_every_kind_of_matrix_has_its_reason() -> None:
         "cross.k_proj_weight": bypassed,
         "cross.v_proj_weight": bypassed,
         "conv.weight": "convolution",
-        "lstm.weight_ih_l0": "LSTM is no nn.Linear",
-        "lstm.weight_hh_l0": "LSTM is no nn.Linear",
+        "lstm.weight_ih_l0": "LSTM is not an nn.Linear",
+        "lstm.weight_hh_l0": "LSTM is not an nn.Linear",
         "bilinear.weight": "3-D in Bilinear",
     }
     shares = [weight.share for weight in (*found.left, *found.others)]
@@ -170,7 +170,7 @@ def test_only_the_largest_places_are_named_in_the_warning() -> None:
 
 def test_small_shares_are_not_rounded_to_nothing() -> None:
     found = report(f4.convert(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(16, 16, 2))))
-    assert found.summary().startswith("<1 % of the matrix weights stay as they are: 1 tensor in * (convolution)")
+    assert found.summary().startswith("<1 % of the matrix weights are not converted: 1 tensor in * (convolution)")
     assert str(found).startswith("1 linear layer converted: >99 % of the matrix weights")
 
 

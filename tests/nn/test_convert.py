@@ -1,4 +1,4 @@
-"""convert: anyone's model, its parameters shared, its names kept."""
+"""convert: any torch model, parameters shared, names kept."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ class LayerOfUser(nn.Module):
 
 
 class UsersModel(nn.Module):
-    """In the manner of transformers: a backbone, a head tied to the embedding, `layers` in a ModuleList."""
+    """Structured as in transformers: a backbone, a head tied to the embedding, `layers` in a ModuleList."""
 
     def __init__(self, width: int = 32, vocabulary: int = 48) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_a_lazy_layer_is_refused_until_it_knows_its_shape() -> None:
 
 
 def test_a_model_without_linear_layers_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Sequential holds no nn\.Linear"):
+    with pytest.raises(ValueError, match=r"Sequential has no nn\.Linear"):
         f4.convert(nn.Sequential(nn.ReLU()))
 
 

@@ -15,7 +15,7 @@ from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
 
 
 class TheirScaling:
-    """TE's recipe for one tensor, written down from its documentation: scale of the next pass."""
+    """TE's recipe for one tensor, from its documentation: the scale of the next pass."""
 
     def __init__(self, recipe: FP8Delayed, largest: float) -> None:
         self.recipe, self.largest, self.scale = recipe, largest, 1.0
@@ -97,7 +97,7 @@ def test_each_tensor_has_a_history_and_both_its_forms_share_a_scale() -> None:
 
 
 def test_evaluation_reads_and_does_not_write() -> None:
-    """Nor does it keep the next training step from writing: the run must not depend on how often it was evaluated."""
+    """The next training step still writes its amax: the run must not depend on how often it was evaluated."""
     recipe, histories = FP8Delayed(history=5), []
     for evaluate in (False, True):
         module = layer()

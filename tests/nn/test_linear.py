@@ -1,4 +1,4 @@
-"""The linear layer in all the ways a model may use it."""
+"""The linear layer in all uses that a model may make of it."""
 
 import copy
 import io
@@ -199,7 +199,7 @@ def test_backward_inside_of_torchs_autocast_is_not_cast(recipe: Recipe, dtype: t
 def test_modules_in_half_precision_and_moved_afterwards(dtype: torch.dtype) -> None:
     module = layer()
     with autocast(NVFP4(), step=0):
-        module(rand(8, 32))  # something is prepared from the old weights
+        module(rand(8, 32))  # caches forms of the old weights
     module.to(dtype)
     _, _, dw, _ = gradients(module, rand(8, 32).to(dtype), NVFP4())
     assert dw.dtype == dtype
@@ -242,7 +242,7 @@ def test_tied_weights_are_prepared_for_each_layer_and_share_a_gradient() -> None
     assert exact[0].weight is exact[1].weight
 
 
-# -- what is kept, and for how long -----------------------------------------------------------------------------------
+# -- what is cached, and for how long ---------------------------------------------------------------------------------
 
 
 def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_optimizers_step_reaches_the_next_forward(fused: bool) -> None:
-    """A fused optimizer changes weights without raising torch's version counter: the step, or none, must tell."""
+    """A fused optimizer changes weights without incrementing torch's version counter: only the step shows it."""
     for steps in ((0, 1), (None, None)):
         module, x = layer(), rand(8, 32)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if not fused else None
@@ -288,7 +288,7 @@ def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
         module(x)
         module.load_state_dict(other.state_dict())
         assert torch.equal(module(x), expected)
-        for factor in (1.0, 2.0, 3.0):  # a freed weight's memory may be given to the next one
+        for factor in (1.0, 2.0, 3.0):  # the next weight may get the memory of a freed one
             module.weight = nn.Parameter(other.weight.detach() * factor)
             assert torch.equal(module(x), copy.deepcopy(module)(x))
 
@@ -434,7 +434,7 @@ def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_leaves_the_numbers_alone_in_every_context(backend: str) -> None:
-    """A graph compiled outside of a context must not be reused inside of one, or the other way round."""
+    """A graph compiled outside a context must not be reused inside one, or vice versa."""
     torch._dynamo.reset()
     model = f4.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
     compiled, x = torch.compile(model, backend=backend), rand(8, 16)

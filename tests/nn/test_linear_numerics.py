@@ -1,4 +1,4 @@
-"""The linear layer equals a composition of `quantize` and products written out by hand, for every recipe."""
+"""The linear layer equals a composition of `quantize` and explicit products, for every recipe."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def run(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, **options: int) ->
 
 
 def by_hand(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """What the module docstring of `fp4train.nn.linear` says, in float64 products of dequantised tensors."""
+    """The formulas of `fp4train.nn.gemms`, in float64 products of dequantised tensors."""
     import zlib
 
     def q(tensor: Tensor, spec: QuantSpec | None, operand: int) -> Tensor:
@@ -143,7 +143,7 @@ def test_scaled_mm_equals_emulation_up_to_the_last_bit(recipe: Recipe) -> None:
     shape = SHAPES["fills blocks"]
     found = [run(*make(recipe, backend, shape), recipe) for backend in ("native", "emulate")]
     for native, emulated in zip(*found, strict=True):
-        # Both round a float32 sum of exact products once; where the order of addition moves it across a tie, one bit.
+        # Both round a float32 sum of exact products once; near a tie the order of addition may change one bit.
         assert bool(((native - emulated).abs() <= 2**-8 * emulated.abs() + 1e-6 * emulated.abs().max()).all())
         assert relative(native, emulated) < 1e-3
 
@@ -157,7 +157,7 @@ def test_sizes_that_scaled_mm_does_not_take_are_refused() -> None:
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current()], ids=lambda r: r.name)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e12, 1e30])
 def test_the_scale_of_the_input_does_not_matter(recipe: Recipe, magnitude: float) -> None:
-    """Global scales far from one meet the product one after the other, so that their product cannot leave float32."""
+    """Global scales far from one are applied one after the other, since their product may leave the float32 range."""
     layer, x, dy = make(recipe, "emulate", SHAPES["fills blocks"], bias=False)
     factor = 2.0 ** round(torch.tensor(magnitude).log2().item())
     expected = run(layer, x.float(), dy.float(), recipe)[0].double()
@@ -231,7 +231,7 @@ def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
         layer.zero_grad()
         y.backward(dy.float())
         assert leaf.grad is not None and layer.weight.grad is not None
-        # dx comes back in x's BF16, whose rounding is far below the noise.
+        # dx has x's dtype, BF16, whose rounding is far below the noise.
         samples[0].append(leaf.grad.double())
         samples[1].append(layer.weight.grad.double())
     for found, goal in zip(samples, target, strict=True):

@@ -1,4 +1,4 @@
-"""Activation recomputation repeats the forward pass to the bit, or says that it cannot."""
+"""Activation recomputation repeats the forward pass in every bit, or raises an error."""
 
 from collections.abc import Callable, Iterator
 
@@ -136,7 +136,7 @@ def test_a_model_that_never_met_a_context_is_recomputed_as_ever(reentrant: bool)
 
 
 def test_a_context_entered_in_a_custom_backward_holds_there() -> None:
-    """Reversible layers run their forward pass in backward by themselves; they say in which precision."""
+    """Reversible layers run their forward pass in backward themselves, in the context that they enter."""
     model = blocks()
 
     class Reversible(torch.autograd.Function):

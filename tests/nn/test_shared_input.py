@@ -11,7 +11,7 @@ from fp4train.precision.context import current
 
 
 class Pair(nn.Module):
-    """Two layers on one input, as gate and up."""
+    """Two layers with one input, like gate and up."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""AdamW's groups and the schedules' shapes."""
+"""Parameter groups of AdamW, and the shapes of the schedules."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Where the golden vectors are, and how to read one file of them; what they are is in tests/golden/README.md."""
+"""Find and read the golden vectors; tests/golden/README.md describes them."""
 
 import json
 import os
@@ -13,7 +13,7 @@ REDUCED = TESTS / "golden"
 
 
 def _folder() -> Path:
-    """The full set where there is one, else the reduced set."""
+    """The full set if present, else the reduced set."""
     if named := os.environ.get("FP4TRAIN_GOLDEN"):
         return Path(named)
     beside = TESTS.parents[1] / "shared" / "golden"

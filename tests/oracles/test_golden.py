@@ -1,4 +1,4 @@
-"""Every golden variant, every byte: NVFP4 and FP8 as TE computes them, MX as torchao does, and the layout contract."""
+"""Every golden variant, every byte: NVFP4 and FP8 as TE computes them, MX as torchao does, and the hardware layout."""
 
 import pytest
 import torch

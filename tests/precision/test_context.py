@@ -1,4 +1,4 @@
-"""autocast: which recipe a layer sees, in nested contexts, in other threads, and in backward."""
+"""autocast: the recipe of a layer in nested contexts, in other threads, and in backward."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What the blocks of a model are, over the containers that people build stacks of; which layers stay unconverted."""
+"""The blocks of a model, for the common containers of stacked layers; which layers stay unconverted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CONTAINERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
 
 
 class Moe(nn.Module):
-    """Attention and a mixture of experts, which stand in a container of their own."""
+    """Attention and a mixture of experts; the experts are in their own container."""
 
     def __init__(self, container: str) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attributes(nn.Module):
 
 
 def layout(model: nn.Module) -> list[list[str]]:
-    """Names of the layers of each block; the last list: of those outside."""
+    """Names of the layers of each block; the last list is those outside the blocks."""
     layers = find_layers(model).values()
     (count,) = {layer.blocks for layer in layers}
     by_block = [[x.name for x in layers if x.block == i] for i in range(count)]
@@ -84,7 +84,7 @@ def layout(model: nn.Module) -> list[list[str]]:
 
 
 def heads(model: nn.Module) -> list[str]:
-    """What the names of each block's layers begin with."""
+    """The common prefix of the layer names of each block."""
     *blocks, _ = layout(model)
     out = []
     for names in blocks:
@@ -96,7 +96,7 @@ def heads(model: nn.Module) -> list[str]:
 
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[nn.Module, list[nn.Module]]:
-    """(a container, its blocks): of one class or experts inside; of several classes where the container allows it."""
+    """(container, its blocks): of one class or with experts inside; of several classes if the container allows it."""
     container = draw(st.sampled_from(sorted(CONTAINERS)))
     experts = draw(st.sampled_from(sorted(CONTAINERS)))
     kinds: list[Callable[[], nn.Module]] = [Dense, Mamba, lambda: Moe(experts)]
@@ -253,12 +253,12 @@ def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (["a", "c"], ValueError, r"Named.fp4train_blocks names 'c', and there is no such module; Named has a, b, head"),
+        (["a", "c"], ValueError, r"Named.fp4train_blocks names 'c', which is not a module of Named; it has a, b, head"),
         (["a", "b", "a.inner"], ValueError, r"overlap: 'a' and 'a.inner'"),
         (["b", "b"], ValueError, r"overlap: 'b' and 'b'"),
-        ([Dense()], ValueError, r"gives a Dense that is no part of Named"),
-        ([3], TypeError, r"gives 3 for a block"),
-        ("a", TypeError, r"gives str, and not the paths"),
+        ([Dense()], ValueError, r"gives a Dense that is not part of Named"),
+        ([3], TypeError, r"gives 3 as a block"),
+        ("a", TypeError, r"gives str; it must give the block paths"),
         (7, TypeError, r"gives int"),
         ([], ValueError, r"names no block that holds a linear layer: it is empty"),
         (["norm"], ValueError, r"names no block that holds a linear layer: norm"),

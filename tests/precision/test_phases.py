@@ -1,4 +1,4 @@
-"""Phases and swaps: which recipe holds at which step."""
+"""Phases and swaps: the recipe in force at every step."""
 
 from itertools import pairwise
 
@@ -107,7 +107,7 @@ def test_single_gemms_can_change_to_a_quantised_recipe() -> None:
 
 
 def test_high_precision_for_single_gemms_means_the_dtype_of_the_run() -> None:
-    """The default phases name BF16 and must do for float16 and float32 runs as well."""
+    """The default phases name BF16 and must also work for float16 and float32 runs."""
     for recipe in (NVFP4(dtype="float32"), NVFP4(dtype="float16"), FP16(), FP32()):
         timeline = Timeline(recipe=recipe, steps=100, cooldown=80, phases=[COOLDOWN])
         assert timeline.recipe_at(99).dtype == recipe.dtype

@@ -1,4 +1,4 @@
-"""The plan says what forward and backward then really do."""
+"""Forward and backward run what the plan says."""
 
 import re
 from typing import Any
@@ -47,7 +47,7 @@ def plan_of(model: torch.nn.Module, timeline: Timeline, policy: LayerPolicy | No
 
 
 class Observer:
-    """Writes down the shapes of each product that a layer runs, and by which backend."""
+    """Records the shapes and the backend of each product that a layer runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, list[tuple[tuple[int, ...], str]]] = {}
@@ -100,7 +100,7 @@ def test_every_row_is_a_product_that_runs(
         assert [row.elements for row in planned] == [o.elements("bfloat16") for o in runs.table().values()]
         if runs.quantised:
             assert rows == observer.seen[name]
-        else:  # torch's own layer runs, and none of ours
+        else:  # torch's layer runs, without a backend of fp4train
             assert name not in observer.seen and {row[1] for row in rows} == {"torch"}
 
 
@@ -208,7 +208,7 @@ def test_the_plan_of_anyones_model_is_the_one_that_runs_after_conversion() -> No
     after = f4.plan(convert(plain), NVFP4(), LayerPolicy(last=1), tokens=16)
     assert list(before.rows) == list(after.rows)
     assert "blocks.0–2.mlp.up" in str(after)
-    with pytest.raises(ValueError, match="holds no linear layer"):
+    with pytest.raises(ValueError, match="has no linear layer"):
         f4.plan(torch.nn.ReLU(), NVFP4())
 
 

@@ -1,4 +1,4 @@
-"""The policy: which layers of a real model keep high precision, counted in blocks and named in whole components."""
+"""The policy: which layers of a real model keep high precision, by counts of blocks and by name patterns."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def kept_blocks(policy: LayerPolicy, blocks: int) -> list[int]:
     [
         (0, 0.15, 6, [5]),
         (0, 0.15, 7, [5, 6]),  # 1.05 blocks are two: the share is a lower bound
-        (0, 0.2, 5, [4]),  # 0.2·5 is 1.0000000000000002 in some orders of arithmetic, and still one
+        (0, 0.2, 5, [4]),  # 0.2·5 may be computed as 1.0000000000000002 and still means one
         (0, 0.1, 1, [0]),
         (0.0, 0.0, 4, []),
         (0, 1.0, 3, [0, 1, 2]),
@@ -90,7 +90,7 @@ def test_one_pattern_may_be_given_as_a_word() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_where_the_model_runs() -> None:
-    """Not in the plan alone: who uses autocast by hand makes no plan."""
+    """The check must also run in autocast, where no plan is made."""
     model, policy = convert(Model(2)), LayerPolicy(keep=["mlp.gate"])
     with pytest.raises(ValueError, match=r"policy.keep='mlp.gate' matches no linear layer; the model has: inputs, "):
         policy.check(find_layers(model))
@@ -116,7 +116,7 @@ def test_kept_layers_may_use_another_recipe_but_the_head_stays_in_high_precision
 
 
 def test_a_high_precision_phase_holds_for_kept_layers_too() -> None:
-    """Else the forward GEMM of the kept blocks alone would stay quantised in the cooldown."""
+    """Otherwise only the forward GEMM of the kept blocks would stay quantised in the cooldown."""
     layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
     assert policy.recipe_for(layer, NVFP4().with_high_precision("fprop")) == MXFP8().with_high_precision("fprop")
 

@@ -1,4 +1,4 @@
-"""Recipes: the table of six operands is what the documentation says, and each switch changes what it should."""
+"""Recipes: the table of six operands matches the documentation, and each option changes the right operands."""
 
 import dataclasses
 import re

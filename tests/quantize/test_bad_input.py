@@ -193,7 +193,11 @@ def test_other_shapes_and_dtypes_say_what_to_do(function, x: torch.Tensor, messa
         (MX, {"amax": torch.tensor(1.0)}, "amax: block=(1, 32) with scale='e8m0' has no global scale"),
         ({}, {"amax": torch.ones(2)}, "amax has 2 values: this spec takes 1"),
         ({"global_scale": "row"}, {"amax": torch.ones(1)}, "amax has 1 values: this spec takes 4"),
-        ({**FP8, "block": (None, None), "delayed": Delayed()}, {}, "amax=None: delayed scaling takes it from history"),
+        (
+            {**FP8, "block": (None, None), "delayed": Delayed()},
+            {},
+            "amax=None: delayed scaling needs an amax",
+        ),
         ({}, {"kernel": "cuda"}, "kernel='cuda' is not one of auto, reference, cpu, triton"),
     ],
 )

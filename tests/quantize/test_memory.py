@@ -1,4 +1,4 @@
-"""Tensors whose memory is elsewhere, or nowhere, are refused with what to pass instead; subclasses that have it go."""
+"""Tensors without memory of their own are refused, with what to pass instead; subclasses with memory work."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def refused(call: Callable[[Tensor], object], x: Tensor, message: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_dtensor_is_refused_and_its_shard_named(call: Callable[[Tensor], object]) -> None:
     x = distribute_tensor(torch.randn(32, 32), init_device_mesh("cpu", (1,)), [Replicate()])
-    refused(call, x, "x is a DTensor, whose memory is its local shard's: pass x.to_local()")
+    refused(call, x, "x is a DTensor, which holds a local shard only: pass x.to_local()")
     call(x.to_local())
 
 
@@ -75,7 +75,7 @@ def test_a_wrapper_under_a_fake_mode_does_not_reach_memory() -> None:
 
 
 class Named(Tensor):
-    """A subclass of its own memory."""
+    """A subclass with its own memory."""
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Named)], ids=["Parameter", "subclass"])

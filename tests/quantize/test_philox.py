@@ -27,7 +27,7 @@ def test_philox_gives_the_known_answers_of_random123(counter: str, key: str, out
 
 
 def scalar_bits(key: RandomKey, row: int, col: int) -> int:
-    """One element's bits, in plain Python integers."""
+    """The bits of one element, in plain Python integers."""
     c = [(col + key.col_offset) // 8, row + key.row_offset, key.step * 8 + key.operand, key.layer]
     k = [key.seed & 0xFFFFFFFF, key.seed >> 32]
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The choice of a kernel: made once, from explicit tables, with its reason; and what a call of it costs in Python."""
+"""The choice of the kernel: made once, from explicit tables, with a reason; and the Python overhead of a call."""
 
 import sys
 from collections.abc import Callable
@@ -78,7 +78,7 @@ UNKNOWN: dict[str, object] = {
 
 @pytest.mark.parametrize(("field", "value"), UNKNOWN.items())
 def test_no_kernel_takes_what_it_does_not_know_for_something_else(field: str, value: object) -> None:
-    """Each field by itself, in a spec that is otherwise the plainest."""
+    """Each field by itself, in an otherwise minimal spec."""
     spec = replace(QuantSpec())
     object.__setattr__(spec, field, value)
     reasons = [triton_module.why_not_spec(spec)]
@@ -89,7 +89,7 @@ def test_no_kernel_takes_what_it_does_not_know_for_something_else(field: str, va
 
 @pytest.fixture
 def injected(monkeypatch: pytest.MonkeyPatch) -> ScaleFormat:
-    """A scale format that nobody wrote a kernel for: FP32's arithmetic under another name."""
+    """A scale format without a kernel: the arithmetic of FP32 under another name."""
     fmt = replace(get_scale_format("fp32"), name="fp32x")
     registry = (*formats.SCALE_FORMATS, fmt)
     monkeypatch.setattr("fp4train.formats.registry.SCALE_FORMATS", registry)
@@ -115,7 +115,7 @@ def test_a_new_scale_format_runs_by_the_reference_and_by_no_kernel(
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_ue5m3_quantises_as_e4m3_does_without_a_global_scale(rounding: str, scale: float) -> None:
-    """Both scales have three mantissa bits, so the errors are alike while UE5M3 has no subnormals to use."""
+    """Both scales have three mantissa bits, so the errors are similar as long as no UE5M3 scale is subnormal."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * scale
     spec = replace(UE5M3, rounding=rounding)
     q = quantize(x, spec, key=KEY)
@@ -155,7 +155,7 @@ def test_ue5m3_never_hides_what_is_not_finite() -> None:
 
 
 def test_a_layer_trains_in_a_recipe_with_ue5m3_scales() -> None:
-    """A scale format without a kernel goes all the way: forward, backward, and the reference under them."""
+    """A scale format without a kernel works in forward and backward, on the reference."""
 
     def ue5m3(spec: QuantSpec | None) -> QuantSpec | None:
         return None if spec is None else replace(spec, scale="ue5m3", global_scale=None)

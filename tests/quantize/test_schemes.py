@@ -1,4 +1,4 @@
-"""What each scheme promises: the worked example, transposes, formulas, delayed scaling, metrics."""
+"""Properties of each scheme: the worked example, transposes, formulas, delayed scaling, metrics."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_square_blocks_commute_with_transposition(spec: QuantSpec) -> None:
     x = ordinary()
     operand, transposed = quantize_dequantize(x, spec), quantize_dequantize(x.T, spec)
     assert operand.transpose_ok
-    if spec.four_over_six is None:  # its error sums run along rows, so a tie may fall the other way
+    if spec.four_over_six is None:  # its error sums run along rows, so a tie may be decided differently
         assert torch.equal(operand.values.T, transposed.values)
 
 

@@ -23,7 +23,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"block": (1,)}, "block=(1,): allowed is a pair"),
         ({"block": (0, 16)}, "block=(0, 16): rows and cols must be integers >= 1"),
         ({"block": (1, 16.0)}, "block=(1, 16.0): rows and cols must be integers"),
-        ({"block": (1, 15)}, "block=(1, 15): e2m1 packs two codes a byte"),
+        ({"block": (1, 15)}, "block=(1, 15): e2m1 packs two codes per byte"),
         ({"block": (None, 16)}, "block=(None, 16): blocks run along the last axis"),
         ({**FP8, "block": (4, None)}, "block=(4, None): whole rows are (1, None)"),
         ({"block": (1, None)}, "block=(1, None): scale='e4m3' is a block scale"),

@@ -66,7 +66,7 @@ def test_it_spreads_an_outlier_so_that_its_neighbours_do_not_underflow(spec: Had
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
     x[:, 3] = 30.0
     assert measure(x, QuantSpec()).underflow > 0.7
-    # Only the Hadamard matrix is flat: the others leave an outlier's image uneven, and small values beside large ones.
+    # Only the Hadamard matrix has entries of equal magnitude: the others spread an outlier unevenly.
     assert measure(x, QuantSpec(hadamard=spec)).underflow < (0.05 if isinstance(spec, Hadamard) else 0.25)
 
 

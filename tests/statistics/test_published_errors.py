@@ -92,7 +92,7 @@ def test_each_element_is_unbiased_on_its_own() -> None:
             for step in range(256)
         ]
     )
-    # Elements next to the grid see one neighbour almost always, and their sample deviation says nothing.
+    # Elements close to the grid are almost always rounded to one neighbour, so their sample deviation is unreliable.
     upper = (draws == draws.amax(dim=0)).float().mean(dim=0)
     mixed = (upper > 0.05) & (upper < 0.95)
     assert mixed.float().mean() > 0.7
@@ -102,7 +102,7 @@ def test_each_element_is_unbiased_on_its_own() -> None:
 
 
 def test_the_guard_costs_range_only_where_scales_are_normal_numbers() -> None:
-    """E4M3's subnormal scales (blocks 10^5 below the tensor's amax) round by more than 1/16: there clipping remains."""
+    """E4M3's subnormal scales (blocks 10^5 below the tensor's amax) round by more than 1/16: clipping remains there."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
     x[:32] *= 2e-5
     q = quantize(x, QuantSpec(rounding="stochastic", guard=GUARD), key=KEY, kernel="reference")

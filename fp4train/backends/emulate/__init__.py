@@ -22,7 +22,7 @@ class Emulate:
     takes_codes = False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        """None: every spec is emulated on every device."""
+        """None: every spec can be emulated on every device."""
         return None
 
     def prepare(

@@ -4,14 +4,14 @@ A decoded element without its global scale is exact in BF16, so
 
     y [R, S] = (a.values · b.valuesᵀ) · a.scale · b.scale
 
-with BF16 operands and float32 accumulation has exact products, as the tensor cores that it emulates; what differs from
-them is the order of the additions alone. The global scales meet the float32 product before it is rounded to the output
-dtype: rounding the product to BF16 first would round twice.
+with BF16 operands and float32 accumulation has exact products, like the tensor cores that it emulates. Only the order
+of the additions differs. The global scales multiply the float32 product before it is rounded to the output dtype:
+rounding the product to BF16 first would round twice.
 
-How each machine does that: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32
-accumulator; elsewhere on CPUs a float32 product; on GPUs BF16 tensor cores with float32 output. A bias is rounded to
-the output dtype, as TE's is, and added before the product is rounded. Operands that have no scales, because a recipe
-leaves this GEMM in high precision, are torch's to multiply.
+Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
+on other CPUs a float32 product; on GPUs BF16 tensor cores with float32 output. A bias is rounded to the output dtype,
+as in TE, and added before the product is rounded. Operands without scales (a GEMM in high precision) are multiplied by
+torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
             return widened(F.linear, x_RC, w_SC, bias)
         if x_RC.is_cpu and dtype not in widening.WITHOUT_INSTRUCTIONS:
             alpha = (1.0 if a.scale is None else float(a.scale)) * (1.0 if b.scale is None else float(b.scale))
-            # Beyond float32's normal numbers the scales must meet the product one after the other.
+            # If the product of the scales is not a normal float32 number, they are applied one after the other.
             if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
                 # The accumulator is scaled, so that the result is rounded once.
                 if bias is None:
@@ -57,7 +57,7 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         product *= factor
     if bias is not None:
         return torch.add(product, bias.to(torch.float32), out=_empty(product, out_dtype))
-    # The last factor and the rounding in one pass over the product.
+    # The last factor and the rounding take one pass over the product.
     return torch.mul(product, factors[-1], out=_empty(product, out_dtype)) if factors else product.to(out_dtype)
 
 

@@ -1,8 +1,9 @@
 """Products in BF16 and FP16 on CPUs that lack the instructions: in float32, rounded once.
 
-Without them torch takes 3 to 30 times as long for a GEMM as in float32, and 9 times for the backward pass of attention
-in FP16. Both formats are exact in float32, so the float32 product has what the instructions have, exact products of
-elements and float32 accumulation; its one rounding, to the operands' dtype, overflows to infinity as theirs does.
+Without these instructions torch takes 3 to 30 times as long for a GEMM as in float32, and 9 times for the backward pass
+of attention in FP16. Both formats are exact in float32, so the float32 product has the same exact element products and
+float32 accumulation as the instructions. Its one rounding, to the operands' dtype, overflows to infinity as theirs
+does.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch import Tensor
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
-# Both on CPUs other than x86, whose instructions only some builds of torch use. A constant: torch.compile traces it.
+# Both dtypes on CPUs other than x86: only some builds of torch use their instructions. torch.compile needs a constant.
 WITHOUT_INSTRUCTIONS = frozenset(
     dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products of x run in float32: it is on a CPU that does not multiply its dtype."""
+    """Whether products of x run in float32: x is on a CPU without instructions for its dtype."""
     return x.device.type == "cpu" and x.dtype in WITHOUT_INSTRUCTIONS
 
 
 def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
-    """`product(x, *others, **options)`, in float32 where x `widens`.
+    """`product(x, *others, **options)`, in float32 if `widens(x)`.
 
-    All operands have x's dtype and device. The result and, in backward, the gradients have that dtype too, each rounded
+    All tensors have x's dtype and device. The result and, in backward, the gradients have that dtype too, each rounded
     once; autograd keeps float32 copies of what it needs.
     """
     if not widens(x):

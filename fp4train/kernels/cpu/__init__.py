@@ -1,4 +1,4 @@
-"""The fused C kernels of CPUs."""
+"""The fused C kernels for CPUs."""
 
 from fp4train.kernels.cpu.adapter import (
     COLUMN_BLOCKS,

@@ -1,14 +1,13 @@
-"""The CPU kernels: torch tensors in and out over the C extension `_cpu` (sources and their reasons in `csrc/`).
+"""The CPU kernels: torch tensors in and out of the C extension `_cpu` (sources in `csrc/`).
 
-Everything here is in terms of the tensor whose last axis is blocked, [R, C]; with strides (1, R) it is the column-wise
-form x.T and comes out transposed, without a copy. Blocks are 16, 32, 64 or 128 wide; C that fills no block is padded
-with zeros. A NaN or an infinity in x is not handled but reported: the extension returns True and the reference has to
-do it.
+x is the tensor whose last axis is blocked, [R, C]. With strides (1, R) it is the column-wise form x.T, whose result is
+written transposed without a copy of x. Blocks are 16, 32, 64 or 128 wide; an incomplete block is padded with zeros. If
+x has a NaN or an infinity, the extension returns True and the caller must use the reference.
 
-A call packs one struct and makes one call of the extension. What is the same for every call of a scheme is packed once;
-`LAYOUT` and the sizes of the structs tell an extension that was built from other sources. Which instruction set and how
-many threads is a `Machine`; the results are the same bits for all of them. The extension is built with the package and
-optional: `unavailable()` says why it is missing.
+A call packs one struct and calls the extension once. The part that is the same for every call of a scheme is packed
+once. `LAYOUT` and the sizes of the structs detect an extension built from other sources. `Machine` holds the
+instruction set and the number of threads; the results are the same bits for all of them. The extension is optional and
+built with the package: `unavailable()` says why it is missing.
 """
 
 import importlib
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor
 
 INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
-"""From the slowest to the fastest."""
+"""Instruction sets, slowest first."""
 
-# What the kernels know: names that are not here have no kernel. The numbers are those of csrc/job.h.
+# The supported names: others have no kernel. The numbers are those of csrc/job.h.
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
 SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3}
@@ -36,11 +35,11 @@ EXTENTS: Final = {None: 0, "tensor": 1, "row": 2}
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
 COLUMN_BLOCKS: Final = (16, 32)
-"""Widths of blocks across it (the strided axis of x.T)."""
+"""Widths of blocks along the strided axis of x.T."""
 PAIR_ROWS: Final = 128
-"""Rows that both forms of a tensor are made of at a time; bands of block_rows must fill them."""
+"""Rows per work item when both forms of a tensor are made; a multiple of block_rows."""
 STREAM_BYTES: Final = 1 << 24
-"""Larger outputs are written past the caches, which could not keep them."""
+"""Larger outputs bypass the caches, which could not hold them."""
 
 LAYOUT: Final = 1
 _SCHEME: Final = Struct("=4i2i2i2iI3fq")
@@ -49,7 +48,7 @@ bound, margin; stream bytes."""
 _JOB: Final = Struct(f"={_SCHEME.size}s24s6Q4q2i")
 """scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
 _DECODE: Final = Struct(f"={_SCHEME.size}s5Q6q")
-"""scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes a row, strides, amaxes."""
+"""scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes per row, strides, amaxes."""
 _pack_job: Final = _JOB.pack
 _pack_decode: Final = _DECODE.pack
 
@@ -58,10 +57,10 @@ _new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_em
 _new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
 _number: Final = torch.empty((), dtype=torch.float32, device="cpu")
 _empty_like: Final = torch.empty_like
-"""Of what is new in a call the fastest there is: two thirds of the time of `torch.empty` with a shape and a dtype."""
+"""The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a dtype."""
 
 NO_RANDOM: Final = bytes(24)
-"""The words of a `RandomKey` where nothing is drawn."""
+"""The words of a `RandomKey` for nearest rounding."""
 
 
 @cache
@@ -70,12 +69,12 @@ def _extension() -> ModuleType | str:
     try:
         extension = importlib.import_module(name)
     except ImportError as error:
-        return f"the C extension {name} is not built ({error}); reinstall where a C compiler is found"
+        return f"the C extension {name} is not built ({error}); install a C compiler and reinstall"
     return _stale(extension) or extension
 
 
 def _stale(extension: ModuleType) -> str | None:
-    """The reason not to call an extension that was built from other sources than these."""
+    """Why an extension cannot be used: it was built from other sources than these. None if it can."""
     built, wanted = getattr(extension, "layout", None), (LAYOUT, _JOB.size, _DECODE.size)
     if built == wanted:
         return None
@@ -100,18 +99,18 @@ def _cpu() -> ModuleType:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those that this CPU has, the fastest last."""
+    """The instruction sets of this CPU, fastest last."""
     return tuple(name for i, name in enumerate(INSTRUCTION_SETS) if _cpu().has_isa(i))
 
 
 def thread_pool() -> str:
-    """Whose threads run the kernels: `openmp` (the pool torch uses) or `pthreads` (started for each call)."""
+    """The threads that run the kernels: `openmp` (the pool torch uses) or `pthreads` (started per call)."""
     return str(_cpu().thread_pool())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the kernels run on. None: the fastest instruction set of this CPU; torch's number of threads."""
+    """Instruction set and threads. None: the fastest instruction set of this CPU; torch's number of threads."""
 
     instruction_set: str | None = None
     threads: int | None = None
@@ -131,11 +130,12 @@ HERE: Final = Machine()
 class Scheme:
     """A quantisation in primitive terms.
 
-    whole: "tensor" or "row" where one float scale serves all of it; blocks are then only a unit of work. None: blocks.
-    amax: of what an amax must be known before the blocks are: "tensor", "row", or None.
-    measures: whether it may be taken from x, where nobody gives it.
-    largest: the magnitude that scales aim at; bound: that of the global range, S_enc = bound / amax.
-    margin: what `whole` scales are divided by.
+    whole: "tensor" or "row" if one float scale applies to all of it; blocks are then only a unit of work. None: one
+        scale per block.
+    amax: extent of the amax that must be known before the blocks: "tensor", "row", or None.
+    measures: whether the amax is computed from x if it is not given.
+    largest: the magnitude that a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax.
+    margin: divisor of `whole` scales.
     signs: a Hadamard transform of sixteen columns, where bit i negates column i; None for no transform.
     """
 
@@ -154,7 +154,7 @@ class Scheme:
     signs: int | None
 
     def packed(self) -> bytes:
-        """As the extension takes it. KeyError for a name that it does not know."""
+        """The struct for the extension. KeyError for an unsupported name."""
         return _SCHEME.pack(
             ELEMENTS[self.element],
             SCALES[self.scale],
@@ -174,11 +174,12 @@ class Scheme:
 
 
 class Kernels:
-    """The kernels of one scheme on one machine: they make jobs, and `run` and `run_decode` do them.
+    """The kernels of one scheme on one machine: they make jobs, which `run` and `run_decode` execute.
 
-    The makers return None for what the extension does not take: no two dimensions, another dtype, no elements, no
-    random words where the scheme draws, an amax of another size than the scheme's or none where it must be given.
-    Besides the job they return the tensors that it fills, and last x as it is read, which has to live until then.
+    The makers return None for calls that the extension does not support: not two dimensions, another dtype, no
+    elements, no random words for stochastic rounding, an amax of the wrong size, or none where it must be given.
+    Besides the job they return the tensors that it fills and, last, x as it is read, which must stay alive until the
+    job is done.
     """
 
     def __init__(self, scheme: Scheme, machine: Machine = HERE) -> None:
@@ -201,14 +202,14 @@ class Kernels:
         self._new_values = _new_float32 if scheme.scale == "fp32" and not self._whole else _new_bfloat16
         self._new_scales = _new_uint8 if scheme.scale in ("e4m3", "e8m0") else _new_float32
         self.reads_columns = scheme.block[0] == 1 and scheme.block[1] in COLUMN_BLOCKS
-        """Whether a kernel works along the strided axis of x.T: for single rows of narrow blocks."""
+        """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
 
     def values(
         self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
     ) -> tuple[bytes, Tensor, Tensor | None, Tensor] | None:
-        """A job, the values BF16 or float32 [R, C], and the factor that they lack (float32, 0-d or [R, 1]) or None.
+        """A job, the values BF16 or float32 [R, C], and their factor (float32, 0-d or [R, 1]) or None.
 
-        With a transform C is rounded up to whole groups: it fills its padding.
+        With a transform C is rounded up to whole groups, since the transform fills the padding.
         """
         shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
         if len(shape) != 2 or dtype is None:
@@ -258,8 +259,8 @@ class Kernels:
     def codes(
         self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
     ) -> tuple[bytes, Tensor, Tensor, Tensor | None, Tensor] | None:
-        """A job, the codes uint8 [R, Cp] or, packed, [R, Cp/2], the scales, uint8 or float32, one a block, row or
-        tensor, and the amax (float32, 0-d or [R, 1]) or None."""
+        """A job, the codes uint8 [R, Cp] or, packed, [R, Cp/2], the scales, uint8 or float32, one per block, row
+        or tensor, and the amax (float32, 0-d or [R, 1]) or None."""
         shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
         if len(shape) != 2 or dtype is None:
             return None
@@ -342,7 +343,7 @@ class Kernels:
         return job, values, factor
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
-        """An amax from elsewhere in the shape that `codes` returns; None where its size is not the scheme's."""
+        """A given amax in the shape that `codes` returns; None if its size does not fit the scheme."""
         if not self._amax or amax.numel() != (rows if self._row_amax else 1):
             return None
         amax = amax.detach().to("cpu", torch.float32)

@@ -10,15 +10,15 @@ from fp4train.models.common.rope import rotate
 
 
 class Attention(nn.Module):
-    """softmax(q·kᵀ/√E + causal mask)·v, its heads joined by `wo`: x [B, T, D] → [B, T, D].
+    """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
-    The four projections are linear layers without bias, which `fp4train.convert` finds; the products of queries, keys
-    and values stay in the dtype of the activations.
+    The four projections are linear layers without bias, which `fp4train.convert` replaces; the products of queries,
+    keys and values stay in the dtype of the activations.
 
     Args:
-        width: D, of the residual stream; `heads` divides it.
-        heads: of queries, of E = width / heads elements each.
-        kv_heads: of keys and values; divides `heads`.
+        width: D, the width of the residual stream; a multiple of `heads`.
+        heads: number of query heads, with E = width / heads elements each.
+        kv_heads: number of key and value heads; divides `heads`.
     """
 
     def __init__(self, *, width: int, heads: int, kv_heads: int) -> None:
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Attention within each sequence; `cos_TE` and `sin_TE` of `rope_angles` for its T positions."""
+        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions."""
         batch, time, _ = x_BTD.shape
         q = self.wq(x_BTD).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
         k = self.wk(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose float32 weight takes the dtype of the activations, so that a BF16 stream stays BF16."""
+    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """y, of the shape and dtype of x [..., width]."""
+        """y, with the shape and dtype of x [..., width]."""
         y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
         return y

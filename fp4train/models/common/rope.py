@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864) in the half-split layout of Llama's public checkpoints.
 
-Pair i of a head is made of the elements i and i + E/2. At position t it turns by t·base^(−2i/E), so the score of a
-query and a key depends on the distance of their positions alone.
+Pair i of a head consists of the elements i and i + E/2. At position t it is rotated by t·base^(−2i/E), so the score of
+a query and a key depends only on the distance between their positions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Queries or keys [B, heads, T, E], turned by the angles whose cosines and sines are given."""
+    """Queries or keys [B, heads, T, E], rotated by the angles with the given cosines and sines."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE

@@ -1,4 +1,4 @@
-"""Llama and its relatives with grouped-query attention."""
+"""Llama and related models with grouped-query attention."""
 
 from fp4train.models.llama.model import Llama, LlamaModel
 

@@ -1,8 +1,8 @@
 """Llama: a decoder of RMSNorm, rotary attention with grouped queries, and SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
 
 Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. The linear layers of
-the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them; embedding, norms, attention products and head
-stay in high precision.
+the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, attention products and the
+head stay in high precision.
 
 Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the residual stream scaled by
 1/√(2·layers) (GPT-2), so that the stream's variance does not grow with depth.
@@ -29,14 +29,14 @@ class Llama:
     """Shape of a Llama model.
 
     Args:
-        width: of the residual stream; heads × head dimension.
-        layers: blocks.
-        heads, kv_heads: query heads and key/value heads; kv_heads divides heads (grouped-query attention).
+        width: width of the residual stream; heads × head dimension.
+        layers: number of blocks.
+        heads, kv_heads: numbers of query heads and key/value heads; kv_heads divides heads (grouped-query attention).
         hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
-        tied: the head shares the embedding's weight.
+        tied: whether the head shares the weight of the embedding.
         rope_base: θ of the rotary embedding.
         norm_eps: ε of RMSNorm.
-        recompute: keep only the blocks' inputs for backward and compute the rest again.
+        recompute: save only the blocks' inputs for backward and recompute the other activations.
         vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM aligned.
     """
 
@@ -62,8 +62,8 @@ class Llama:
             raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
         if (self.width // self.heads) % 2:
             raise ValueError(
-                f"model.width={self.width} over model.heads={self.heads} is {self.width // self.heads} a head: "
-                "rotary embedding needs an even one"
+                f"model.width={self.width} over model.heads={self.heads} is {self.width // self.heads} per head: "
+                "rotary embedding needs an even number"
             )
         if self.hidden is not None and self.hidden < 1:
             raise ValueError(f"model.hidden={self.hidden} must be at least 1, or null for 8/3 of the width")

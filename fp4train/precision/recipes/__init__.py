@@ -1,6 +1,6 @@
-"""The recipes of the field, one family per file: dataclasses whose fields are the switches of a paper or of TE.
+"""Published recipes, one family per file: dataclasses whose fields are the options of a paper or of TE.
 
-`print(NVFP4())` shows the table of six operands that a recipe stands for.
+`print(NVFP4())` shows the table of six operands that a recipe defines.
 """
 
 from fp4train.precision.recipes.fp8 import FP8Block, FP8Current, FP8Delayed, FP8Row

@@ -1,4 +1,4 @@
-"""FP8 with float32 scales: per tensor, per row, in blocks; from the tensor at hand or from earlier steps."""
+"""FP8 with float32 scales per tensor, row or block, from the current amax or from earlier steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32"
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Current(Recipe):
-    """FP8 with one scale a tensor, from the tensor at hand (TE: Float8CurrentScaling).
+    """FP8 with one scale per tensor, from its current amax (TE: Float8CurrentScaling).
 
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
@@ -35,15 +35,15 @@ class FP8Current(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Delayed(Recipe):
-    """FP8 with one scale a tensor, from the amax of earlier steps (TE: DelayedScaling; arXiv:2209.05433).
+    """FP8 with one scale per tensor, from the amax of earlier steps (TE: DelayedScaling; arXiv:2209.05433).
 
-    The scale is known before the tensor is, which saves a pass over it; a sudden growth saturates for a step.
+    The scale is known in advance, which saves a pass over the tensor. Values that grow suddenly saturate for one step.
 
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
         history: length of the amax history, in steps.
-        algorithm: "max" over the history or its "most_recent" entry.
-        margin: binary orders of magnitude left free above amax.
+        algorithm: "max" of the history, or its "most_recent" entry.
+        margin: headroom above amax, in powers of two.
     """
 
     element: str = "hybrid"
@@ -60,7 +60,7 @@ class FP8Delayed(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Row(Recipe):
-    """FP8 with one scale for each row of an operand (row-wise scaling of `torch._scaled_mm`), E4M3 everywhere."""
+    """FP8 with one scale per row of an operand (row-wise scaling of `torch._scaled_mm`), E4M3 everywhere."""
 
     def operands(self) -> dict[str, Operands]:
         return by_tensor(*[_fp8("e4m3", (1, None))] * 3)
@@ -72,7 +72,7 @@ class FP8Block(Recipe):
 
     Args:
         element: "e4m3" or "hybrid" (E5M2 gradients).
-        power_of_two: scales are powers of two (TE's default) instead of any FP32.
+        power_of_two: scales are powers of two (TE's default) instead of arbitrary FP32 values.
     """
 
     element: str = "e4m3"

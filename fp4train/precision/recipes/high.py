@@ -9,12 +9,12 @@ from fp4train.precision.recipe import LossScaling, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Recipe):
-    """All three GEMMs in BF16: the baseline that every other recipe is measured against."""
+    """All three GEMMs in BF16: the baseline for every other recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP32(Recipe):
-    """Everything in float32: the reference for numerics, about half the speed of BF16 on a CPU."""
+    """Everything in float32: the numerical reference, about half the speed of BF16 on a CPU."""
 
     dtype: str = "float32"
 
@@ -23,7 +23,7 @@ class FP32(Recipe):
 class FP16(Recipe):
     """GEMMs and activations in IEEE half precision with dynamic loss scaling (Micikevicius et al. 2018).
 
-    FP16 has 40 binades where gradients of a large model span more, hence the loss scale; `scaling` holds its constants.
+    FP16 has 40 binades; gradients of a large model span more, hence the loss scale. `scaling` holds its constants.
     """
 
     dtype: str = "float16"

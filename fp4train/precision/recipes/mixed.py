@@ -1,4 +1,4 @@
-"""Tables composed by the user: another recipe for each GEMM, or each operand spelled out."""
+"""Tables composed by the user: one recipe per GEMM, or one spec per operand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp4train.precision.recipes.high import BF16, FP16
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Recipe):
-    """Another recipe for each GEMM: `Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())`."""
+    """One recipe per GEMM: `Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())`."""
 
     fprop: Recipe = field(default_factory=BF16)
     dgrad: Recipe = field(default_factory=BF16)
@@ -23,20 +23,20 @@ class Mixed(Recipe):
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """That of an FP16 part, which may have constants of its own."""
+        """That of the FP16 part, whose constants may differ from the defaults."""
         own = [part.loss_scaling for part in (self.fprop, self.dgrad, self.wgrad) if isinstance(part, FP16)]
         return own[0] if own else super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
         dtypes = {getattr(self, g).dtype for g in GEMMS}
         if dtypes != {self.dtype}:
-            raise ValueError(f"dtype={self.dtype!r} differs from the parts' dtypes {sorted(dtypes)}: make them one")
+            raise ValueError(f"dtype={self.dtype!r} differs from the parts' dtypes {sorted(dtypes)}: use one dtype")
         return {g: getattr(self, g).table()[g] for g in GEMMS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Recipe):
-    """Any table: each GEMM's two operands as specs, None for high precision. For research; a YAML can spell it out."""
+    """Any table: the two operands of each GEMM as specs, None for high precision. YAML can define one."""
 
     label: str = "Custom"
     fprop: Operands = HIGH_PRECISION

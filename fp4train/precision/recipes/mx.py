@@ -16,10 +16,10 @@ def _mx(element: str, rounding: str, block: tuple[int, int] = (1, 32)) -> QuantS
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
-    """OCP MX: E4M3 elements, a power-of-two E8M0 scale for each 1×32 block.
+    """OCP MX: E4M3 elements, one power-of-two E8M0 scale per 1×32 block.
 
-    E4M3 everywhere and scales rounded up ("Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027): rounding up
-    cannot saturate, where the floor of the OCP text loses the top of a quarter of the blocks.
+    E4M3 everywhere and scales rounded up ("Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027). Rounding up
+    cannot saturate; the floor of the OCP specification clips the largest values in a quarter of the blocks.
 
     Args:
         element: "e4m3", or "hybrid" for E5M2 gradients.
@@ -60,9 +60,9 @@ class MXFP6(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4(Recipe):
-    """OCP MX with E2M1 elements: NVFP4's elements under coarser blocks (32) and power-of-two scales.
+    """OCP MX with E2M1 elements: the elements of NVFP4 in larger blocks (32) with power-of-two scales.
 
-    Gradients are rounded stochastically and transformed as "Training LLMs with MXFP4" (arXiv:2502.20586) does.
+    Gradients are rounded stochastically and transformed as in "Training LLMs with MXFP4" (arXiv:2502.20586).
     """
 
     scale_rounding: str = "even"
@@ -71,7 +71,7 @@ class MXFP4(Recipe):
 
     def operands(self) -> dict[str, Operands]:
         x = _mx("e2m1", self.scale_rounding)
-        # A scale that is rounded down clips the block's maximum, which biases stochastic rounding: round it up there.
+        # A scale rounded down clips the block's maximum, which biases stochastic rounding: round it up for gradients.
         dy = replace(_mx("e2m1", "rceil"), rounding="stochastic") if self.stochastic_rounding else x
         transform = Hadamard(size=32) if self.hadamard else None
         return {

@@ -12,28 +12,28 @@ from fp4train.text import check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4(Recipe):
-    """NVFP4 pretraining: E2M1 elements, an E4M3 scale for each 1×16 block, one FP32 scale a tensor.
+    """NVFP4 pretraining: E2M1 elements, one E4M3 scale per 1×16 block, one FP32 scale per tensor.
 
-    Four techniques make it train ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4): some
-    layers in high precision (`LayerPolicy`), a 16×16 Hadamard transform of the wgrad operands, which spreads outliers
-    over the block; 2D 16×16 weight blocks, so that w and wᵀ dequantise to the same values in forward and backward;
-    and stochastic rounding of gradients, whose rounding bias would otherwise accumulate.
+    Four techniques preserve quality ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4):
+    some layers in high precision (`LayerPolicy`); a 16×16 Hadamard transform of the wgrad operands, which spreads
+    outliers over the block; 2D 16×16 weight blocks, so that w and wᵀ dequantise to the same values in forward and
+    backward; and stochastic rounding of gradients, whose rounding bias would otherwise accumulate.
 
-    The switches are those of TE's `NVFP4BlockScaling`:
+    The options are those of TE's `NVFP4BlockScaling`:
 
     Args:
         hadamard: transform x and dy along tokens for wgrad (TE: not disable_rht).
         stochastic_rounding: of dy in dgrad and wgrad (TE: not disable_stochastic_rounding).
         two_d_weights: 16×16 blocks for w, else 1×16 (TE: not disable_2d_quantization).
-        row_scaled_activation: one global scale for each token instead of each tensor, for x in fprop.
-        four_over_six: "none", "weights", "activations" or "all": choose for each block the better of mapping its
-            maximum to 6 or to 4 (arXiv:2512.02010).
-        four_over_six_error: "mae" or "mse", the error that decides.
-        four_over_six_bound: operands of four-over-six whose global scale leaves the E4M3 block scale the room of 256
-            instead of 448: "none", "weights", "activations" or "all".
-        formula: "te2.14", or "te2.13" for the block scale that older TE computes.
-        guard: share of E2M1's range that the scales of stochastically rounded blocks aim at. At 1 a block scale that
-            E4M3 rounds down clips the block's maximum, a bias; 16/17 leaves room (Quartet II, arXiv:2601.22813).
+        row_scaled_activation: one global scale per token instead of per tensor, for x in fprop.
+        four_over_six: "none", "weights", "activations" or "all": scale the maximum of each block to 6 or to 4,
+            whichever has the smaller error (arXiv:2512.02010).
+        four_over_six_error: "mae" or "mse", the error that is compared.
+        four_over_six_bound: operands of four-over-six whose largest E4M3 block scale is 256 instead of 448: "none",
+            "weights", "activations" or "all".
+        formula: "te2.14", or "te2.13" for the block scale of TE ≤ 2.13.
+        guard: share of E2M1's range that stochastically rounded blocks use. At 1 a block scale that E4M3 rounds down
+            clips the block's maximum, which is a bias; 16/17 leaves room (Quartet II, arXiv:2601.22813).
     """
 
     hadamard: bool = True
@@ -57,9 +57,7 @@ class NVFP4(Recipe):
                 "or four_over_six=weights"
             )
         if self.guard != 1.0 and not self.stochastic_rounding:
-            raise ValueError(
-                f"guard={self.guard} with stochastic_rounding=False: nothing is rounded that it would guard"
-            )
+            raise ValueError(f"guard={self.guard} with stochastic_rounding=False: guard needs stochastic rounding")
         super().__post_init__()
 
     def _base(self, scope: str) -> QuantSpec:
@@ -74,7 +72,7 @@ class NVFP4(Recipe):
         x = replace(activation, global_scale="row" if self.row_scaled_activation else "tensor")
         w = replace(weight, block=(16, 16)) if self.two_d_weights else weight
         transform = Hadamard() if self.hadamard else None
-        # Four-over-six compares two nearest roundings, so a stochastic gradient keeps the plain scale, as in TE.
+        # Four-over-six compares two nearest roundings, so stochastic gradients keep the plain scale, as in TE.
         stochastic = QuantSpec(formula=self.formula, rounding="stochastic", guard=self.guard)
         dy = stochastic if self.stochastic_rounding else activation
         return {

@@ -1,5 +1,5 @@
-/* The largest magnitude, of the tensor or of each row, as float bits: integers compare like the magnitudes they are, and
- * a NaN is larger than infinity, so it survives without being asked for. */
+/* The largest magnitude of the tensor or of each row, as float bits. The bits compare as integers in the same order as the
+ * magnitudes. NaN is larger than infinity, so it propagates without a test. */
 #ifndef FP4_AMAX_H
 #define FP4_AMAX_H
 #include "hadamard.h"
@@ -16,8 +16,8 @@ INLINE uint32_t largest_lane(I x) {
     return (uint32_t)largest;
 }
 
-/* Two lines, though the CPU fetches ahead by itself: of large BF16 tensors that makes it 1.1 (two threads) to 1.7 times (one) as
- * fast, and distances from 512 bytes on less. */
+/* Prefetch by two lines in addition to the hardware prefetcher: 1.1 (two threads) to 1.7 times (one) as fast for large BF16
+ * tensors. Distances from 512 bytes on gain less. */
 enum { FETCH_AHEAD = 128 };
 
 INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
@@ -28,7 +28,7 @@ INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64
             const void *x = row_of(&job->x, row, col, 256, wide, stage);
             for (int i = 0; i < (wide ? 1024 : 512); i += 64)
                 __builtin_prefetch((const void *)((uintptr_t)x + FETCH_AHEAD + (uintptr_t)i), 0, 3);
-            I a = i_set(0), b = i_set(0); /* two chains */
+            I a = i_set(0), b = i_set(0); /* two independent chains */
             if (wide) {
                 for (int i = 0; i < 256; i += 32) {
                     a = i_max(a, magnitude_bits(load_floats(x, i, 1)));

@@ -1,8 +1,8 @@
-/* Column-wise quantisation: x.T of a row-major tensor, whose rows are neighbours in memory and whose blocks are not.
+/* Column-wise quantisation: x.T of a row-major tensor, whose rows are adjacent in memory and whose blocks are not.
  *
- * A lane is a row of x.T, a vector one of its columns (a token): the maximum over a block, the Hadamard transform and the
- * rounding all work lane by lane, and sixteen rows share one vector of scales. Only the result is transposed, after it
- * has shrunk: eight E2M1 codes, four bytes or two BF16 values of a lane fill its 32 bits first. Results of CHUNK tokens are
+ * A lane is a row of x.T, a vector is one of its columns (a token): the maximum over a block, the Hadamard transform and the
+ * rounding work lane by lane, and sixteen rows share one vector of scales. Only the result is transposed, after it has
+ * shrunk: eight E2M1 codes, four bytes or two BF16 values of a lane are first packed into 32 bits. Results of CHUNK tokens are
  * collected before they are written, so that rows get whole cache lines.
  */
 #ifndef FP4_COLWISE_H
@@ -19,13 +19,13 @@ typedef struct {
     int32_t scales[CHUNK / 16][16];
 } Columns;
 
-/* What the compiler may take as constant. */
+/* Compile-time constants. */
 typedef struct {
     int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
     int wide, stochastic, hadamard, values, codes;
 } ColumnVariant;
 
-/* Sixteen columns onto the grid. Two of their BF16 values fill a word of a lane, as do eight or four codes. */
+/* Round sixteen columns to the grid. Two BF16 values, or eight or four codes, fill one word of a lane. */
 INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *random, int64_t at, Columns *out,
                        ColumnVariant v) {
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
@@ -69,7 +69,7 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
     else if (v.codes) i_store_columns(codes, 4, out->codes[0] + at, sizeof out->codes[0]);
 }
 
-/* A block of sixteen or thirty-two columns of sixteen rows, loaded and transformed, and its scales. */
+/* Load and transform a block of sixteen or thirty-two columns of sixteen rows, and compute its scales. */
 typedef struct {
     F x[MAX_COLUMN_BLOCK];
     Scale scale;
@@ -82,7 +82,7 @@ INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global globa
     for (int j = 0; j < tiles; j++) {
         F tile[16];
         load_columns(&job->x, row, col + 16 * j, v.wide, inside, v.hadamard, tile);
-        /* padding to blocks comes after the transform: it has no signs */
+        /* the padding to blocks is added after the transform, without signs */
         if (v.hadamard && (v.nvfp4 || col + 16 * j < job->x.cols)) hadamard_16(tile, signs);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
@@ -93,7 +93,7 @@ INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global globa
     block->scale = block_scale(job, largest, global);
 }
 
-/* `at`: the block's place in the chunk. */
+/* `at`: the position of the block in the chunk. */
 INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const Block *block, Columns *out,
                         ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
@@ -113,7 +113,7 @@ INLINE void copy_out(char *to, const uint8_t *from, int64_t bytes, int stream) {
     for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
-/* The chunk's rows to the tensors: `cols` of their values, `coded` columns counting the padding to blocks. */
+/* Write the rows of the chunk to the tensors: `cols` values, and `coded` codes, which include the padding to blocks. */
 INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols, int64_t coded, const Columns *out) {
     const int64_t value_size = job->values_f32 ? 4 : 2, block = job->block_cols;
     const int packed = job->element == E2M1;
@@ -147,7 +147,7 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
 INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                          ColumnVariant v) {
     const int64_t block = job->block_cols;
-    const int64_t width = job->hadamard ? (job->x.cols + 15) / 16 * 16 : job->x.cols; /* a transform fills its padding */
+    const int64_t width = job->hadamard ? (job->x.cols + 15) / 16 * 16 : job->x.cols; /* the transform fills the padding */
     const int64_t padded = (width + block - 1) / block * block;
     const int64_t end = col1 < job->x.cols ? col1 : padded, real = col1 < job->x.cols ? col1 : width;
     Columns out;

@@ -1,4 +1,4 @@
-/* Codes and scales back to values without the global scale: what backward does with a packed operand. */
+/* Decode codes and scales to values without the global scale: backward needs this for a packed operand. */
 #ifndef FP4_DECODE_H
 #define FP4_DECODE_H
 #include "rowwise.h"
@@ -15,7 +15,7 @@ INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) 
     return scale == SCALE_E4M3 ? element_value(i_load_u8(bytes), E4M3) : e8m0_value(i_load_u8(bytes));
 }
 
-/* Thirty-two E2M1 codes in sixteen bytes, to BF16: the even ones are the low nibbles. */
+/* Thirty-two E2M1 codes in sixteen bytes to BF16; even codes are in the low nibbles. */
 INLINE I decoded_pairs(const uint8_t *codes, F factors, const Strip *s, int64_t at, int64_t block, int exact) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     const I bytes = i_load_u8(codes);

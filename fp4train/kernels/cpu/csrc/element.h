@@ -1,9 +1,9 @@
 /* Rounding to an element format, on its integer grid.
  *
  * A magnitude in the binade 2^e lies on a grid of quantum 2^(max(e, emin) - m). To nearest: adding the power of two M whose
- * last bit is worth one quantum makes the adder round, ties to even; the integer M + k - M is the grid position, and taking M
- * off again gives the value. Stochastic: the position u = |t| / quantum is exact, and goes up where its fraction exceeds
- * (bits + 1/2) / 65536. The code is k + ((max(e, emin) - emin) << m): at k = 2^(m+1) it carries into the exponent by itself.
+ * last bit is one quantum makes the adder round, ties to even; the integer M + k - M is the grid position, and subtracting M
+ * gives the value. Stochastic: the position u = |t| / quantum is exact, and is rounded up if its fraction exceeds
+ * (bits + 1/2) / 65536. The code is k + ((max(e, emin) - emin) << m): at k = 2^(m+1) it carries into the exponent.
  */
 #ifndef FP4_ELEMENT_H
 #define FP4_ELEMENT_H
@@ -13,11 +13,11 @@ typedef struct {
     int mantissa;        /* m */
     int32_t emin;        /* float bits of the smallest normal number */
     float max;           /* largest finite value */
-    int max_exponent;    /* of the largest power of two */
+    int max_exponent;    /* exponent of the largest power of two */
     int sign_shift;      /* from bit 31 to the sign of a code */
 } Element;
 
-/* The format's numbers. Called with a constant it folds away, which is what makes E2M1 fast. */
+/* The parameters of the format. With a constant argument they are folded at compile time, which makes E2M1 fast. */
 INLINE Element element_of(int element) {
     switch (element) {
     case E2M1: return (Element){1, 0x3f800000, 6.0f, 2, 28};
@@ -53,9 +53,9 @@ INLINE Rounded round_nearest(F t, Element e) {
                      with_sign(f_sub(sum, f_bits(anchor)), t)};
 }
 
-/* The same for E2M1. Its three anchors stand in a table, at the last three bits of the exponents 127 to 129, and end in the number of
- * codes below their binade: the last bits of the sum are then the code. Below 1/4 another exponent may lead to any of the three;
- * all round to 0, but the code is right only where smaller exponents are raised to 127 first. */
+/* The same for E2M1. The three addends are in a table indexed by the last three bits of the exponents 127 to 129. Their last bits are
+ * the number of codes below the binade, so the last bits of the sum are the code. Below 1/4 the index may select any of the three;
+ * all round to 0, but the code is right only if smaller exponents are raised to 127 first. */
 INLINE Rounded round_nearest_e2m1(F t, int codes) {
     static const float anchors[8] = {0x1p23f + 2, 0x1p24f + 8, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f};
     const F magnitude = f_min_magnitude(t, f_set(6.0f));
@@ -64,7 +64,7 @@ INLINE Rounded round_nearest_e2m1(F t, int codes) {
     return (Rounded){i_blend_bits(i_set(7), i_bits(sum), i_shr(i_bits(t), 28)), with_sign(f_sub(sum, anchor), t)};
 }
 
-/* Random bits at 6..21 of a lane, with anything around them, from its low or its high half. */
+/* Random bits at 6..21 of a lane, from its low or its high half; other bits are undefined. */
 INLINE I random_low(I words) { return i_shl(words, 6); }
 INLINE I random_high(I words) { return i_shr(words, 10); }
 
@@ -81,9 +81,9 @@ INLINE Rounded round_stochastic(F t, I random, Element e) {
     return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
 }
 
-/* The same for E2M1, with integers: from 1 on, the 22 bits below the format's one mantissa bit are the fraction, and a carry out of
- * fraction + (2^22 - 1 - threshold) rounds up. Below 1 the grid is that of [1, 2) moved down, so 1 is added first: rounded
- * up, because that changes no comparison with a threshold of 17 bits, as rounding to nearest could. */
+/* The same for E2M1 with integers: from 1 on, the 22 bits below the mantissa bit of the format are the fraction, and a carry out of
+ * fraction + (2^22 - 1 - threshold) rounds up. Below 1 the grid is that of [1, 2) shifted, so 1 is added first. That sum is
+ * rounded up, which changes no comparison with a threshold of 17 bits; rounding to nearest could. */
 INLINE Rounded round_stochastic_e2m1(F t, I random) {
     const F one = f_set(1.0f), magnitude = f_min_magnitude(t, f_set(6.0f));
     const K small = f_gt(one, magnitude);

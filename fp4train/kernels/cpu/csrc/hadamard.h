@@ -1,12 +1,12 @@
 /* Hadamard transform of sixteen neighbours: y = (x * signs) H_16 / 4, in float32 from BF16, rounded to BF16.
  *
- * The neighbours are sixteen vectors and a lane is one group, so the butterfly of strides 1, 2, 4, 8 needs no shuffles.
+ * The sixteen neighbours are sixteen vectors and a lane is one group, so the butterfly of strides 1, 2, 4, 8 needs no shuffles.
  */
 #ifndef FP4_HADAMARD_H
 #define FP4_HADAMARD_H
 #include "input.h"
 
-/* +1 or -1 for each of the sixteen, in all lanes. */
+/* +1 or -1 per column, in all lanes. */
 typedef struct {
     F of[16];
 } Signs;
@@ -17,14 +17,14 @@ INLINE Signs signs_of(uint32_t bits) {
     return signs;
 }
 
-/* Sums on the adders, differences on the multipliers: both are full. */
+/* Sums run on the adders, differences on the multipliers, so both units are busy. */
 #define STAGE(stride) \
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & stride)) { \
         const F a = x[i], b = x[i + stride]; \
         x[i] = f_add(a, b); \
         x[i + stride] = f_sub_by_multiplier(a, b); \
     }
-/* The signs and the stage of stride 1: the sign of every second input comes free. */
+/* The signs and the stage of stride 1: the signs of every second input cost nothing. */
 INLINE void first_stage(F *x, const Signs *signs) {
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
@@ -33,7 +33,7 @@ INLINE void first_stage(F *x, const Signs *signs) {
         x[i + 1] = f_sub_exact_product(a, b, sign);
     }
 }
-INLINE void hadamard_16(F *x, const Signs *signs) { /* the loops are unrolled, so that x stays in registers */
+INLINE void hadamard_16(F *x, const Signs *signs) { /* unrolled, so that x stays in registers */
     first_stage(x, signs);
     STAGE(2)
     STAGE(4)
@@ -41,8 +41,8 @@ INLINE void hadamard_16(F *x, const Signs *signs) { /* the loops are unrolled, s
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) x[i] = f_bits(round_to_bf16_fast(f_mul(x[i], f_set(0.25f))));
 }
-/* max|y| of the sixteen, as float bits, 4 times too large and not rounded: both are monotonic and can be done to the maximum.
- * max(|a + b|, |a - b|) = |a| + |b| spares half of the last stage. */
+/* max|y| of the sixteen, as float bits, before the factor 1/4 and the rounding: both are monotonic and are applied to the maximum.
+ * max(|a + b|, |a - b|) = |a| + |b| saves half of the last stage. */
 INLINE I hadamard_16_max(F *x, const Signs *signs) {
     I largest = i_set(0);
     first_stage(x, signs);
@@ -55,8 +55,8 @@ INLINE I hadamard_16_max(F *x, const Signs *signs) {
 }
 #undef STAGE
 
-/* Sixteen columns from `col` of sixteen rows, one column a vector; rounded to BF16 where a transform follows.
- * `inside`: the rows exist and are neighbours in memory. */
+/* Sixteen columns from `col` of sixteen rows, one column per vector; rounded to BF16 if a transform follows.
+ * `inside`: the rows exist and are adjacent in memory. */
 INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
     if (inside && col + 16 <= x->cols) { /* lane n is row + n */
 #pragma GCC unroll 16

@@ -1,6 +1,6 @@
-/* Reading x: float32 vectors from BF16, FP16 or float32, and copies of what a kernel cannot read in place.
+/* Reading x: float32 vectors from BF16, FP16 or float32, and copies of rows that a kernel cannot read in place.
  *
- * A staged copy is zero-padded, which is the padding of blocks that the tensor does not fill; FP16 is staged as float32.
+ * A staged copy is zero-padded, which pads incomplete blocks; FP16 is staged as float32.
  */
 #ifndef FP4_INPUT_H
 #define FP4_INPUT_H
@@ -27,13 +27,13 @@ INLINE float element_at(const Matrix *x, int64_t row, int64_t col) {
     return value;
 }
 
-/* Sixteen neighbours in memory, as float32. */
+/* Sixteen adjacent elements as float32. */
 INLINE F load_floats(const void *p, int64_t at, int wide) {
     if (wide) return f_load((const float *)p + at);
     return f_bits(i_shl(i_load_u16((const uint16_t *)p + at), 16));
 }
 
-/* What the fast paths below leave over is rare, and is kept out of line: inlined, it would be most of the code. */
+/* The rare cases outside the fast paths below are not inlined: they would be most of the code. */
 #define RARE static __attribute__((noinline))
 
 RARE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
@@ -54,7 +54,7 @@ RARE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, in
 }
 
 /* `width` elements of a row from column `col`: in place, or copied to `stage` (which holds width elements of four bytes).
- * They are float32 where `wide`, else BF16. */
+ * They are float32 if `wide`, else BF16. */
 INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
     if (x->stride_col == 1 && x->input != INPUT_F16 && col + width <= x->cols)
         return (const char *)x->data + (row * x->stride_row + col) * (wide ? 4 : 2);
@@ -62,7 +62,7 @@ INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t wid
     return stage;
 }
 
-/* Columns col.. of sixteen rows one by one, where some do not exist or are no neighbours in memory. */
+/* Columns col.. of sixteen rows one by one, if some do not exist or are not adjacent in memory. */
 RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
     for (int i = 0; i < 16; i++)
         for (int n = 0; n < 16; n++)
@@ -74,15 +74,15 @@ INLINE int columns_inside(const Matrix *x, int64_t row) {
 
 RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
 
-/* memcpy for whole lines of 64 bytes; what the compiler makes of it where it does not know the size starts slowly. */
+/* memcpy of whole lines of 64 bytes; the call that the compiler makes for an unknown size has a slow start. */
 INLINE void copy_bytes(void *to, const void *from, int64_t bytes) {
     int64_t i = 0;
     for (; i + 64 <= bytes; i += 64) i_store((int32_t *)((char *)to + i), i_load((const int32_t *)((const char *)from + i)));
     if (i < bytes) copy_rest((char *)to + i, (const char *)from + i, bytes - i);
 }
 
-/* The rectangle copied to `scratch`, where its columns lie close together: rows of a large tensor are often a multiple of 4096 bytes
- * apart, and then compete for the same few lines of a cache. A kernel indexes the result like x. */
+/* Copy the rectangle to `scratch`, where its columns are close together: rows of a large tensor are often a multiple of 4096 bytes
+ * apart and then compete for the same few cache lines. A kernel indexes the result like x. */
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128, SCRATCH_STRIDE = TILE_ROWS + 32 };
 INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, void *scratch) {
     const int64_t size = wide ? 4 : 2;
@@ -96,7 +96,7 @@ INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0,
     return copy;
 }
 
-/* Fetches a share of the next rectangle into L2: the columns that group `group` of `groups` stands for. */
+/* Prefetch a share of the next rectangle into L2: the columns of group `group` of `groups`. */
 INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, int64_t ahead,
                            int64_t group, int64_t groups) {
     const int64_t size = wide ? 4 : 2, share = (col1 - col0 + groups - 1) / groups;
@@ -109,7 +109,7 @@ INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t 
 
 INLINE I magnitude_bits(F x) { return i_and(i_bits(x), i_set(INT32_MAX)); }
 
-/* To BF16, ties to even, in the upper half of each lane. The fast one is wrong for a NaN with bits in the lower half. */
+/* To BF16, ties to even, in the upper half of each lane. The fast variant is wrong for a NaN with bits in the lower half. */
 INLINE I round_to_bf16_fast(F x) {
     const I bits = i_bits(x);
     const I up = i_add_where(i_any(bits, i_set(0x10000)), i_add(bits, i_set(0x7fff)), i_set(1));

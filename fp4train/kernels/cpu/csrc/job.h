@@ -1,5 +1,5 @@
-/* What a kernel is asked to do: the arguments of one quantisation, and the table of the kernels of one instruction set; and
- * the structs that Python packs them in.
+/* Jobs: the arguments of one quantisation, the structs in which Python packs them, and the table of the kernels of one
+ * instruction set.
  *
  * x is the tensor whose last axis is blocked: [rows, cols] with any strides (counted in elements). All outputs are
  * row-major in the same orientation, so a column-wise operand is x.T with stride_row == 1 and comes out transposed.
@@ -26,14 +26,14 @@ typedef struct {
     int64_t block_rows, block_cols;
     float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
-    float *global_decode; /* SCALE_E4M3: where 1 / S_enc goes, one for each amax; or NULL */
-    float largest;     /* the magnitude that scales aim at: the element's, for NVFP4 times the guard */
+    float *global_decode; /* SCALE_E4M3: output for 1 / S_enc, one per amax; or NULL */
+    float largest;     /* the magnitude that an amax is scaled to: the largest element, for NVFP4 times the guard */
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
-    float scale_limit; /* SCALE_F32, SCALE_POW2: what an infinite scale becomes */
+    float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
     int stochastic;
     uint64_t seed;
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
-    int64_t own_cols; /* a row of x is several rows of the tensor, this wide, and the counter is that of the tensor; 0: it is one */
+    int64_t own_cols; /* if a row of x is several rows of the tensor: their width; the counter is that of the tensor. 0: one row */
     int hadamard;                                          /* 0 or 16 */
     uint32_t signs;                                        /* bit i: column i of sixteen is negated */
     void *values;       /* BF16 or float32 [rows, cols], without the global scale; or NULL */
@@ -43,20 +43,20 @@ typedef struct {
     int64_t codes_stride, code_cols;
     void *scales;       /* bytes or float32, [blocks down, blocks across]; or NULL */
     int64_t scales_stride;
-    int stream;         /* write whole lines past the caches */
-    int *not_finite;    /* set to 1 where a block holds a NaN or an infinity: then the reference must do it */
+    int stream;         /* write whole lines, bypassing the caches */
+    int *not_finite;    /* set to 1 if a block has a NaN or an infinity: the reference must then be used */
 } Job;
 
 typedef struct {
     Matrix x;
     int hadamard;
     uint32_t signs;
-    uint32_t *amax; /* float bits, one for the tensor (stride 0) or one a row (1); raised atomically */
+    uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1); atomic maximum */
     int64_t amax_stride;
 } AmaxJob;
 
-/* --- What Python packs with struct ("=": native order, no padding); adapter.py says what the fields mean. Whoever changes a
- * field changes LAYOUT here and there: an extension of another layout is refused when it is loaded. --- */
+/* --- Structs packed by Python with struct ("=": native order, no padding); adapter.py documents the fields. A change of a
+ * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 1 };
 enum { WHOLE_NO, WHOLE_TENSOR, WHOLE_ROWS };
 
@@ -64,19 +64,19 @@ enum { WHOLE_NO, WHOLE_TENSOR, WHOLE_ROWS };
 typedef struct {
     int32_t element, scale, scale_rounding, formula;
     int32_t block_rows, block_cols;
-    int32_t whole;      /* one scale for the tensor or for each row: SCALE_F32 or SCALE_POW2, and blocks are a unit of work */
-    int32_t amax_rows;  /* the amax that scales need is of each row */
+    int32_t whole;      /* one scale per tensor or row: SCALE_F32 or SCALE_POW2; blocks are then a unit of work */
+    int32_t amax_rows;  /* scales need one amax per row */
     int32_t stochastic, hadamard;
     uint32_t signs;
-    float largest, bound, margin; /* margin: what `whole` scales are divided by */
-    int64_t stream_bytes;         /* larger outputs are written past the caches */
+    float largest, bound, margin; /* margin: divisor of `whole` scales */
+    int64_t stream_bytes;         /* larger outputs bypass the caches */
 } PackedScheme;
 
 typedef struct {
     PackedScheme scheme;
     uint64_t seed;
     uint32_t row_offset, col_offset8, step_operand, layer;
-    uint64_t x, values, codes, scales, amax, decode; /* addresses; 0 where something is not wanted */
+    uint64_t x, values, codes, scales, amax, decode; /* addresses; 0 if not wanted */
     int64_t rows, cols, stride_row, stride_col;
     int32_t input, measure;
 } PackedJob;
@@ -103,8 +103,8 @@ typedef struct {
     int stream;
 } DecodeJob;
 
-/* Every kernel does the rectangle [row0, row1) x [col0, col1) of its job; col0 is a multiple of 256 and of the block.
- * ahead: distance in bytes to the rectangle that comes next, which is fetched meanwhile; 0 for none. */
+/* Every kernel processes the rectangle [row0, row1) x [col0, col1) of its job; col0 is a multiple of 256 and of the block.
+ * ahead: distance in bytes to the next rectangle, which is prefetched meanwhile; 0 for none. */
 typedef struct {
     void (*quantize_rows)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
     void (*quantize_columns)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead);

@@ -1,6 +1,6 @@
-/* fp4train.kernels.cpu._cpu: jobs from packed structs, cut into tiles, run without the GIL.
+/* fp4train.kernels.cpu._cpu: runs jobs from packed structs in tiles, without the GIL.
  *
- * Addresses are those of tensors (Tensor.data_ptr()); the Python side keeps the tensors alive and has checked shapes.
+ * Addresses are those of tensors (Tensor.data_ptr()); the Python side keeps the tensors alive and checks shapes.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -40,7 +40,7 @@ typedef struct {
     int64_t rows, cols, tile_rows, tile_cols;
 } Grid;
 
-/* Small tensors are cut small enough for all threads to have their share. */
+/* Small tensors are cut into tiles small enough that all threads have work. */
 static Grid wide_grid(int64_t rows, int64_t cols, int64_t block_rows, int threads) {
     const int64_t share = rows * cols / ((int64_t)threads * TILES_A_THREAD);
     const int64_t elements = least(most(share, MIN_TILE_ELEMENTS), MAX_TILE_ELEMENTS);
@@ -69,7 +69,7 @@ typedef struct {
     const DecodeJob *decode;
 } Call;
 
-/* From this tile to the one that this thread will probably have next. `x` is x.T of the tensor the grid lies over. */
+/* Distance from this tile to the one that this thread will probably process next. `x` is x.T of the tensor under the grid. */
 static int64_t next_tile(const Call *call, const Matrix *x, int64_t index, int direction) {
     const int64_t there = index + direction * call->threads;
     const Rectangle now = tile_of(&call->grid, index), next = tile_of(&call->grid, there);
@@ -77,7 +77,7 @@ static int64_t next_tile(const Call *call, const Matrix *x, int64_t index, int d
     return ((next.row0 - now.row0) * x->stride_col + (next.col0 - now.col0) * x->stride_row) * (x->input == INPUT_F32 ? 4 : 2);
 }
 
-/* From the last tile to the first: the amax was taken the other way, and the caches still hold the end of x. */
+/* From the last tile to the first: the amax pass ran the other way, and the caches still hold the end of x. */
 static void quantize_tile(void *context, int64_t position) {
     const Call *call = context;
     const int64_t index = grid_size(&call->grid) - 1 - position;
@@ -101,7 +101,7 @@ static void decode_tile(void *context, int64_t index) {
     call->kernels->decode(call->decode, t.row0, t.row1, t.col0, t.col1);
 }
 
-/* Both halves of a tile should find x in the cache: 128 tokens by 256 channels (or a strip, if that is wider). */
+/* Both forms of a tile should find x in the cache: 128 tokens by 256 channels (or a strip, if that is wider). */
 static Grid grid_for(const Matrix *rows, int64_t block_rows, int64_t block_cols, const Matrix *columns, int threads) {
     if (!columns) return wide_grid(rows->rows, rows->cols, block_rows, threads);
     return (Grid){columns->cols, columns->rows, PAIR_TOKENS, most(COLUMN_TILE_ROWS, rows ? 16 * block_cols : 0)};
@@ -120,17 +120,17 @@ static void run_amax(const Kernels *kernels, const AmaxJob *rows, const AmaxJob 
     run(amax_tile, &call, threads);
 }
 
-/* A job, and the memory that it needs beside the caller's. */
+/* A job and the memory that it needs besides that of the caller. */
 typedef struct {
     Job job;
-    int64_t amaxes; /* one, or one a row */
+    int64_t amaxes; /* one, or one per row */
     int measure, whole, pow2;
     float margin;
-    float *amax, *inverse; /* `whole`: the amaxes, and where the scales' inverses go. The job's own `amax` are the scales */
-    float one[2], *many;   /* room for amaxes that nobody asked to see, and for scales */
+    float *amax, *inverse; /* `whole`: the amaxes, and the output for the inverse scales. The job's `amax` then holds the scales */
+    float one[2], *many;   /* memory for amaxes that the caller does not want, and for scales */
 } Form;
 
-/* TypeError where x has no memory: a tensor that only stands for another one. */
+/* TypeError if x has no memory of its own, as a tensor that wraps another one. */
 static int unpack_form(PyObject *object, Form *form) {
     Py_buffer view;
     PackedJob p;
@@ -212,7 +212,7 @@ static int unpack_form(PyObject *object, Form *form) {
 
 static int works_across(const Job *job) { return job->hadamard || (job->x.stride_col != 1 && job->x.stride_row == 1); }
 
-/* How many narrow rows to take as one: a kernel takes strips of sixteen blocks of a row, and narrow rows fill few. */
+/* The number of narrow rows to treat as one: a kernel works on strips of sixteen blocks of a row, which narrow rows do not fill. */
 static int64_t rows_together(int64_t rows, int64_t cols, int64_t block) {
     int64_t together = 16;
     if (cols % block || cols % (16 * block) == 0 || cols >= 128 * block) return 1;
@@ -231,7 +231,7 @@ static void join_narrow_rows(Job *job) {
     job->scales_stride *= together;
 }
 
-/* Fills the amaxes that are to be measured. One pass serves two forms that want the same number. */
+/* Compute the amaxes that are not given. One pass serves two forms that need the same amax. */
 static void measure(const Kernels *kernels, Form *rows, Form *columns, int threads) {
     Form *const forms[2] = {rows, columns};
     AmaxJob amax[2];
@@ -289,8 +289,8 @@ static const Kernels *machine_of(PyObject *const *arguments, int *threads) {
 }
 
 PyDoc_STRVAR(quantize_doc, "quantize(job, column_job, threads, isa) -> bool\n\n"
-                           "One packed job, or, where column_job is not None, a row-wise one of x and a column-wise one of x.T.\n"
-                           "True where a NaN or an infinity was met: the outputs are void then.");
+                           "Run a packed job; if column_job is not None, a row-wise job of x and a column-wise job of x.T.\n"
+                           "True if x has a NaN or an infinity: the outputs are then undefined.");
 static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     Form forms[2];
     int threads, not_finite = 0;
@@ -335,7 +335,7 @@ static void join_narrow_coded_rows(DecodeJob *job) {
     job->scales_stride *= together;
 }
 
-PyDoc_STRVAR(decode_doc, "decode(job, threads, isa): a packed job");
+PyDoc_STRVAR(decode_doc, "decode(job, threads, isa): run a packed job");
 static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     Py_buffer view;
     PackedDecode p;
@@ -387,7 +387,7 @@ static PyObject *has_isa(PyObject *self, PyObject *argument) {
     return PyBool_FromLong(kernels_of((int)isa) != NULL);
 }
 
-PyDoc_STRVAR(thread_pool_doc, "thread_pool() -> str: whose threads run the kernels");
+PyDoc_STRVAR(thread_pool_doc, "thread_pool() -> str: the threads that run the kernels");
 static PyObject *pool_name(PyObject *self, PyObject *nothing) {
     (void)self;
     (void)nothing;
@@ -402,7 +402,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* `layout`: (LAYOUT, bytes of a packed job, bytes of a packed decode job), which must be Python's. */
+/* `layout`: (LAYOUT, bytes of a packed job, bytes of a packed decode job), which must equal those of Python. */
 static int add_layout(PyObject *module) {
     PyObject *layout = Py_BuildValue("(inn)", LAYOUT, (Py_ssize_t)sizeof(PackedJob), (Py_ssize_t)sizeof(PackedDecode));
     const int failed = !layout || PyModule_AddObjectRef(module, "layout", layout) < 0;

@@ -1,8 +1,8 @@
-/* Philox4x32-10 (Salmon et al., SC 2011) for the random bits of stochastic rounding: sixteen bits an element.
+/* Philox4x32-10 (Salmon et al., SC 2011) for the random bits of stochastic rounding: sixteen bits per element.
  *
  * Element (r, c) uses the counter (c / 8, r, step * 8 + operand, layer), offsets added; its bits are half c % 2 of word
- * (c % 8) / 2. A counter's word sits in the low half of a 64-bit lane: the widening multiply leaves hi and lo in one lane,
- * and upper halves need not be cleaned before the last round, since the multiply ignores them.
+ * (c % 8) / 2. A word of a counter is in the low half of a 64-bit lane: the widening multiply gives hi and lo in one lane, and
+ * it ignores upper halves, so they are cleared only after the last round.
  */
 #ifndef FP4_PHILOX_H
 #define FP4_PHILOX_H
@@ -13,7 +13,7 @@ static const uint64_t multiplier0 = 0xD2511F53u, multiplier1 = 0xCD9E8D57u;
 
 typedef struct { Q w[4]; } Counters; /* eight counters */
 
-/* Eight counters whose first two words are the same in all. */
+/* Eight counters with equal first two words. */
 typedef struct {
     uint32_t w0, w1;
     Q w2, w3;
@@ -22,7 +22,7 @@ typedef struct {
 INLINE uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
 INLINE uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
 
-/* All rounds from `round` on, of four times eight counters: one vector alone would wait for its multiplies. */
+/* All rounds from `round` on for four times eight counters: a single vector would wait for its multiplies. */
 INLINE void philox_rounds(Counters *c, uint64_t seed, int round) {
     const Q m0 = q_set(multiplier0), m1 = q_set(multiplier1);
     for (; round < ROUNDS; round++) {
@@ -51,7 +51,7 @@ INLINE void philox_4(const Half *half, Counters *c, uint64_t seed, int round) {
     philox_rounds(c, seed, round + 1);
 }
 
-/* Round 0 of counters along a row, where only the first word differs between them. */
+/* Round 0 of counters along a row, which differ only in the first word. */
 INLINE void start_row(const Job *job, int64_t row, const Q *group, Counters *c) {
     const uint64_t p1 = multiplier1 * job->step_operand;
     const uint32_t w0 = (uint32_t)(p1 >> 32) ^ (uint32_t)((uint64_t)row + job->row_offset) ^ round_key0(job->seed, 0);
@@ -64,7 +64,7 @@ INLINE void start_row(const Job *job, int64_t row, const Q *group, Counters *c) 
     philox_4(half, c, job->seed, 1);
 }
 
-/* The same where a row of x is several rows of the tensor: the group's number divided by the groups of one gives the row. */
+/* The same if a row of x is several rows of the tensor: the row is the number of the group divided by the groups per row. */
 INLINE void start_rows(const Job *job, int64_t row, const Q *group, Counters *c) {
     const uint64_t seed = job->seed, groups = (uint64_t)job->own_cols / 8, p1 = multiplier1 * job->step_operand;
     const uint64_t first = (uint64_t)row * (uint64_t)(job->x.cols / job->own_cols) + job->row_offset;
@@ -104,13 +104,13 @@ INLINE void random_columns_16(const Job *job, int64_t row, int64_t col, I *words
     Half half[4];
     Counters c[4];
     for (int i = 0; i < 4; i++) {
-        /* round 0, where only the second word differs between counters */
+        /* round 0: counters differ only in the second word */
         const uint32_t group = (uint32_t)((uint64_t)(col / 8) + job->col_offset8) + (uint32_t)(i >> 1);
         const uint64_t p0 = multiplier0 * group;
         const uint32_t w2 = (uint32_t)(p0 >> 32) ^ job->layer ^ round_key1(seed, 0);
         const Q rows = q_add(q_load(even), q_set((uint64_t)row + job->row_offset + (uint64_t)(i & 1)));
         const Q w0 = q_xor3(rows, q_set((p1 >> 32) ^ round_key0(seed, 0)), q_set(0));
-        /* round 1, where only the first one does */
+        /* round 1: only in the first word */
         const uint64_t q1 = multiplier1 * w2;
         const Q q0 = q_mul_low(w0, q_set(multiplier0));
         half[i] = (Half){(uint32_t)(q1 >> 32) ^ (uint32_t)p1 ^ round_key0(seed, 1), (uint32_t)q1,

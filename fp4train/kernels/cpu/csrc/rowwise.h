@@ -1,5 +1,5 @@
-/* Row-wise quantisation of any input: float32 and FP16, and BF16 where the values come out as float32. One vector is sixteen
- * neighbours; formats are looked up at run time. See strip.h for the shape of the work. */
+/* Row-wise quantisation of any input: float32 and FP16, and BF16 if the values are written as float32. One vector is
+ * sixteen neighbours; formats are looked up at run time. See strip.h for the loop structure. */
 #ifndef FP4_ROWWISE_H
 #define FP4_ROWWISE_H
 #include "rowwise_bf16.h"

@@ -1,15 +1,15 @@
-/* Row-wise quantisation of BF16 to BF16 values or codes: the loop that training spends its time in.
+/* Row-wise quantisation of BF16 to BF16 values or codes: the main loop of emulated training.
  *
- * Nothing is widened by a shuffle. Of thirty-two neighbours, taken as sixteen 32-bit words, the even ones become float32 by a
- * shift and the odd ones by a mask, and they are put together the same way: values by a shift and an or, E2M1 codes as nibbles of
- * one byte. With blocks of sixteen, lanes 0-7 belong to the first block of two and lanes 8-15 to the second.
+ * Widening uses no shuffles. Thirty-two neighbours are read as sixteen 32-bit words: even elements become float32 by a shift,
+ * odd ones by a mask. Results are combined the same way: values by a shift and an or, E2M1 codes as nibbles of one byte. With
+ * blocks of sixteen, lanes 0-7 belong to the first block of two and lanes 8-15 to the second.
  * Maxima are those of unsigned 16-bit integers, thirty-two at once.
  */
 #ifndef FP4_ROWWISE_BF16_H
 #define FP4_ROWWISE_BF16_H
 #include "strip.h"
 
-/* What the compiler may take as constant. */
+/* Compile-time constants. */
 typedef struct {
     int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
     int stochastic, values, codes;
@@ -92,8 +92,8 @@ INLINE Scale scale_at(const Job *job, Place p, int64_t block, Global *global, St
     return block_scale(job, pair_maxima(job, p.row, p.rows, p.col, block, s), *global);
 }
 
-/* The scales of the next strip are computed before the current one is rounded: they are a chain of dependent instructions, twice
- * as long as what the CPU can look ahead, and this way it has something to do meanwhile. */
+/* The scales of the next strip are computed before the current strip is rounded: they are a chain of dependent instructions, twice
+ * as long as the out-of-order window of the CPU, which can thus overlap it with the rounding. */
 INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, Variant v) {
     const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
     Strip s;

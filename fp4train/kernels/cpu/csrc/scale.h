@@ -1,4 +1,4 @@
-/* Block scales: from the maxima of sixteen blocks, one a lane, to what is stored and to the factors that use it.
+/* Block scales: from the maxima of sixteen blocks, one per lane, to the stored scales and the encode and decode factors.
  *
  * NVFP4  S_enc = bound / amax, at most FLT_MAX, 1 for amax = 0; S_dec = 1 / S_enc
  *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
@@ -21,7 +21,7 @@ typedef struct {
 } Global;
 
 typedef struct {
-    I stored; /* a byte, or float bits */
+    I stored; /* one byte, or float bits */
     F encode, decode;
 } Scale;
 
@@ -46,7 +46,7 @@ INLINE Scale scale_e4m3(const Job *job, F amax, Global global) {
     return (Scale){s.code, f_min(encode, f_set(float_max)), s.value};
 }
 
-/* 2^(byte - 127); byte 0 is a float subnormal, written as such. */
+/* 2^(byte - 127); byte 0 is a float subnormal. */
 INLINE F e8m0_value(I byte) {
     const I value = i_pick(i_eq(byte, i_set(0)), i_set(0x00400000), i_shl(byte, 23));
     return f_bits(i_pick(i_eq(byte, i_set(255)), i_set(0x7fc00000), value));
@@ -91,7 +91,7 @@ INLINE Scale block_scale(const Job *job, I amax, Global global) {
     }
 }
 
-/* What a row needs before its blocks are known; lanes are the same row (row-wise) or sixteen rows (column-wise). */
+/* The scales of a row that do not depend on its blocks; lanes are one row (row-wise) or sixteen rows (column-wise). */
 INLINE Global row_scale(const Job *job, F given) {
     if (job->scale == SCALE_E4M3) return global_scale(job, given);
     return (Global){given, f_set(1.0f), f_set(1.0f)};

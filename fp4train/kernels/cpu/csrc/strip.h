@@ -1,7 +1,7 @@
 /* The strip: sixteen blocks of a row (or of a band of block_rows rows), whose scales are one vector.
  *
- * What both row-wise kernels share: where a strip's input and output lie, and storing its scales. A strip that the tensor does not
- * fill is computed whole in the buffers, and the part that exists is copied out.
+ * Shared by both row-wise kernels: the positions of the input and output of a strip, and storing its scales. An incomplete strip
+ * is computed as a whole in buffers, and the existing part is copied out.
  */
 #ifndef FP4_STRIP_H
 #define FP4_STRIP_H
@@ -40,12 +40,12 @@ INLINE void store_line(void *to, I x, int stream) {
     else i_store(to, x);
 }
 
-/* Where a row's values and codes go. */
+/* Output positions of the values and codes of a row. */
 typedef struct {
     char *values_at, *codes_at; /* in the tensor; NULL: not wanted */
-    char *values, *codes;       /* where to write them first */
+    char *values, *codes;       /* where they are written first */
     size_t value_bytes, code_bytes;
-    int stream; /* the values are whole aligned lines, and too many for the caches */
+    int stream; /* the values are whole aligned lines, too large for the caches */
 } Target;
 
 INLINE Target target_of(const Job *job, int64_t row, int64_t col, int64_t width, Strip *s) {

@@ -1,8 +1,8 @@
-/* Tiles are handed out one by one from a counter, so a thread that is late or slow takes fewer of them.
+/* Threads take tiles one by one from a shared counter, so a slow or late thread takes fewer.
  *
- * The threads are those of the OpenMP runtime that torch has loaded already: GOMP_parallel is looked up at run time instead of
- * linking with -fopenmp, which could bring in a second runtime, whose pool would compete with torch's for the cores.
- * Where no such runtime is loaded, threads are started for the call.
+ * The threads are those of the OpenMP runtime that torch has loaded: GOMP_parallel is looked up at run time. Linking with
+ * -fopenmp could load a second runtime, whose thread pool would compete with torch's for the cores. If no such runtime is
+ * loaded, each call starts its own threads.
  */
 #if !defined(_WIN32)
 #define _GNU_SOURCE

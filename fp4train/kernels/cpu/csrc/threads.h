@@ -5,9 +5,9 @@
 
 typedef void (*Tile)(void *context, int64_t index);
 
-/* Calls tile(context, i) for every 0 <= i < count, on at most `threads` threads, and returns when all are done. */
+/* Call tile(context, i) for every 0 <= i < count, on at most `threads` threads, and return when all are done. */
 void run_tiles(Tile tile, void *context, int64_t count, int threads);
 
-/* "openmp": the pool that torch uses; "pthreads": threads of our own for each call. */
+/* "openmp": the pool that torch uses; "pthreads": threads started per call. */
 const char *thread_pool(void);
 #endif

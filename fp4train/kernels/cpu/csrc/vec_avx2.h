@@ -1,4 +1,4 @@
-/* Sixteen lanes with AVX2: two registers a vector. See vec_plain.h for what each name means. */
+/* Sixteen lanes with AVX2: two registers per vector. vec_plain.h defines the meaning of each name. */
 #ifndef FP4_VEC_H
 #define FP4_VEC_H
 #include <immintrin.h>
@@ -159,7 +159,7 @@ INLINE I i_block_max_bf16(const uint16_t *p) {
     for (int i = 0; i < 16; i++) v[i] = i_and(i_load_u16(p + 16 * i), magnitude);
     return i_shl(i_reduce_max(v), 16);
 }
-/* the largest |x| of 256 BF16, spread over lanes in any way, as float bits */
+/* the largest |x| of 256 BF16, in lanes of any order, as float bits */
 INLINE I i_row_max_bf16(const uint16_t *p) { return i_block_max_bf16(p); }
 
 INLINE void i_store_columns(const I *w, int k, uint8_t *out, int64_t stride) {

@@ -1,7 +1,7 @@
-/* Sixteen lanes with AVX-512 (F, BW, VL, DQ): one register a vector.
+/* Sixteen lanes with AVX-512 (F, BW, VL, DQ): one register per vector.
  *
- * The three vec_*.h files define the same names, and the kernels are compiled once with each. What a name means is
- * written down in vec_plain.h, which says it in plain C; the other two must give the same bits.
+ * The three vec_*.h files define the same names, and the kernels are compiled once with each. vec_plain.h defines the
+ * meaning of each name in plain C; the other two must give the same bits.
  */
 #ifndef FP4_VEC_H
 #define FP4_VEC_H
@@ -46,9 +46,9 @@ INLINE I i_or(I a, I b) { return _mm512_or_si512(a, b); }
 INLINE I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 INLINE I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
 INLINE I i_min(I a, I b) { return _mm512_min_epi32(a, b); }
-#define i_shl(a, n) _mm512_slli_epi32(a, n) /* n is a constant; macros, so that it stays one without optimisation */
+#define i_shl(a, n) _mm512_slli_epi32(a, n) /* n is a constant; macros keep it constant without optimisation */
 #define i_shr(a, n) _mm512_srli_epi32(a, n)
-INLINE I i_shr_by(I a, int n) { /* known after inlining, or not */
+INLINE I i_shr_by(I a, int n) { /* n may or may not be constant after inlining */
     return __builtin_constant_p(n) ? _mm512_srli_epi32(a, (unsigned)n) : _mm512_srl_epi32(a, _mm_cvtsi32_si128(n));
 }
 INLINE I i_shl_by(I a, int n) {
@@ -130,8 +130,8 @@ INLINE I i_reduce_max(const I *v) {
     return _mm512_permutexvar_epi32(order, d);
 }
 
-/* lane b: the largest |x| of the block of sixteen BF16 at p + 16 b, as float bits. Maxima of magnitudes are maxima of
- * unsigned integers, so thirty-two elements are compared at once and nothing is converted before the end. */
+/* lane b: the largest |x| of the block of sixteen BF16 at p + 16 b, as float bits. Magnitudes compare as unsigned
+ * integers, so thirty-two elements are compared at once and only the result is converted. */
 INLINE I i_block_max_bf16(const uint16_t *p) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     I a[4], b[2];
@@ -146,12 +146,12 @@ INLINE I i_block_max_bf16(const uint16_t *p) {
     const __m512 b0 = _mm512_castsi512_ps(b[0]), b1 = _mm512_castsi512_ps(b[1]);
     const __m512i c = _mm512_max_epu16(_mm512_castps_si512(_mm512_shuffle_ps(b0, b1, 0x88)),
                                        _mm512_castps_si512(_mm512_shuffle_ps(b0, b1, 0xdd)));
-    const __m512i high = _mm512_max_epu16(c, _mm512_slli_epi32(c, 16)); /* the answer in the upper half of a lane */
+    const __m512i high = _mm512_max_epu16(c, _mm512_slli_epi32(c, 16)); /* the result is in the upper half of a lane */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     return _mm512_permutexvar_epi32(order, _mm512_and_si512(high, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* the largest |x| of 256 BF16, spread over lanes in any way, as float bits */
+/* the largest |x| of 256 BF16, in lanes of any order, as float bits */
 INLINE I i_row_max_bf16(const uint16_t *p) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     I a = _mm512_and_si512(_mm512_loadu_si512(p), magnitude), b = _mm512_and_si512(_mm512_loadu_si512(p + 32), magnitude);
@@ -221,7 +221,7 @@ INLINE void q_store_pairs(uint8_t *p, Q low, Q high) {
     _mm512_storeu_si512(p, _mm512_unpacklo_epi64(low, high));
     _mm512_storeu_si512(p + 64, _mm512_unpackhi_epi64(low, high));
 }
-/* copies whole 64-byte lines past the caches; `to` is 64-byte aligned */
+/* copies whole 64-byte lines, bypassing the caches; `to` is 64-byte aligned */
 INLINE void stream_line(void *to, const void *from) {
     _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
 }

@@ -1,4 +1,4 @@
-/* Sixteen lanes in plain C: what every name means, and what runs on a CPU without AVX.
+/* Sixteen lanes in plain C: the definition of every name, and the code for CPUs without AVX.
  *
  *   F   sixteen float32          I   sixteen int32
  *   K   sixteen truth values     Q   eight uint64 (Philox works on the low half of each)
@@ -29,7 +29,7 @@ LANEWISE(f_sub, F, F, a.v[i] - b.v[i])
 LANEWISE(f_mul, F, F, a.v[i] * b.v[i])
 LANEWISE(f_div, F, F, a.v[i] / b.v[i])
 LANEWISE(f_min, F, F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]) /* b where either is NaN, as minps */
-INLINE F f_sub_by_multiplier(F a, F b) { return f_sub(a, b); } /* the same, where another unit of the CPU can do it */
+INLINE F f_sub_by_multiplier(F a, F b) { return f_sub(a, b); } /* the same; another unit of the CPU may compute it */
 INLINE F f_add_exact_product(F a, F b, F c) { return f_add(a, f_mul(b, c)); } /* b * c is exact, so fusing changes nothing */
 INLINE F f_sub_exact_product(F a, F b, F c) { return f_sub(a, f_mul(b, c)); }
 INLINE F f_floor(F a) { LANES(i) a.v[i] = floorf(a.v[i]); return a; }
@@ -80,7 +80,7 @@ INLINE I i_joined_upper_halves(I a, I b) { /* of a in the first eight lanes, of 
 INLINE I i_blend_bits(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE I i_blend_not(I mask, I a, I b) { LANES(i) a.v[i] = (mask.v[i] & ~a.v[i]) | (~mask.v[i] & b.v[i]); return a; }
 INLINE F f_min_magnitude(F a, F b) { LANES(i) a.v[i] = fabsf(a.v[i]) < b.v[i] ? fabsf(a.v[i]) : b.v[i]; return a; } /* b > 0 */
-INLINE void i_stream(void *p, I x) { memcpy(p, &x, sizeof x); } /* past the caches where the CPU can; p is aligned to 64 */
+INLINE void i_stream(void *p, I x) { memcpy(p, &x, sizeof x); } /* bypasses the caches if the CPU can; p is aligned to 64 */
 
 LANEWISE(f_gt, K, F, a.v[i] > b.v[i])
 INLINE K f_nan(F a) { K r; LANES(i) r.v[i] = a.v[i] != a.v[i]; return r; }
@@ -110,12 +110,12 @@ INLINE I i_load_u16(const uint16_t *p) { I r; LANES(i) r.v[i] = p[i]; return r; 
 INLINE I i_load_u8(const uint8_t *p) { I r; LANES(i) r.v[i] = p[i]; return r; }
 INLINE void i_store_u16(uint16_t *p, I x) { LANES(i) p[i] = (uint16_t)x.v[i]; }
 INLINE void i_store_u8(uint8_t *p, I x) { LANES(i) p[i] = (uint8_t)x.v[i]; }
-/* two four-bit codes a byte, the first in the low nibble */
+/* two four-bit codes per byte, the first in the low nibble */
 INLINE void i_store_nibbles(uint8_t *p, I x) {
     for (int i = 0; i < 8; i++) p[i] = (uint8_t)(x.v[2 * i] | x.v[2 * i + 1] << 4);
 }
 INLINE I i_load_nibbles(const uint8_t *p) { I r; LANES(i) r.v[i] = p[i / 2] >> 4 * (i & 1) & 15; return r; }
-/* the lanes of x that the last four bits of each index name; those of a table of eight, that the last three do */
+/* lanes of x selected by the last four bits of each index; lanes of a table of eight, by the last three */
 INLINE F f_lanes(F x, I index) { F r; LANES(i) r.v[i] = x.v[index.v[i] & 15]; return r; }
 INLINE F f_table8(const float *table, I index) { F r; LANES(i) r.v[i] = table[index.v[i] & 7]; return r; }
 
@@ -141,7 +141,7 @@ INLINE I i_block_max_bf16(const uint16_t *p) {
     }
     return r;
 }
-/* the largest |x| of 256 BF16, spread over lanes in any way, as float bits */
+/* the largest |x| of 256 BF16, in lanes of any order, as float bits */
 INLINE I i_row_max_bf16(const uint16_t *p) { return i_block_max_bf16(p); }
 /* lane n of w[0..k) becomes k consecutive 32-bit words at out + n * stride bytes; k is 2, 4 or 8 */
 INLINE void i_store_columns(const I *w, int k, uint8_t *out, int64_t stride) {
@@ -175,7 +175,7 @@ INLINE void q_store_pairs(uint8_t *p, Q low, Q high) {
         memcpy(at + 8, &high.v[i], 8);
     }
 }
-/* copies a whole 64-byte line, past the caches where the CPU can */
+/* copies a whole 64-byte line, bypassing the caches if the CPU can */
 INLINE void stream_line(void *to, const void *from) { memcpy(to, from, 64); }
 INLINE void stream_fence(void) {}
 #endif
