@@ -173,7 +173,7 @@ def bench_scaling(report: Report, device: torch.device) -> None:
         report.curves[name] = [(1 << power, t["quantise-dequantise"]) for power, t in times.items()]
         report.curves["copy"] = [(1 << power, t["copy"]) for power, t in times.items()]
         costs = [t["quantise-dequantise"] / (1 << power) for power, t in times.items()]
-        report.add(f"{name}: dearest over cheapest cost an element, 2¹⁶ to 2²⁶ elements", max(costs) / min(costs), 1.5)
+        report.add(f"{name}: largest over smallest cost per element, 2¹⁶ to 2²⁶ elements", max(costs) / min(costs), 1.5)
     costs = [seconds / elements for elements, seconds in report.curves["copy"]]
     report.add("… the copy itself, whose small tensors stay in the cache", max(costs) / min(costs))
 
@@ -221,7 +221,7 @@ def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -
 
 
 def saved_bytes() -> float:
-    """Bytes that one NVFP4 linear keeps for its backward besides its weight, an element of x."""
+    """Bytes that one NVFP4 linear keeps for its backward besides its weight, per element of x."""
     layer = f4.convert(nn.Linear(512, 512, bias=False))
     x = torch.randn(1024, 512, dtype=torch.bfloat16, requires_grad=True)
     sizes: list[int] = []
@@ -374,7 +374,7 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
     if "linear" in parts:
         for size in [64] if quick else [512, 2048]:
             bench_linear(report, device, 256 if quick else 2048, size)
-        report.add("bytes an NVFP4 linear saves for backward, an element of x", saved_bytes(), 0.6, unit="B")
+        report.add("bytes an NVFP4 linear saves for backward, per element of x", saved_bytes(), 0.6, unit="B")
     if "step" in parts:
         small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
         bench_step(report, device, ["backend=emulate", *small], "default run", 1.25)
