@@ -32,7 +32,7 @@ class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
     torch.compile accepts such objects only if their class has a private metaclass of torch's. That one is assigned in
-    this one's place when a graph is traced (`compile_context`), so that a process that compiles nothing needs no
+    this one's place when a graph is traced (`compile_opaque`), so that a process that compiles nothing needs no
     private part of torch.
     """
 
@@ -84,12 +84,7 @@ def state() -> State:
 
 def _make_opaque() -> None:
     """Make contexts inputs of graphs, before the tracer sees the first one, where this torch knows such inputs."""
-    try:
-        from fp4train.precision import compile_context  # noqa: F401
-    except (
-        Exception
-    ):  # private parts of torch, which differ between its versions: `fp4train.nn.compile` says what is missing
-        return
+    from fp4train.precision import compile_context  # noqa: F401
 
 
 def current() -> Context | None:
