@@ -1,5 +1,7 @@
 """Products of operands: exact where the numbers are, rounded once, and on the backend that was asked for."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -99,6 +101,31 @@ LAYER = Layer(name="blocks.0.up", in_features=32, out_features=64, block=0, bloc
 
 def table(first: QuantSpec | None, second: QuantSpec | None) -> Table:
     return Table(fprop=Operands(first=first, second=second), name="mine")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_emulated_products_on_cuda_are_reduced_in_float32_whatever_the_user_has_set(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """torch lets cuBLAS add parts of a long contraction in BF16; tensor cores do not."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = allowed
+    seen: list[tuple[bool, bool]] = []
+
+    def product(a: Decoded, b: Decoded, **options: object) -> torch.Tensor:
+        seen.append((settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("fp4train.backends.emulate.matmul", product)
+    values = torch.empty(16, 16, dtype=torch.bfloat16)
+    on_cuda = Mock(spec=torch.Tensor, device=torch.device("cuda"))
+    for operand in (on_cuda, values):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            BACKENDS["emulate"].product(Decoded(operand, None), Decoded(operand, None), out_dtype=torch.bfloat16)
+        assert settings.allow_bf16_reduced_precision_reduction is allowed, "the user's own products keep the setting"
+    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
+    assert seen == [(False, False), (allowed, allowed)]
 
 
 def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:

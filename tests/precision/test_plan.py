@@ -18,7 +18,6 @@ from fp4train.precision import (
     MXFP8,
     NVFP4,
     FP8Current,
-    FP8Row,
     LayerPolicy,
     Mixed,
     Phase,

@@ -42,7 +42,7 @@ def report() -> Any:
 def test_what_is_not_quantised_is_multiplied_in_bf16_whatever_dtype_the_weights_have(
     report: Any, recipe: str, variant: str, weights: str, bias: str
 ) -> None:
-    """cuBLASLt has no product of float32 by BF16: forward in high precision was one, and so was its opposite's dgrad."""
+    """cuBLASLt has no product of float32 by BF16, which TE would ask for where nothing casts the weight."""
     calls = report["calls"][f"{recipe}{variant}, {weights} weights{bias}"]
     wanted = []
     for gemm in ("fprop", "dgrad", "wgrad"):
