@@ -11,7 +11,7 @@ Three parts, each skipped with the reason where this machine cannot run it:
                there the distance from the unquantised product must agree with emulation's to 10 %.
 3. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
-Exit code 0: everything that ran agrees; 1: something does not; 2: nothing could run, and why.
+Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
 
 from __future__ import annotations
@@ -318,12 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
-        return 2
+        return 3
     try:
         availability.pytorch_module()
     except ValueError as error:
         print(f"te_selfcheck: {error}", file=sys.stderr)
-        return 2
+        return 3
     # The float32 products of the reference must be float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = {

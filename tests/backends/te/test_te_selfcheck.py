@@ -34,7 +34,7 @@ def test_without_a_gpu_it_says_so_and_fails(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert script.main([]) == 2
+    assert script.main([]) == 3
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
