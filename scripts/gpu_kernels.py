@@ -185,8 +185,7 @@ def check(case: Case, device: str) -> dict[str, str]:
         "values": (decoded.values, wanted_decoded.values),
         "scale": (decoded.scale, wanted_decoded.scale),
     }
-    if case.spec.block[1] is not None:
-        pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
+    pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
     found = {what: difference(*pair) for what, pair in pairs.items()}
     return {what: text for what, text in found.items() if text is not None}
 

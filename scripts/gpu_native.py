@@ -3,7 +3,7 @@
     python scripts/gpu_native.py --out native.json
 
 For each recipe that `backend=native` runs here in all its quantised GEMMs: y, dx and dw of a layer, which must lie
-within BF16's rounding (1e-2 of the norm) of emulation's, and the time of a forward and backward pass by both and in BF16.
+within BF16's rounding (1e-2 of the norm) of emulation's, and the time of both and of BF16, forward and backward.
 Exit code 0: all agree; 1: one does not or fails; 3: no recipe runs natively here, or there is no GPU.
 """
 

@@ -1,14 +1,15 @@
 """Collect the wheels that a GPU machine without a network lacks, into one folder to carry there.
 
-    python scripts/pack_gpu.py FOLDER [--python 3.12] [--platform manylinux_2_28_x86_64] [--without datasets]
+    python scripts/pack_gpu.py FOLDER [--python 3.12] [--platform manylinux_2_28_x86_64] [--with datasets]
 
 and there:
 
     pip install --no-index --find-links FOLDER hydra-core omegaconf wandb …    (the last line printed)
 
 PyTorch's and NVIDIA's images bring torch, numpy and Triton; those are not packed. antlr4-python3-runtime, which
-omegaconf needs, is published as a source archive only: its wheel is built here, for every Python. The folder must stay
-below `--limit` MB; what is too large for it is named, with its size.
+omegaconf needs, is published as a source archive only: its wheel is built here, for every Python. datasets is packed
+where it is asked for: with pyarrow it takes 65 MiB, and a machine without a network has nothing to load by it. The
+folder must stay below `--limit` MiB; the largest wheels are named with their sizes.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ ROOT = Path(__file__).parents[1]
 BROUGHT = ("torch", "numpy")
 """Of the dependencies, what the images bring; the wheels that need them are packed without them."""
 
+LEFT_OUT = ("datasets",)
+"""Packed only where asked for."""
+
 FROM_SOURCE = "antlr4-python3-runtime==4.9.3"
 UNUSED = re.compile(r"(nvidia_|torch-|numpy-|triton-|cuda_)", re.IGNORECASE)
 """Wheels that dependencies of dependencies bring along."""
 
 
-def requirements(without: set[str]) -> list[str]:
+def requirements(also: set[str]) -> list[str]:
     """The project's dependencies but for what the images bring and what is left out."""
+    if unknown := also - set(LEFT_OUT):
+        raise SystemExit(f"pack_gpu: --with {', '.join(sorted(unknown))}: only {', '.join(LEFT_OUT)} is left out")
     found = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     names = {line: re.split(r"[<>=~!\[; ]", line)[0] for line in found}
-    if unknown := without - set(names.values()):
-        raise SystemExit(f"pack_gpu: --without {', '.join(sorted(unknown))}: no dependency of that name")
-    return [line for line, name in names.items() if name not in {*BROUGHT, *without}]
+    return [line for line, name in names.items() if name not in {*BROUGHT, *LEFT_OUT} - also]
 
 
 def commands(folder: Path, wanted: list[str], python: str, platform: str) -> list[list[str]]:
@@ -62,11 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of Python there")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest platform tag that runs there")
-    parser.add_argument("--without", action="append", default=[], metavar="PACKAGE", help="leave a dependency out")
-    parser.add_argument("--limit", type=float, default=60, help="MB that the folder may hold")
+    parser.add_argument("--with", dest="also", action="append", default=[], metavar="PACKAGE", help="datasets")
+    parser.add_argument("--limit", type=float, default=60, help="MiB that the folder may hold")
     parser.add_argument("--dry-run", action="store_true", help="print what would be run")
     args = parser.parse_args(arguments)
-    wanted = requirements(set(args.without))
+    wanted = requirements(set(args.also))
     steps = commands(args.folder, wanted, args.python, args.platform)
     if args.dry_run:
         print("\n".join(" ".join(step) for step in steps))
@@ -80,13 +84,13 @@ def main(arguments: list[str] | None = None) -> int:
     for wheel in args.folder.iterdir():
         if UNUSED.match(wheel.name):
             wheel.unlink()
-    sizes = sorted(((each.stat().st_size / 1e6, each.name) for each in args.folder.iterdir()), reverse=True)
+    sizes = sorted(((each.stat().st_size / 2**20, each.name) for each in args.folder.iterdir()), reverse=True)
     total = sum(size for size, _ in sizes)
-    print(f"{len(sizes)} wheels, {total:.1f} MB; the largest: " + ", ".join(f"{n} {s:.1f}" for s, n in sizes[:4]))
+    print(f"{len(sizes)} wheels, {total:.1f} MiB; the largest: " + ", ".join(f"{n} {s:.1f}" for s, n in sizes[:4]))
     names = " ".join(re.split(r"[<>=~!\[; ]", line)[0] for line in wanted)
     print(f"pip install --no-index --find-links {args.folder} {names}")
     if total > args.limit:
-        print(f"pack_gpu: more than {args.limit:g} MB; leave something out (--without datasets)", file=sys.stderr)
+        print(f"pack_gpu: more than {args.limit:g} MiB (--limit)", file=sys.stderr)
         return 1
     return 0
 

@@ -155,7 +155,9 @@ def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[s
     assert "antlr4-python3-runtime==4.9.3" in build
     assert "3.12" in download and "manylinux2014_x86_64" in download
     assert not {"torch", "numpy"} & {word.split(">")[0] for word in download}
-    assert {"hydra-core", "omegaconf", "wandb", "datasets"} <= {word.split(">")[0] for word in download}
+    assert {"hydra-core", "omegaconf", "wandb"} <= {word.split(">")[0] for word in download}
+    assert script.main([str(folder), "--dry-run", "--with", "datasets"]) == 0
+    assert "datasets" in capsys.readouterr().out and "datasets" not in " ".join(download)
     assert not folder.exists()
-    with pytest.raises(SystemExit, match="no dependency of that name"):
-        script.main([str(folder), "--without", "dataset"])
+    with pytest.raises(SystemExit, match="only datasets is left out"):
+        script.main([str(folder), "--with", "dataset"])
