@@ -5,8 +5,8 @@
 #   docker run --rm --gpus all --ipc host -v "$PWD/runs:/home/fp4train/runs" fp4train recipe=nvfp4 model=llama_125m
 #   docker run --rm --gpus all --entrypoint python fp4train /opt/fp4train/scripts/te_selfcheck.py
 #
-# Any image of the series with Transformer Engine 2.14 or newer does (2.19 for a forward pass in high precision over a
-# quantised backward pass); the build stops on an older one.
+# Any image of the series with Transformer Engine 2.14 or newer does (2.19 for single GEMMs in high precision beside
+# quantised ones); the build stops on an older one, as on a torch that is too old.
 ARG IMAGE=nvcr.io/nvidia/pytorch:26.10-py3
 FROM ${IMAGE}
 

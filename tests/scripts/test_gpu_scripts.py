@@ -161,3 +161,21 @@ def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[s
     assert not folder.exists()
     with pytest.raises(SystemExit, match="only datasets is left out"):
         script.main([str(folder), "--with", "dataset"])
+
+
+PROGRAMS = [path for path in sorted(SCRIPTS.glob("*.py")) if "argparse" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.name)
+def test_every_script_still_imports_what_it_uses(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
