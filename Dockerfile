@@ -5,8 +5,8 @@
 #   docker run --rm --gpus all --ipc host -v "$PWD/runs:/home/fp4train/runs" fp4train recipe=nvfp4 model=llama_125m
 #   docker run --rm --gpus all --entrypoint python fp4train /opt/fp4train/scripts/te_selfcheck.py
 #
-# Any image of the series with Transformer Engine 2.14 or newer does (2.19 for a forward pass in high precision over a
-# quantised backward pass); the build stops on an older one.
+# Any image of the series with Transformer Engine 2.14 or newer does (2.19 for single GEMMs in high precision beside
+# quantised ones); the build stops on an older one, as on a torch that is too old.
 ARG IMAGE=nvcr.io/nvidia/pytorch:26.10-py3
 FROM ${IMAGE}
 
@@ -16,12 +16,16 @@ RUN python - <<'CHECK' > requirements.txt
 import re, sys, tomllib
 from importlib.metadata import version
 
-found = version("transformer_engine")
-if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < (2, 14):
-    sys.exit(f"this image has Transformer Engine {found}; fp4train needs 2.14 or newer: build with --build-arg IMAGE=...")
-for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
-    if not re.match(r"torch\b", line):
-        print(line)
+def numbers(text):
+    return tuple(int(n) for n in re.findall(r"\d+", text)[:2])
+
+dependencies = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]
+(torch,) = [line for line in dependencies if re.match(r"torch\b", line)]
+for package, least in (("torch", torch.partition(">=")[2]), ("transformer_engine", "2.14")):
+    found = version(package)
+    if numbers(found) < numbers(least):
+        sys.exit(f"this image has {package} {found}; fp4train needs {least} or newer: build with --build-arg IMAGE=...")
+print(*(line for line in dependencies if line != torch), sep="\n")
 CHECK
 # The image's own constraint file keeps pip from touching what the image was built with.
 RUN pip install --no-cache-dir -r requirements.txt && rm requirements.txt

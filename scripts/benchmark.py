@@ -36,8 +36,9 @@ from fp4train.nn import Linear
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer
-from fp4train.run.build import Run, build
+from fp4train.run.build import build
 from fp4train.run.host import CollectorBetweenSteps, keep_freed_memory
+from fp4train.run.run import Run
 from fp4train.train import train_step
 
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
@@ -122,13 +123,14 @@ def bench_quantize(report: Report, device: torch.device, size: int) -> None:
     rowwise, gradient, transposed = QuantSpec(), recipe["dgrad"].first, recipe["wgrad"].first
     assert gradient is not None and transposed is not None
     key = RandomKey(seed=1, step=2, layer=3, operand=2)
-    forms = (quantizer(spec, device.type) for spec in (gradient, transposed))
-    both = PairQuantizer(*forms, row_codes=False, column_codes=False)
+    both = PairQuantizer(
+        quantizer(gradient, device.type), quantizer(transposed, device.type), row_codes=False, column_codes=False
+    )
     functions: dict[str, Callable[[], object]] = {
         "copy": lambda: y.copy_(x),
         "row": lambda: quantize_dequantize(x, rowwise),
         "codes": lambda: quantize(x, rowwise),
-        "both": lambda: both(x, key, None, key),
+        "both": lambda: both(x, key, None, key, None),
         "mxfp8": lambda: quantize_dequantize(x, MXFP8_SPEC),
         "readable reference": lambda: quantize_dequantize(x, rowwise, kernel="reference"),
         **torchao_functions(x),

@@ -8,6 +8,10 @@
 2. Bandwidth: bytes that a kernel must move, divided by its time, as a share of what a device-to-device copy of the same
    tensor reaches. Times are medians of CUDA-graph replays, so that Python's launches do not count. The target is 75 %.
 
+Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
+many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
+OUT.cases.jsonl as it is done; called again, the script goes on with the others. `--full` adds shapes and FP16.
+
 `--sanitize` runs few small cases and no timing, for
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize
@@ -19,7 +23,9 @@ interpreter.
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -179,8 +185,7 @@ def check(case: Case, device: str) -> dict[str, str]:
         "values": (decoded.values, wanted_decoded.values),
         "scale": (decoded.scale, wanted_decoded.scale),
     }
-    if case.spec.block[1] is not None:
-        pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
+    pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
     found = {what: difference(*pair) for what, pair in pairs.items()}
     return {what: text for what, text in found.items() if text is not None}
 
@@ -319,26 +324,68 @@ def machine() -> dict[str, str]:
     return found
 
 
-def exactness(device: str, *, sanitize: bool) -> list[dict[str, Any]]:
-    """One record a case: its name and its differences."""
+def all_cases(device: str, *, sanitize: bool, full: bool) -> list[Case]:
+    """What is checked."""
     kinds = ["wide", "normal", "nan", "grid", "inf", "huge", "tiny"]
-    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    dtypes = [torch.bfloat16, torch.float32]
     if sanitize or device == "cpu":
-        shapes = [(20, 40)]
+        shapes, full = [(20, 40)], True
     else:
-        shapes = [(1, 1), (20, 40), (33, 70), (256, 512), (129, 4100), (1000, 1536)]
+        shapes = [(33, 70), (256, 512)]
+    if full:
+        dtypes.append(torch.float16)
+        if len(shapes) > 1:
+            shapes = [(1, 1), (20, 40), *shapes, (129, 4100), (1000, 1536)]
+    return list(cases(shapes=shapes, kinds=kinds, dtypes=dtypes))
+
+
+def exactness(chosen: list[Case], device: str, written: Path | None) -> list[dict[str, Any]]:
+    """One record per case: its name and its differences; each is appended to `written` as it is known."""
     records = []
-    for case in cases(shapes=shapes, kinds=kinds, dtypes=dtypes):
-        records.append({"case": case.name, "differences": check(case, device)})
-        if records[-1]["differences"]:
-            print("DIFFERENT", case.name, records[-1]["differences"])
+    for case in chosen:
+        try:
+            found = check(case, device)
+        except Exception as error:  # of the compiler or the launch: the other cases still tell something
+            found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
+        records.append({"case": case.name, "differences": found})
+        if found:
+            print("DIFFERENT", case.name, found, flush=True)
+        if written is not None:
+            with written.open("a") as file:  # one write of less than a page: processes do not mix their lines
+                file.write(json.dumps(records[-1]) + "\n")
     return records
+
+
+def read_records(path: Path | None, names: set[str]) -> dict[str, dict[str, Any]]:
+    """What was written before of the cases of these names, by name; a line that was cut off does not count."""
+    if path is None or not path.exists():
+        return {}
+    found = {}
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["case"] in names:
+            found[record["case"]] = record
+    return found
+
+
+def in_processes(count: int, written: Path, options: list[str]) -> None:
+    """Run the cases that `written` does not hold in `count` processes of this script."""
+    command = [sys.executable, __file__, "--out", str(written), *options]
+    children = [subprocess.Popen([*command, "--share", f"{index}/{count}"]) for index in range(count)]
+    for child in children:
+        child.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--sanitize", action="store_true", help="few small cases, no timing: for compute-sanitizer")
+    parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out")
     parser.add_argument("--rows", type=int, default=16384, help="tokens of the timed tensor")
     parser.add_argument("--cols", type=int, default=16384, help="features of the timed tensor")
@@ -346,10 +393,26 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := kernels.why_not(QuantSpec(), device):
         print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
-        return 2
+        return 3
+    chosen = all_cases(device, sanitize=arguments.sanitize, full=arguments.full)
+    if arguments.share:  # `out` is the file that all of them write to
+        index, count = map(int, arguments.share.split("/"))
+        done = read_records(arguments.out, {case.name for case in chosen})
+        exactness([case for case in chosen[index::count] if case.name not in done], device, arguments.out)
+        return 0
     found = machine()
     print(", ".join(f"{name} {value}" for name, value in found.items()))
-    records = exactness(device, sanitize=arguments.sanitize)
+    written = None
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        written = arguments.out.with_suffix(".cases.jsonl")
+    names = {case.name for case in chosen}
+    if written is not None and device == "cuda" and not arguments.sanitize and arguments.processes > 1:
+        in_processes(arguments.processes, written, ["--full"] if arguments.full else [])
+    done = read_records(written, names)
+    for record in exactness([case for case in chosen if case.name not in done], device, written):
+        done[record["case"]] = record
+    records = [done[case.name] for case in chosen]
     wrong = [record for record in records if record["differences"]]
     print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference to the bit")
     result: dict[str, Any] = {
@@ -369,7 +432,6 @@ def main() -> int:
         copy, table = bandwidth(arguments.rows, arguments.cols)
         result |= {"shape": [arguments.rows, arguments.cols], "copy_gb_per_s": copy, "bandwidth": table}
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if wrong else 0
 

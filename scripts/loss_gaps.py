@@ -24,7 +24,7 @@ BASELINE = "bf16"
 BARE = ("policy=all", "phases=none")
 INTRODUCTION = """# Loss gaps
 
-Final validation loss (nats per byte) of the default run in each recipe, and the relative gap to BF16, same seed. Made by
+Final validation loss (nats per byte) of the default run in each recipe, and the relative gap to BF16 (same seed). By
 `{made_by}` on {machine}, {threads} threads, torch {torch}.
 
 `default` is what `fp4train recipe=…` does: the last 15 % of the blocks in BF16, and the forward pass in BF16 during the

@@ -11,7 +11,7 @@ Three parts, each skipped with the reason where this machine cannot run it:
                there the distance from the unquantised product must agree with emulation's to 10 %.
 3. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
-Exit code 0: everything that ran agrees; 1: something does not; 2: nothing could run, and why.
+Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,7 +155,9 @@ def run_layer(layer: Linear, recipe: Recipe, problem: Problem, steps: int = 1) -
         layer.weight.grad = None
         x = problem.x.detach().requires_grad_()
         with ExitStack() as stack:
-            if layer.backend == "te":
+            if layer.backend == "te" and any(spec.delayed for spec in recipe.table().specs()):
+                # For delayed recipes only: a region asks TE whether this GPU runs the recipe, and TE's pure-torch
+                # reference runs where its kernels do not.
                 stack.enter_context(te_backend.region(recipe.table()))
             stack.enter_context(autocast(recipe, step=step))
             y = layer(x)
@@ -165,13 +167,11 @@ def run_layer(layer: Linear, recipe: Recipe, problem: Problem, steps: int = 1) -
     return y.detach(), x.grad, layer.weight.grad
 
 
-def layers(problem: Problem) -> tuple[Linear, Linear]:
-    """fp4train's layer by emulation and on TE, each with the problem's weights."""
+def layers(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Linear, Linear]:
+    """fp4train's layer by emulation and on TE, each with the problem's weights in `dtype`."""
 
     def linear() -> nn.Linear:
-        plain = nn.Linear(
-            problem.w.shape[1], problem.w.shape[0], bias=False, device=problem.w.device, dtype=problem.w.dtype
-        )
+        plain = nn.Linear(problem.w.shape[1], problem.w.shape[0], bias=False, device=problem.w.device, dtype=dtype)
         with torch.no_grad():
             plain.weight.copy_(problem.w)
         return plain
@@ -227,7 +227,7 @@ def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     reason = why_not(recipe, problem)
     if reason:
         return Row(part="native", name=name, note=reason)
-    ours, theirs = layers(problem)
+    ours, theirs = layers(problem, torch.float32)  # as training holds them
     steps = 3 if any(spec.delayed for spec in recipe.table().specs()) else 1
     by_emulation, on_te = run_layer(ours, recipe, problem, steps), run_layer(theirs, recipe, problem, steps)
     row = compare("native", name, by_emulation, on_te, NATIVE)
@@ -261,29 +261,26 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(problem: Problem) -> list[dict[str, Any]]:
-    """Part 3: every recipe that runs on TE here."""
+def measure(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Part 3: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
     ours, theirs = layers(problem)
-    baseline = milliseconds(lambda: run_layer(ours, BF16(), problem))
-    result: list[dict[str, Any]] = [{"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}]
+
+    def timed(layer: Linear, recipe: Recipe) -> float | str:
+        try:
+            return milliseconds(lambda: run_layer(layer, recipe, problem))
+        except Exception as error:
+            return first_line(error)
+
+    baseline = timed(ours, BF16())
+    yield {"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}
     for name, recipe in RECIPES.items():
         if why_not(recipe, problem) is None:
+            on_te, by_emulation = timed(theirs, recipe), timed(ours, recipe)
+            yield {"name": name, "te_ms": on_te, "emulate_ms": by_emulation, "bf16_ms": baseline}
 
-            def on_te(recipe: Recipe = recipe) -> Products:
-                return run_layer(theirs, recipe, problem)
 
-            def by_emulation(recipe: Recipe = recipe) -> Products:
-                return run_layer(ours, recipe, problem)
-
-            result.append(
-                {
-                    "name": name,
-                    "te_ms": milliseconds(on_te),
-                    "emulate_ms": milliseconds(by_emulation),
-                    "bf16_ms": baseline,
-                }
-            )
-    return result
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def guarded(part: str, name: str, check: Callable[[], list[Row]]) -> list[Row]:
@@ -291,8 +288,7 @@ def guarded(part: str, name: str, check: Callable[[], list[Row]]) -> list[Row]:
     try:
         return check()
     except Exception as error:
-        note = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return [Row(part=part, name=name, agrees=False, note=note)]
+        return [Row(part=part, name=name, agrees=False, note=first_line(error))]
 
 
 def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
@@ -310,7 +306,8 @@ def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
         print(f"\n{'forward and backward':30} {'TE ms':>9} {'emulate':>9} {'BF16':>9}")
         for time in times:
             cells = [time["te_ms"], time["emulate_ms"], time["bf16_ms"]]
-            print(f"{time['name']:30} " + " ".join(f"{'-' if c is None else format(c, '.3f'):>9}" for c in cells))
+            words = ["-" if c is None else c if isinstance(c, str) else format(c, ".3f") for c in cells]
+            print(f"{time['name']:30} " + " ".join(f"{word:>9}" for word in words))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -321,12 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
-        return 2
+        return 3
     try:
         availability.pytorch_module()
     except ValueError as error:
         print(f"te_selfcheck: {error}", file=sys.stderr)
-        return 2
+        return 3
     # The float32 products of the reference must be float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = {
@@ -337,20 +334,37 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(", ".join(str(value) for value in machine.values()))
     problem = Problem.draw(256, 512, 384, "cuda")
-    rows = guarded("reference", "NVFP4", lambda: check_reference(problem))
+    rows: list[Row] = []
+    times: list[dict[str, Any]] = []
+
+    def write() -> None:
+        """After each result: a crash of a kernel, which no exception tells, leaves what was found before."""
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            result = {"machine": machine, "rows": [asdict(row) for row in rows], "times": times}
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+    write()
+    rows += guarded("reference", "NVFP4", lambda: check_reference(problem))
+    write()
     for name, recipe in RECIPES.items():
 
         def native(name: str = name, recipe: Recipe = recipe) -> list[Row]:
             return [check_native(name, recipe, problem)]
 
         rows += guarded("native", name, native)
-    times = [] if args.no_timing else measure(Problem.draw(args.size, args.size, args.size, "cuda"))
+        write()
+    if not args.no_timing:
+        try:
+            for time in measure(Problem.draw(args.size, args.size, args.size, "cuda")):
+                times.append(time)
+                write()
+        except Exception as error:
+            rows.append(Row(part="time", name="all", agrees=False, note=first_line(error)))
+    write()
     show(rows, times)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": machine, "rows": [asdict(row) for row in rows], "times": times}
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if any(row.agrees is False for row in rows) else 0
+    broken = [t for t in times if any(isinstance(t[key], str) for key in ("te_ms", "emulate_ms", "bf16_ms"))]
+    return 1 if broken or any(row.agrees is False for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 from fp4train.backends.te import availability
 from fp4train.kernels import cpu
+from fp4train.precision import compile_context
 
 PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb")
 """What tests import or are skipped; Transformer Engine's wheel is asked for its version instead."""
@@ -38,6 +39,11 @@ def test_the_kernels_are_built_in_ci_and_wherever_there_is_a_compiler() -> None:
 def test_inductors_compiler_is_there_in_ci() -> None:
     if os.environ.get("CI") and shutil.which("g++") is None:
         pytest.fail(f"CI={os.environ['CI']} and no g++ is there: what torch.compile makes of the layers goes untested")
+
+
+def test_layers_are_part_of_compiled_graphs_in_ci() -> None:
+    if os.environ.get("CI") and compile_context.UNAVAILABLE is not None:
+        pytest.fail(f"CI={os.environ['CI']} and {compile_context.UNAVAILABLE}: compiled layers go untested")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -7,6 +7,8 @@ out_features must be; tokens are padded with zero codes, whose products are zero
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +41,11 @@ class Native:
         if device.type == "cuda" and (device.capability or (0, 0)) < (8, 9):
             return f"FP8 needs compute capability 8.9; {device} has {'.'.join(map(str, device.capability or ()))}"
         row = table[gemm].first
-        if device.type == "cuda" and row is not None and row.block == (1, None) and table.dtype != "bfloat16":
-            return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
+        if row is not None and row.block == (1, None):
+            if device.type == "cuda" and table.dtype != "bfloat16":
+                return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
+            if device.type == "cpu" and not cpu_multiplies_rows():
+                return f"torch {torch.__version__} has no scaled_mm with one scale per row on CPUs"
         return None
 
     def prepare(
@@ -68,6 +73,17 @@ class Native:
             use_fast_accum=False,
         )[:rows, :columns]
         return y if bias is None or inside else y + bias.to(y.dtype)
+
+
+@functools.cache
+def cpu_multiplies_rows() -> bool:
+    """Whether this torch's scaled_mm takes one scale per row on CPUs; 2.11 takes one per tensor only."""
+    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.T, scale_a=scales, scale_b=scales.T, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _why_not_operands(operands: Operands) -> str | None:

@@ -1,4 +1,4 @@
-"""Entry point: `fp4train [VERB] key=value…`; VERB is train (default), plan, swap, compare or formats.
+"""Entry point: `fp4train [VERB] key=value…`; VERB is train (default), plan, swap, compare, formats or doctor.
 
 An error that the user can act on is one message on standard error and exit code 1, never a traceback.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fp4train import __version__
-from fp4train.cli import compare, formats, plan, swap, train
+from fp4train.cli import compare, doctor, formats, plan, swap, train
 from fp4train.cli.output import configure_logging, discard_output
 from fp4train.config import overrides
 from fp4train.errors import UserError
@@ -26,6 +26,7 @@ USAGE = """fp4train [VERB] key=value…
   fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is running
   fp4train compare runs/a runs/b              loss gap, table and plot
   fp4train formats                            the number formats
+  fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
   fp4train --cfg job                          the whole configuration
 """
 
@@ -35,6 +36,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "swap": swap.main,
     "compare": compare.main,
     "formats": formats.main,
+    "doctor": doctor.main,
 }
 COMPOSED = ("train", "plan")
 """Verbs whose configuration Hydra composes; their --help lists its keys."""

@@ -17,25 +17,16 @@ from torch import Tensor
 
 from fp4train.nn.gemms import without_torchs_autocast
 from fp4train.nn.linear import Linear
+from fp4train.precision.compile_context import UNAVAILABLE
 from fp4train.precision.context import current
 
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Why layers cannot be part of a graph with the installed torch, or None if they can."""
-    try:
-        from fp4train.nn import compile_operator  # noqa: F401
-    except Exception as error:  # other versions of torch fail in different ways
-        return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
-    return None
-
-
-@functools.cache
 def _operator() -> ModuleType | None:
-    if (reason := unavailable()) is not None:
-        _log.warning("torch.compile: fp4train's linear layers run outside the graphs: %s", reason)
+    if UNAVAILABLE is not None:
+        _log.warning("torch.compile: fp4train's linear layers run outside of the graphs: %s", UNAVAILABLE)
         return None
     from fp4train.nn import compile_operator
 

@@ -25,16 +25,13 @@ from fp4train.nn.call import Call
 from fp4train.nn.gemms import Gradients, gradients_of, without_torchs_autocast
 from fp4train.nn.linear import Handle, Linear
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision import compile_context
 from fp4train.precision.context import Context, is_stray_recomputation, once, state
 from fp4train.quantize import Quantized
-
-__all__ = ["compile_context", "linear"]
 
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_context`
+Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_opaque`
 register_opaque_type(
     Handle, typ="reference", guard_fn=lambda handle: [handle.route()], members={"route": MemberType.USE_REAL}
 )

@@ -1,20 +1,21 @@
-"""Register the autocast context with torch.compile, as an opaque graph input. Imported only during tracing.
+"""Whether torch.compile takes the context as an input of its graphs. Imported only while it traces.
 
-A graph reads the context that is current when it runs. It is valid for every context with the same `activation_dtype`.
-The backward graph has the same input, so activations that it recomputes see the same context.
+The tracer follows an import that fails and gives up there, even inside of `try`; a module that is imported whole says
+by a value what this torch lacks.
 """
 
 from __future__ import annotations
 
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBaseMeta
+import torch
 
-from fp4train.precision.context import Context
 
-Context.__class__ = OpaqueBaseMeta  # type: ignore[assignment]
-register_opaque_type(
-    Context,
-    typ="reference",
-    guard_fn=lambda context: [context.activation_dtype()],
-    members={"activation_dtype": MemberType.USE_REAL},
-)
+def _make_opaque() -> str | None:
+    try:
+        from fp4train.precision import compile_opaque  # noqa: F401
+    except Exception as error:  # whatever a version of torch answers to what it does not know
+        return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
+    return None
+
+
+UNAVAILABLE = _make_opaque()
+"""Why layers cannot be part of a graph with the installed torch, or None where they can."""

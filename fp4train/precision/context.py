@@ -32,7 +32,7 @@ T = TypeVar("T")
 class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
-    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_context` replaces
+    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_opaque` replaces
     this metaclass with torch's when a graph is traced. A process that compiles nothing uses no private part of torch.
     """
 
@@ -84,10 +84,7 @@ def state() -> State:
 
 def _make_opaque() -> None:
     """Register contexts as graph inputs before the tracer meets the first one, if this torch supports that."""
-    try:
-        from fp4train.precision import compile_context  # noqa: F401
-    except Exception:  # private parts of torch differ between versions: `fp4train.nn.compile` reports what is missing
-        return
+    from fp4train.precision import compile_context  # noqa: F401
 
 
 def current() -> Context | None:

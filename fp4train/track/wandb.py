@@ -150,12 +150,12 @@ def _why_offline(settings: Any, offline: bool) -> str | None:
     """None where an online run can be tried, otherwise the reason against it."""
     if offline or settings.mode in ("offline", "dryrun"):
         return "asked for"
-    if not _logged_in(settings):
+    if not logged_in(settings):
         return NOT_LOGGED_IN
     return _why_unreachable(settings.base_url)
 
 
-def _logged_in(settings: Any) -> bool:
+def logged_in(settings: Any) -> bool:
     """A key in wandb's settings (its environment variables included) or in the netrc that `wandb login` writes."""
     if settings.api_key or settings.identity_token_file:
         return True

@@ -1,9 +1,11 @@
 """Products of operands: exact for representable numbers, rounded once, and on the requested backend."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from fp4train.backends import BACKENDS, Operands, Table, choose, matmul
+from fp4train.backends import BACKENDS, Operands, Table, choose, matmul, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision import MXFP8, FP8Current, FP8Row
 from fp4train.precision.layers import Layer
@@ -12,6 +14,7 @@ from fp4train.quantize import Decoded, QuantSpec, quantize
 FP8 = FP8Current().table()["fprop"].first
 E5M2 = QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)
 ROW = FP8Row().table()["fprop"].first
+rows_on_cpu = pytest.mark.skipif(not native.cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs")
 
 
 def integers(rows: int, cols: int, seed: int) -> torch.Tensor:
@@ -100,6 +103,31 @@ def table(first: QuantSpec | None, second: QuantSpec | None) -> Table:
     return Table(fprop=Operands(first=first, second=second), name="mine")
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_emulated_products_on_cuda_are_reduced_in_float32_whatever_the_user_has_set(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """torch lets cuBLAS add parts of a long contraction in BF16; tensor cores do not."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = allowed
+    seen: list[tuple[bool, bool]] = []
+
+    def product(a: Decoded, b: Decoded, **options: object) -> torch.Tensor:
+        seen.append((settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("fp4train.backends.emulate.matmul", product)
+    values = torch.empty(16, 16, dtype=torch.bfloat16)
+    on_cuda = Mock(spec=torch.Tensor, device=torch.device("cuda"))
+    for operand in (on_cuda, values):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            BACKENDS["emulate"].product(Decoded(operand, None), Decoded(operand, None), out_dtype=torch.bfloat16)
+        assert settings.allow_bf16_reduced_precision_reduction is allowed, "the user's own products keep the setting"
+    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
+    assert seen == [(False, False), (allowed, allowed)]
+
+
 def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:
     for spec in (FP8, ROW, QuantSpec()):
         chosen = choose(table(spec, spec), LAYER, "auto", CPU)["fprop"]
@@ -161,21 +189,30 @@ def test_scaled_mm_is_not_used_on_other_devices() -> None:
         choose(table(FP8, FP8), LAYER, "native", Device(type="meta"))
 
 
-@pytest.mark.parametrize("spec", [FP8, ROW], ids=["tensor", "row"])
+def test_a_torch_whose_cpu_products_take_one_scale_per_tensor_is_refused_for_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "cpu_multiplies_rows", lambda: False)
+    with pytest.raises(ValueError, match=r"torch .* has no scaled_mm with one scale per row on CPUs"):
+        choose(FP8Row().table(), LAYER, "native", Device(type="cpu"))
+    assert choose(FP8Current().table(), LAYER, "native", Device(type="cpu"))["fprop"].backend == "native"
+
+
+@pytest.mark.parametrize("spec", [FP8, pytest.param(ROW, marks=rows_on_cpu)], ids=["tensor", "row"])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33])
 def test_tokens_are_padded_for_scaled_mm_which_changes_no_product(spec: QuantSpec, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(tokens, 32, generator=generator), torch.randn(48, 32, generator=generator)
-    native, exact = BACKENDS["native"], BACKENDS["reference"]
+    scaled, exact = BACKENDS["native"], BACKENDS["reference"]
     for a, b in ((x, w), (w @ x.T, x.T.contiguous())):  # tokens as rows, and as the contraction
         a, b = (a, b) if a.shape[1] == b.shape[1] else (a, torch.randn(16, a.shape[1], generator=generator))
-        found = native.product(native.prepare(a, spec), native.prepare(b, spec), out_dtype=torch.float32)
+        found = scaled.product(scaled.prepare(a, spec), scaled.prepare(b, spec), out_dtype=torch.float32)
         wanted = exact.product(exact.prepare(a, spec), exact.prepare(b, spec), out_dtype=torch.float32)
         assert found.shape == wanted.shape
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize(("first", "second"), [(FP8, FP8), (E5M2, FP8), (ROW, ROW)])
+@pytest.mark.parametrize(("first", "second"), [(FP8, FP8), (E5M2, FP8), pytest.param(ROW, ROW, marks=rows_on_cpu)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_scaled_mm_multiplies_the_codes(

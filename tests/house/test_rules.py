@@ -165,7 +165,6 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     addresses: {
         "checkpoint/folder.py": "finds tensors that share memory while all of them are alive; nothing is kept",
     },
-    long_files: {"quantize/triton.py": "the choice of a kernel and its launch"},
 }
 
 

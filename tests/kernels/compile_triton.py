@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp4train.quantize import triton as backend
+from fp4train.quantize import triton_launch as launcher
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -25,7 +25,7 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of `backend._launch`."""
+    """One call of `launcher._launch`."""
 
     kernel: Any
     programs: int
@@ -43,8 +43,8 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, programs, arguments, constants, warps))
 
     with (
-        mock.patch.object(backend, "_launch", note),
-        mock.patch.object(backend, "_interpreted", lambda: False),
+        mock.patch.object(launcher, "_launch", note),
+        mock.patch.object(launcher, "interpreted", lambda: False),
     ):
         yield launches
 

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_constants, triton_launch
 from fp4train.quantize import triton as backend
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
@@ -85,7 +86,7 @@ def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 33, 96, 256, 5120])
 def test_tiles_are_whole_and_waste_little_beyond_a_row(groups: int) -> None:
-    rows, across = backend._tile(groups, 256)
+    rows, across = triton_constants.tile(groups, 256)
     assert rows * across == 256
     assert -(-groups // across) * across - groups < 8
 
@@ -94,5 +95,57 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
     key = RandomKey(
         seed=2**64 - 1, step=2**29 - 1, layer=2**32 - 1, operand=7, row_offset=2**32 - 1, col_offset=2**35 - 8
     )
-    assert backend._random_words(key) == (-1, -1, -1, -1, -1, -1)
-    assert backend._random_words(None) == (0,) * 6
+    assert triton_constants.random_words(key) == (-1, -1, -1, -1, -1, -1)
+    assert triton_constants.random_words(None) == (0,) * 6
+
+
+@needs_triton
+def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each quantisation of a step costs tens of microseconds of Python, while the GPU waits."""
+    made: list[str] = []
+    plans = triton_launch.Launches(QuantSpec(rounding="stochastic"))
+    monkeypatch.setattr(triton_launch, "_launch", lambda *args, **options: None)
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    for name in ("_blocks", "_amax_of_all"):
+        method = getattr(plans, name)
+
+        def noted(x: torch.Tensor, values: bool, method: Any = method, name: str = name) -> Any:
+            made.append(name)
+            return method(x, values)
+
+        monkeypatch.setattr(plans, name, noted)
+    key = RandomKey(seed=1, step=2, layer=3, operand=0)
+    x = torch.zeros(64, 48, dtype=torch.bfloat16)
+    for step in range(3):
+        plans.codes(torch.zeros_like(x), RandomKey(seed=1, step=step, layer=3, operand=0), None)
+    assert made == ["_blocks", "_amax_of_all"]
+    for other in (x.float(), x[:32], torch.zeros(48, 64, dtype=torch.bfloat16).T):
+        made.clear()
+        plans.codes(other, key, None)
+        assert made == ["_blocks", "_amax_of_all"], "other dtypes, shapes and strides are other launches"
+    made.clear()
+    plans.values(x, key, torch.ones(()))
+    assert made == ["_blocks"], "values are another launch than codes; a given amax is not measured"
+
+
+@needs_triton
+def test_fp8_per_tensor_and_row_are_decoded_after_the_triton_kernels_in_the_interpreter() -> None:
+    """Backward decodes what forward kept: A100s emulate FP8, and there is no decoding kernel for these specs."""
+    code = """
+import torch
+from fp4train.quantize import QuantSpec, quantizer
+from fp4train.backends import BACKENDS
+from fp4train.quantize import triton, quantize
+x = torch.randn(33, 48).bfloat16()
+for block in ((None, None), (1, None)):
+    spec = QuantSpec(element="e4m3", block=block, scale="fp32", global_scale=None)
+    kernel = quantizer(spec, "cpu", "triton")
+    codes, wanted = kernel.codes(x), quantize(x, spec, kernel="reference")
+    assert torch.equal(codes.codes, wanted.codes)
+    for decoded in (kernel.decode(codes), triton.decode(codes)):
+        assert torch.equal(decoded.values, wanted.decoded().values), block
+        assert torch.equal(decoded.scale, wanted.decoded().scale), block
+print("equal")
+"""
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr

@@ -108,3 +108,14 @@ def test_a_nan_reaches_the_loss() -> None:
     with torch.no_grad():
         h[3, 3] = float("nan")
     assert chunked_cross_entropy(h, w, targets).isnan()
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary", "rows"),
+    [("cuda", 128_000, 4096), ("cuda", 256, 1 << 15), ("cpu", 128_000, 65), ("cpu", 256, 1 << 15), ("cpu", 1 << 24, 1)],
+)
+def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
+    device: str, vocabulary: int, rows: int
+) -> None:
+    """Each chunk reads the head anew: at 65 rows a step of a 1B model would move a terabyte."""
+    assert loss_module.chunk_rows(device, vocabulary) == rows

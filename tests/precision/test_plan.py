@@ -18,7 +18,6 @@ from fp4train.precision import (
     MXFP8,
     NVFP4,
     FP8Current,
-    FP8Row,
     LayerPolicy,
     Mixed,
     Phase,
@@ -196,7 +195,7 @@ def test_high_precision_is_called_by_the_runs_dtype() -> None:
 
 def test_a_layer_alone_is_resolved_by_the_same_function() -> None:
     layer = Linear(32, 32).layer
-    assert resolve(layer, FP8Row(), None, "native", CPU).fprop.why == "backend=native"
+    assert resolve(layer, FP8Current(), None, "native", CPU).fprop.why == "backend=native"
     with pytest.raises(ValueError, match=r"FP8 only, not E2M1\. backend=auto would run it by emulate"):
         resolve(layer, NVFP4(), None, "native", CPU)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4train.backends.emulate.accumulation import float32_accumulation
 from fp4train.backends.emulate.matmul import matmul
 from fp4train.backends.emulate.widening import widened
 from fp4train.backends.protocol import Prepared
@@ -35,7 +36,8 @@ class Emulate:
             a = quantizer(a.spec, a.codes.device.type).decode(a)
         if isinstance(b, Quantized):
             b = quantizer(b.spec, b.codes.device.type).decode(b)
-        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+        with float32_accumulation(a.values.device.type):
+            return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
 
 EMULATE = Emulate()

@@ -17,7 +17,7 @@ from importlib import metadata
 from types import ModuleType
 
 from fp4train.backends.table import Table
-from fp4train.backends.te.quantizers import family
+from fp4train.backends.te.quantizers import family, forms, joint
 from fp4train.hardware import Device
 from fp4train.quantize import QuantSpec
 
@@ -117,10 +117,10 @@ def why_not_device(table: Table, device: Device) -> str | None:
         return "Transformer Engine needs an NVIDIA GPU; torch sees none"
     families = _families(table)
     if not device.here:
-        return _why_not_capability(families, device)
+        return _why_not_capability(families, device) or _why_not_columns(table, families, device)
     try:
         te = pytorch_module()
-        reason = _why_not_formats(te, families, device)
+        reason = _why_not_formats(te, families, device) or _why_not_columns(table, families, device)
     except ValueError as error:
         reason = str(error)
     if reason is None:
@@ -182,6 +182,22 @@ def _why_not_capability(families: Mapping[QuantSpec, str], device: Device) -> st
             return f"{kind} on TE needs compute capability {least[0]}.{least[1]}, {device} has {have}"
         if (unchecked := _why_not_checked(spec, kind, device)) is not None:
             return unchecked
+    return None
+
+
+def _why_not_columns(table: Table, families: Mapping[QuantSpec, str], device: Device) -> str | None:
+    """TE makes the column-wise form of FP8 per tensor out of the row-wise one wherever only x·wᵀ can be multiplied.
+
+    That is everywhere but on compute capability 10.x, so a tensor cannot be FP8 in its column-wise form alone.
+    """
+    if (device.capability or (0, 0))[0] in (10, 11):
+        return None
+    for slot, (row, column) in forms(table).items():
+        if column is not None and families.get(column) == "fp8_current" and not joint(row, column):
+            return (
+                f"TE quantises {slot} to FP8 per tensor for backward only where forward quantises it alike, except on "
+                "compute capability 10.x"
+            )
     return None
 
 

@@ -50,11 +50,52 @@ def region(*tables: Table) -> Iterator[None]:
         yield
 
 
-def _inside_region(te: Any) -> bool:
+def _state(te: Any) -> tuple[Any, str, str]:
+    """(TE's global state, its field for the depth of autocasts, that for "no module has run in the outermost one")."""
     manager = te.quantization.FP8GlobalStateManager
-    state = getattr(manager, "quantization_state", None)  # TE 2.14 keeps it on the class
-    depth = manager.AUTOCAST_DEPTH if state is None else state.autocast_depth
-    return bool(depth > 0)
+    state = getattr(manager, "quantization_state", None)
+    if state is None:  # TE 2.14 keeps it on the class
+        return manager, "AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE"
+    return state, "autocast_depth", "is_first_fp8_module"
+
+
+def _inside_region(te: Any) -> bool:
+    state, depth, _ = _state(te)
+    return bool(getattr(state, depth) > 0)
+
+
+@contextmanager
+def _autocast(te: Any, te_recipe: Any) -> Iterator[None]:
+    """TE's autocast for one layer, which leaves to the outer one that the layer has run.
+
+    TE updates the gradients' delayed scales in the backward pass of the first module of the outermost autocast. An
+    inner one restores "no module has run yet" when it ends (quantization.py set_autocast_state), so that every layer
+    would be the first, and every layer's backward would roll all histories on.
+    """
+    state, _, first = _state(te)
+    with te.autocast(enabled=True, recipe=te_recipe):
+        yield
+        is_first = getattr(state, first)
+    if _inside_region(te):
+        setattr(state, first, is_first)
+
+
+@contextmanager
+def _history_kept(module: Any, te_recipe: Any) -> Iterator[None]:
+    """Without gradients, as in evaluation: TE's kernels write amaxes into the history, which gets its own back."""
+    _make_meta(module, te_recipe)
+    history: Tensor = module.fp8_meta["scaling_fwd"].amax_history
+    before = history.clone()
+    yield
+    history.copy_(before)
+
+
+def _make_meta(module: Any, te_recipe: Any) -> None:
+    """Delayed scaling's tensors, which TE makes at the first call."""
+    if "scaling_fwd" not in module.fp8_meta:
+        module.fp8_meta["num_gemms"] = 1
+        module.fp8_meta["recipe"] = te_recipe
+        module.init_fp8_meta_tensors(te_recipe)
 
 
 class _Built(NamedTuple):
@@ -122,9 +163,11 @@ class TEExecutor:
             stack.enter_context(torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype))
             if delayed:
                 self._enter_delayed(te, table)
-            stack.enter_context(te.autocast(enabled=True, recipe=te_recipe))
+            stack.enter_context(_autocast(te, te_recipe))
             if self._to_load and delayed:
                 self._load(te_recipe, module)
+            if delayed and not torch.is_grad_enabled():
+                stack.enter_context(_history_kept(module, te_recipe))
             y_MN: Tensor = module(x_MK)
         return y_MN[:tokens].reshape(*x.shape[:-1], self.out_features)
 
@@ -168,10 +211,7 @@ class TEExecutor:
 
     def _load(self, te_recipe: Any, module: Any) -> None:
         """As TE's own set_extra_state does, but from tensors instead of a pickle."""
-        if "scaling_fwd" not in module.fp8_meta:
-            module.fp8_meta["num_gemms"] = 1
-            module.fp8_meta["recipe"] = te_recipe
-            module.init_fp8_meta_tensors(te_recipe)
+        _make_meta(module, te_recipe)
         with torch.no_grad():
             for key, value in self._to_load.items():
                 kind, direction = key.rsplit("_", 1)

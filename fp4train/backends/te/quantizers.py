@@ -14,11 +14,10 @@ be the `IdentityQuantizer` (high precision). Both are handed to TE through the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4train.backends.table import FORMS, Operands, describe
+from fp4train.backends.table import DTYPES, FORMS, Table, describe
 from fp4train.quantize import QuantSpec
 
 SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
@@ -88,21 +87,33 @@ def joint(row: QuantSpec | None, column: QuantSpec | None) -> bool:
     return row == (replace(column, hadamard=None) if family(row) == "nvfp4" else column)
 
 
+def forms(table: Table) -> dict[str, Forms]:
+    """The row-wise and column-wise form of each of TE's tensors."""
+
+    def form(gemm: str, operand: str) -> QuantSpec | None:
+        spec: QuantSpec | None = getattr(table[gemm], operand)
+        return spec
+
+    return {slot: (form(*row), form(*column)) for slot, (row, column) in SLOTS.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizerFactory:
-    """What TE's `CustomRecipe(qfactory=…)` calls for each tensor of a layer; equal tables make equal factories."""
+    """What TE's `CustomRecipe(qfactory=…)` calls for each tensor of a layer; equal tables make equal factories.
+
+    Args:
+        input, weight, grad_output: the forms of each tensor.
+        dtype: of forms in high precision. TE multiplies what it is given, and weights are float32 in most runs.
+    """
 
     input: Forms
     weight: Forms
     grad_output: Forms
+    dtype: str
 
     @classmethod
-    def of(cls, table: Mapping[str, Operands]) -> QuantizerFactory:
-        def form(gemm: str, operand: str) -> QuantSpec | None:
-            spec: QuantSpec | None = getattr(table[gemm], operand)
-            return spec
-
-        return cls(**{slot: (form(*row), form(*column)) for slot, (row, column) in SLOTS.items()})
+    def of(cls, table: Table) -> QuantizerFactory:
+        return cls(**forms(table), dtype=table.dtype)
 
     def __call__(self, role: Any) -> Any:
         """A TE quantiser.
@@ -116,17 +127,19 @@ class QuantizerFactory:
         kind = getattr(role, "tensor_type", "")
         row, column = getattr(self, kind) if kind in SLOTS else (None, None)
         if not joint(row, column):
-            return te.HybridQuantizer(rowwise_quantizer=_quantizer(row), columnwise_quantizer=_quantizer(column))
+            return te.HybridQuantizer(
+                rowwise_quantizer=_quantizer(row, self.dtype), columnwise_quantizer=_quantizer(column, self.dtype)
+            )
         # The column-wise form carries the transform, which TE leaves out row-wise.
-        return _quantizer(column)
+        return _quantizer(column, self.dtype)
 
 
-def _quantizer(spec: QuantSpec | None) -> Any:
+def _quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.constants import DType
 
     if spec is None:
-        return te.IdentityQuantizer()
+        return te.IdentityQuantizer(dtype=DTYPES[dtype_in_high_precision])
     kind = family(spec)
     if kind == "nvfp4":
         transformed = spec.hadamard is not None

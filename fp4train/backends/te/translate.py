@@ -1,12 +1,12 @@
 """A recipe's table of six operands → the TE recipe that computes exactly it, or why TE cannot.
 
 The table decides, not the recipe's class: a `Custom` table that happens to be NVFP4 runs on TE's `NVFP4BlockScaling`.
-Three ways, in this order:
+Two ways, in this order:
 
 1. one of TE's recipe classes, every switch set, so that TE's environment variables change nothing;
-2. the same with `backward_override="high_precision"` (TE ≥ 2.16): forward quantised, backward not;
-3. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in single GEMMs, or
-   different formats in forward and backward.
+2. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in single GEMMs, or
+   different formats in forward and backward. TE's `backward_override="high_precision"` does not serve a quantised
+   forward pass over an unquantised backward pass: it multiplies the weight in its own dtype, float32 by BF16.
 
 A trap of TE that is handled here: `Float8CurrentScaling(use_power_2_scales=True)` and
 `Float8BlockScaling(use_f32_scales=True)` have no effect, because TE reads `fp8_quant_fwd_inp.power_2_scale` and its
@@ -91,6 +91,10 @@ def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
                     f"{where}: {version_text()} computes NVFP4 block scales by formula={here}, "
                     f"not {spec.formula}; set recipe.formula={here} or {INSTEAD}"
                 )
+            if found[spec] == "nvfp4" and table.dtype == "float16":
+                raise ValueError(
+                    f"{where}: TE's NVFP4 products have no float16 output (recipe.dtype=bfloat16); {INSTEAD}"
+                )
             if spec.hadamard is not None and table.dtype != "bfloat16":
                 raise ValueError(f"{where}: TE transforms BF16, not {table.dtype}; {INSTEAD}")
             if gemm != "wgrad" and spec.hadamard is not None:
@@ -128,35 +132,32 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
 
 def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec, str]) -> Any:
     """One of TE's recipe classes for this table, or None."""
-    x, w = table["fprop"].first, table["fprop"].second
-    if len(set(families.values())) != 1 or x is None or w is None:
+    x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
+    if len(set(families.values())) != 1 or x is None or w is None or dy is None:
         return None
-    forward_only = not (table["dgrad"].quantised or table["wgrad"].quantised)
     kind = families[x]
     if kind == "nvfp4":
-        return _nvfp4(te, table, x, w, forward_only)
-    dy = None if forward_only else table["dgrad"].first
+        return _nvfp4(te, table, x, w, dy)
     by_tensor = {
         "fprop": Operands(first=x, second=w),
-        "dgrad": Operands(first=dy, second=None if forward_only else w),
-        "wgrad": Operands(first=dy, second=None if forward_only else x),
+        "dgrad": Operands(first=dy, second=w),
+        "wgrad": Operands(first=dy, second=x),
     }
     if dict(table) != by_tensor or x.element != "e4m3" or w.element != "e4m3":
         return None
     fields: dict[str, Any] = {
-        "fp8_format": te.Format.HYBRID if dy is not None and dy.element == "e5m2" else te.Format.E4M3,
-        "backward_override": "high_precision" if forward_only else None,
+        "fp8_format": te.Format.HYBRID if dy.element == "e5m2" else te.Format.E4M3,
+        "backward_override": None,
         "fp8_dpa": False,
         "fp8_mha": False,
     }
-    others = [w] if dy is None else [w, dy]
     if kind == "mxfp8":
-        if x.block != (1, 32) or (dy is not None and dy.block != (1, 32)):
+        if x.block != (1, 32) or dy.block != (1, 32):
             return None
         return _make(te.MXFP8BlockScaling, **fields, margin=0, enable_2d_quantization=w.block == (32, 32))
     if kind == "fp8_delayed":
         delayed = x.delayed
-        if forward_only or delayed is None or any(o.delayed != delayed for o in others):
+        if delayed is None or any(o.delayed != delayed for o in (w, dy)):
             return None
         return _make(
             te.DelayedScaling,
@@ -167,12 +168,12 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
             scaling_factor_compute_algo=None,
             reduce_amax=True,
         )
-    if any(o.scale != x.scale for o in others):
+    if any(o.scale != x.scale for o in (w, dy)):
         return None
     if kind == "fp8_current":
         made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
     else:
-        if x.block != (1, 128) or (dy is not None and dy.block != (1, 128)):
+        if x.block != (1, 128) or dy.block != (1, 128):
             return None
         made = _make(
             te.Float8BlockScaling,
@@ -187,25 +188,23 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
     return made
 
 
-def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, forward_only: bool) -> Any:
+def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> Any:
     """NVFP4BlockScaling with the switches that this table shows, or None where the class has no such combination."""
-    dy, transform = table["dgrad"].first, None
-    if not forward_only:
-        wgrad_x = table["wgrad"].second
-        if dy is None or wgrad_x is None:
-            return None
-        transform = wgrad_x.hadamard
-        expected = {
-            "fprop": Operands(first=x, second=w),
-            "dgrad": Operands(first=dy, second=w),
-            "wgrad": Operands(
-                first=dataclasses.replace(dy, hadamard=transform), second=dataclasses.replace(x, hadamard=transform)
-            ),
-        }
-        # TE never gives gradients four-over-six, and scales them by tensor.
-        plain = dy.block == (1, 16) and dy.four_over_six is None and dy.hadamard is None
-        if dict(table) != expected or not plain or x.global_scale == "row" or transform not in (None, Hadamard()):
-            return None
+    wgrad_x = table["wgrad"].second
+    if wgrad_x is None:
+        return None
+    transform = wgrad_x.hadamard
+    expected = {
+        "fprop": Operands(first=x, second=w),
+        "dgrad": Operands(first=dy, second=w),
+        "wgrad": Operands(
+            first=dataclasses.replace(dy, hadamard=transform), second=dataclasses.replace(x, hadamard=transform)
+        ),
+    }
+    # TE never gives gradients four-over-six, and scales them by tensor.
+    plain = dy.block == (1, 16) and dy.four_over_six is None and dy.hadamard is None
+    if dict(table) != expected or not plain or x.global_scale == "row" or transform not in (None, Hadamard()):
+        return None
     if x.block != (1, 16) or any(s.rounding != "nearest" or s.hadamard is not None for s in (x, w)):
         return None
     if w.global_scale == "row" or (x.four_over_six and w.four_over_six and x.four_over_six != w.four_over_six):
@@ -216,9 +215,9 @@ def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, f
     return _make(
         te.NVFP4BlockScaling,
         disable_rht=transform is None,
-        disable_stochastic_rounding=dy is None or dy.rounding == "nearest",
+        disable_stochastic_rounding=dy.rounding == "nearest",
         disable_2d_quantization=w.block == (1, 16),
-        row_scaled_activation=x.global_scale == "row",
+        row_scaled_activation=False,
         nvfp4_4over6=chosen,
         # Without four-over-six TE ignores the bound; its default then keeps older versions usable.
         nvfp4_4over6_e4m3_use_256="all" if chosen == "none" else bounded,
@@ -227,7 +226,7 @@ def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, f
         fp8_format=te.Format.E4M3,
         fp8_dpa=False,
         fp8_mha=False,
-        backward_override="high_precision" if forward_only else None,
+        backward_override=None,
     )
 
 

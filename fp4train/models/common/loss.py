@@ -18,14 +18,24 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import widened
 
 _LOGITS_IN_A_CHUNK = 1 << 23
-"""Logits held at a time: 32 MB in float32."""
+"""Logits held at a time: 32 MB in float32, which a CPU's caches and memory take well."""
+
+_ROWS_ON_A_GPU = 4096
+"""Rows of a chunk at least: each chunk reads the head and its gradient anew, ≈ 16·V·D bytes, 2 GB at 128 k × 1024,
+where the logits of 4096 rows are 2 GB."""
+
+
+def chunk_rows(device: str, vocabulary: int) -> int:
+    """Tokens whose logits are held at a time on a device of this type."""
+    rows = max(1, _LOGITS_IN_A_CHUNK // vocabulary)
+    return max(rows, _ROWS_ON_A_GPU) if device == "cuda" else rows
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype) -> Tensor:
         tokens = h_MD.shape[0]
-        rows = max(1, _LOGITS_IN_A_CHUNK // w_VD.shape[0])
+        rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
         w = w_VD.to(dtype)
         wants_h, wants_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dh = torch.empty_like(h_MD) if wants_h else None
@@ -45,7 +55,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dh is not None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             if dw is not None:
-                dw += widened(torch.mm, grad.T, h)
+                dw += _share_of_dw(grad, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens
@@ -62,6 +72,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _share_of_dw(grad_CV: Tensor, h_CD: Tensor) -> Tensor:
+    """A chunk's gradient of the head; on GPUs not rounded before it is added."""
+    if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
+        return torch.mm(grad_CV.T, h_CD, out_dtype=torch.float32)
+    return widened(torch.mm, grad_CV.T, h_CD)
 
 
 def _times(x: Tensor, factor: Tensor) -> Tensor:

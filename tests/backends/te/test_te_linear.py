@@ -31,7 +31,7 @@ class FakeTE(types.ModuleType):
         self.stack: list[Any] = []
         self.built: list[Any] = []
         self.calls: list[tuple[str, Any, tuple[int, ...], torch.dtype]] = []
-        state = types.SimpleNamespace(autocast_depth=0)
+        state = types.SimpleNamespace(autocast_depth=0, is_first_fp8_module=False)
         self.quantization = types.SimpleNamespace(FP8GlobalStateManager=types.SimpleNamespace(quantization_state=state))
         fake = self
 

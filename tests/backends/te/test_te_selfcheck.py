@@ -1,8 +1,11 @@
 """The GPU self-check's own logic; its comparison with TE's reference runs in test_te_real.py, kernels only on a GPU."""
 
 import importlib.util
+import json
 import pathlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 from fp4train.nn import Linear
+from fp4train.precision.context import Context
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Delayed
 
@@ -30,7 +34,7 @@ def test_without_a_gpu_it_says_so_and_fails(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert script.main([]) == 2
+    assert script.main([]) == 3
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
@@ -63,10 +67,10 @@ def test_emulation_in_the_place_of_te_agrees_and_a_wrong_weight_does_not(
 ) -> None:
     """The second layer has another name, hence other random bits, as TE has."""
 
-    def layers(problem: object) -> tuple[Linear, Linear]:
+    def layers(problem: object, dtype: torch.dtype) -> tuple[Linear, Linear]:
         made = []
         for name in ("selfcheck", "te"):
-            linear = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+            linear = nn.Linear(64, 96, bias=False, dtype=dtype)
             linear.weight.data.copy_(problem.w)  # type: ignore[attr-defined]
             if wrong and name == "te":
                 linear.weight.data[:, :16] *= -1
@@ -79,3 +83,75 @@ def test_emulation_in_the_place_of_te_agrees_and_a_wrong_weight_does_not(
     row = script.check_native("name", recipe, script.Problem.draw(128, 64, 96, "cpu"))
     assert row.agrees is not wrong
     script.show([row], [{"name": "name", "te_ms": 1.0, "emulate_ms": 2.0, "bf16_ms": None}])
+
+
+@pytest.mark.parametrize(("recipe", "entered"), [(NVFP4(), 0), (FP8Delayed(history=4), 1)])
+def test_a_region_is_entered_for_delayed_recipes_only(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: object, entered: int
+) -> None:
+    """TE's autocast asserts that the GPU runs NVFP4's kernels, which the pure-torch reference does not need."""
+    regions: list[object] = []
+
+    @contextmanager
+    def region(table: object) -> Iterator[None]:
+        regions.append(table)
+        yield
+
+    monkeypatch.setattr(script.te_backend, "region", region)
+    problem = script.Problem.draw(32, 64, 32, "cpu")
+    layer, _ = script.layers(problem)
+    layer.backend = "emulate"
+    script.run_layer(layer, recipe, problem)
+    assert regions == []
+    layer.gemms_in(Context(recipe=recipe), torch.device("cpu"))
+    monkeypatch.setattr(layer, "backend", "te")
+    script.run_layer(layer, recipe, problem)
+    assert len(regions) == entered
+
+
+def test_what_fails_while_it_is_timed_leaves_its_error_and_the_others_times(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def milliseconds(step: object) -> float:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 1.0
+
+    monkeypatch.setattr(script, "milliseconds", milliseconds)
+    monkeypatch.setattr(script, "why_not", lambda recipe, problem: None)
+    times = list(script.measure(script.Problem.draw(32, 64, 32, "cpu")))
+    assert len(times) == 1 + len(script.RECIPES)
+    assert times[1]["te_ms"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert times[1]["emulate_ms"] == times[2]["te_ms"] == 1.0
+    script.show([], times)
+
+
+def test_results_are_written_as_they_come(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A kernel that kills the process leaves what was found before it."""
+    out = tmp_path / "selfcheck.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(script.availability, "pytorch_module", lambda: None)
+    draw = script.Problem.draw
+    monkeypatch.setattr(script.Problem, "draw", staticmethod(lambda *sizes: draw(32, 64, 32, "cpu")))
+    monkeypatch.setattr(
+        script, "check_reference", lambda problem: [script.Row(part="reference", name="x", agrees=True)]
+    )
+
+    def check_native(name: str, recipe: object, problem: object) -> object:
+        if name == "mxfp8":
+            raise KeyboardInterrupt
+        return script.Row(part="native", name=name, agrees=True)
+
+    monkeypatch.setattr(script, "check_native", check_native)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(["--out", str(out), "--no-timing"])
+    found = json.loads(out.read_text())
+    assert found["machine"]["gpu"] == "a GPU"
+    assert [row["name"] for row in found["rows"]] == ["x", *list(script.RECIPES)[: list(script.RECIPES).index("mxfp8")]]

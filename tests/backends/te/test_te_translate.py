@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from fp4train.backends import choose
 from fp4train.backends.table import Operands
 from fp4train.backends.te import QuantizerFactory, availability, to_te, translate, why_not, why_not_device
 from fp4train.hardware import Device
@@ -69,15 +70,6 @@ def test_a_recipe_that_quantises_nothing_needs_no_te(recipe: Recipe) -> None:
             NVFP4(four_over_six="activations", hadamard=False),
             {"nvfp4_4over6": "activations", "nvfp4_4over6_e4m3_use_256": "activations", "disable_rht": True},
         ),
-        (
-            NVFP4(row_scaled_activation=True).with_high_precision("dgrad", "wgrad"),
-            {
-                "row_scaled_activation": True,
-                "disable_rht": True,
-                "disable_stochastic_rounding": True,
-                "backward_override": "high_precision",
-            },
-        ),
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
@@ -93,7 +85,6 @@ def test_mxfp8() -> None:
     assert (made.fp8_format, made.enable_2d_quantization) == (recipes.Format.E4M3, False)
     made = to_te(MXFP8(element="hybrid", two_d_weights=True).table())
     assert (made.fp8_format, made.enable_2d_quantization) == (recipes.Format.HYBRID, True)
-    assert to_te(MXFP8().with_high_precision("dgrad", "wgrad").table()).backward_override == "high_precision"
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -143,6 +134,8 @@ def test_tes_environment_variables_change_nothing() -> None:
         NVFP4().with_high_precision("wgrad"),
         NVFP4(row_scaled_activation=True),
         MXFP8().with_high_precision("fprop"),
+        MXFP8().with_high_precision("dgrad", "wgrad"),
+        NVFP4(row_scaled_activation=True).with_high_precision("dgrad", "wgrad"),
         Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
         Mixed(fprop=MXFP8(), dgrad=NVFP4(), wgrad=NVFP4()),
     ],
@@ -182,7 +175,9 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
         (MXFP8(scale_rounding="floor"), ["fprop x", "scale_rounding=rceil", "not by floor"]),
         (NVFP4(guard=16 / 17), ["dgrad dy", "guard=0.9412"]),
         (NVFP4(formula="te2.13"), ["formula=te2.14", "not te2.13"]),
-        (NVFP4(dtype="float16"), ["wgrad dy", "BF16", "float16"]),
+        (NVFP4(dtype="float16"), ["fprop x", "no float16 output", "recipe.dtype=bfloat16"]),
+        (NVFP4(dtype="float16", hadamard=False), ["fprop x", "no float16 output", "backend=emulate"]),
+        (NVFP4(dtype="float32"), ["wgrad dy", "BF16", "float32"]),
         (FP8Delayed().with_high_precision("fprop"), ["delayed scaling", "FP8Current"]),
         (_with("fprop", first=None), ["fprop", "w is quantised and x is not"]),
         (_with("dgrad", second=None), ["dgrad", "dy is quantised and w is not"]),
@@ -278,6 +273,25 @@ def test_blackwell_runs_nvfp4_and_names_the_size_that_does_not_fit(monkeypatch: 
         assert "out_features divisible by 32, not 40" in str(why_not(recipe.table(), shape(64, 40), device))
     assert "power_of_two=true" in str(why_not_device(FP8Block(power_of_two=False).table(), device))
     assert "E2M3" in str(why_not(MXFP6().table(), shape(64, 64), device))
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((8, 9), False), ((9, 0), False), ((10, 0), True), ((12, 0), False)])
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("gemms", [("fprop",), ("fprop", "dgrad")])
+def test_fp8_per_tensor_for_backward_alone_runs_where_columns_can_be_multiplied(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool, here: bool, gemms: tuple[str, ...]
+) -> None:
+    device = dataclasses.replace(gpu(monkeypatch, capability, "a GPU"), here=here)
+    table = FP8Current().with_high_precision(*gemms).table()
+    reason = why_not(table, shape(64, 64), device)
+    assert (reason is None) is runs
+    if not runs:
+        assert "input to FP8 per tensor for backward only where forward quantises it alike" in str(reason)
+        assert choose(table, shape(64, 64), "auto", device)["wgrad"].backend == "native"
+        with pytest.raises(ValueError, match="backend=te cannot run"):
+            choose(table, shape(64, 64), "te", device)
+    assert why_not(FP8Current().table(), shape(64, 64), device) is None
+    assert why_not(FP8Current().with_high_precision("dgrad", "wgrad").table(), shape(64, 64), device) is None
 
 
 def test_rtx_blackwell_runs_plain_nvfp4_only(monkeypatch: pytest.MonkeyPatch) -> None:

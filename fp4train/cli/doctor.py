@@ -1,0 +1,43 @@
+"""`fp4train doctor [--json]`: what this machine can do; exit code 0 where the default run will work."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4train.errors import UserError
+
+if TYPE_CHECKING:
+    from fp4train.precision import Recipe
+
+DEFAULT = "nvfp4"
+"""The recipe of the default run, which configs/train.yaml names."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the screen, or JSON; returns the exit code."""
+    from fp4train.doctor import examine
+
+    if wrong := [a for a in arguments if a != "--json"]:
+        raise UserError(f"doctor takes --json only, not {' '.join(wrong)}")
+    logging.getLogger("fp4train").setLevel(logging.WARNING)  # the screen says which kernels there are
+    report = examine(_recipes(), DEFAULT, Path("runs"))
+    print(json.dumps(report.as_json(), indent=2) if "--json" in arguments else report.render())
+    return 1 if report.problems else 0
+
+
+def _recipes() -> dict[str, Recipe]:
+    """Every file of recipes/, as `recipe=` composes it."""
+    from fp4train.config import overrides
+    from fp4train.config.binding import bind
+    from fp4train.config.folders import own_options
+    from fp4train.config.schema import plain
+    from fp4train.precision import Recipe
+
+    found = {}
+    for name in own_options()["recipe"]:
+        node = plain(overrides.compose([f"recipe={name}", "run.name=doctor"]))["recipe"]
+        found[name] = bind(node, Recipe, "recipe")
+    return found

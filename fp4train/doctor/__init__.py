@@ -1,0 +1,10 @@
+"""What this machine can do: its parts, what each recipe runs on here, and small computations that show it.
+
+machine    GPU, driver, CUDA, versions, CPU, threads, disk, wandb
+recipes    each recipe: its backend here and why, its kernels and products against the reference
+report     both as one screen, or as JSON
+"""
+
+from fp4train.doctor.report import Report, examine
+
+__all__ = ["Report", "examine"]

@@ -1,0 +1,236 @@
+"""The parts of this machine that runs depend on, and what is wrong with them. Nothing here waits for a network."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from fp4train.backends.te import availability
+from fp4train.hardware import Device
+from fp4train.kernels import cpu
+from fp4train.precision import compile_context
+from fp4train.quantize import QuantSpec
+from fp4train.quantize.triton import why_not as why_not_triton
+
+NEEDED = ("hydra-core", "omegaconf", "PyYAML", "safetensors", "tokenizers", "datasets", "wandb", "matplotlib", "tqdm")
+"""Packages that runs import, by the names that pip knows."""
+
+OLDEST_TORCH = (2, 11)
+OLDEST_GPU = (8, 0)
+"""Compute capability from which on GPUs multiply BF16."""
+
+LITTLE_DISK = 2 << 30
+"""Bytes; the checkpoints of the default run take a hundredth, those of a model of 1 B parameters six times as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One line about the machine.
+
+    Args:
+        name: "GPU", "torch", …
+        value: what there is.
+        problem: what keeps the default run from working, and what to do; None where nothing does.
+        note: what something else than the default run lacks.
+    """
+
+    name: str
+    value: str
+    problem: str | None = None
+    note: str | None = None
+
+
+def parts(folder: Path) -> list[Part]:
+    """All of them; `folder` is where runs would be written."""
+    return [
+        _gpu(),
+        *_drivers(),
+        _torch(),
+        _transformer_engine(),
+        _triton(),
+        _packages(),
+        _cpu(),
+        _threads(),
+        _disk(folder),
+        _wandb(),
+    ]
+
+
+def device() -> Device:
+    """Where runs go that are not told."""
+    return Device.of("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _gpu() -> Part:
+    if torch.cuda.is_available():
+        names = []
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            memory = f"{found.total_memory / 2**30:.0f} GiB"
+            names.append(f"{found.name}, compute capability {found.major}.{found.minor}, {memory}")
+        capability = torch.cuda.get_device_capability(0)
+        problem = None
+        if capability < OLDEST_GPU:
+            have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
+            problem = f"compute capability {have} has no BF16 products, which need {least}; use device=cpu"
+        same = len(set(names)) == 1 and len(names) > 1
+        return Part(name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem)
+    if driver_version() is None:
+        return Part(name="GPU", value="none")
+    return Part(name="GPU", value="torch sees none", note=_why_no_gpu())
+
+
+def _why_no_gpu() -> str:
+    """Why torch sees no GPU where there is a driver."""
+    if torch.version.cuda is None:
+        return "a driver is here, and this torch is built for CPUs: install a CUDA build of torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except Exception as error:  # torch and CUDA raise several types
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"a driver is here, and CUDA does not start ({reason}): runs use the CPU"
+    return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?): runs use the CPU"
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's kernel driver; None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3}\.[\d.]+)", text)
+    return found[1] if found else "unknown"
+
+
+def _drivers() -> list[Part]:
+    """Driver, CUDA and cuBLAS, where any of them is."""
+    cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := _installed(n))), None)
+    if driver_version() is None and torch.version.cuda is None:
+        return []
+    words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
+    return [Part(name="CUDA", value=", ".join(word for word in words if word))]
+
+
+def _torch() -> Part:
+    problem = None
+    if _numbers(torch.__version__) < OLDEST_TORCH:
+        problem = f"fp4train needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
+    compiled = compile_context.UNAVAILABLE
+    note = None if compiled is None else f"train.compile=true runs linear layers outside of the graphs: {compiled}"
+    return Part(name="torch", value=torch.__version__, problem=problem, note=note)
+
+
+def _transformer_engine() -> Part:
+    name = "Transformer Engine"
+    found = availability.version()
+    if found is None:
+        return Part(name=name, value="not installed")
+    value = ".".join(map(str, found))
+    if not torch.cuda.is_available():
+        return Part(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
+    try:
+        availability.pytorch_module()
+    except ValueError as error:
+        return Part(name=name, value=value, note=str(error))
+    return Part(name=name, value=value)
+
+
+def _triton() -> Part:
+    found = _installed("triton")
+    if not torch.cuda.is_available():
+        return Part(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
+    return Part(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
+
+
+def _packages() -> Part:
+    missing = [name for name in NEEDED if _installed(name) is None]
+    if not missing:
+        return Part(name="packages", value="all that runs import")
+    needed = [name for name in missing if name not in ("datasets", "wandb")]
+    lacks = f"pip install {' '.join(missing)}"
+    if needed:
+        return Part(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
+    if "wandb" in missing:
+        return Part(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
+    return Part(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
+
+
+def _cpu() -> Part:
+    model = _cpu_model()
+    if (reason := cpu.unavailable()) is not None:
+        return Part(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
+    bf16 = "BF16 instructions" if _multiplies_bf16() else "no BF16 instructions: products in float32"
+    return Part(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
+
+
+def _multiplies_bf16() -> bool:
+    from fp4train.backends.emulate.widening import widens
+
+    return not widens(torch.empty(0, dtype=torch.bfloat16))
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _threads() -> Part:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    pool = "" if cpu.unavailable() else f", C kernels on {cpu.thread_pool()}"
+    note = f"threads wait for each other: OMP_NUM_THREADS={cores}" if threads > cores else None
+    return Part(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
+
+
+def _disk(folder: Path) -> Part:
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    value = f"{free / 2**30:.0f} GiB free in {folder}/"
+    if not os.access(place, os.W_OK):
+        return Part(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
+    if free < LITTLE_DISK:
+        return Part(name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere")
+    return Part(name="disk", value=value)
+
+
+def _wandb() -> Part:
+    found = _installed("wandb")
+    if found is None:
+        return Part(name="wandb", value="not installed")
+    try:
+        import wandb
+
+        from fp4train.track.wandb import logged_in
+
+        settings = wandb.setup().settings
+        state = "logged in" if logged_in(settings) else "not logged in: runs are kept offline"
+        if settings.mode in ("offline", "dryrun", "disabled"):
+            state = f"{settings.mode} by its own settings"
+    except Exception as error:  # any of wandb's
+        return Part(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
+    return Part(name="wandb", value=f"{found}, {state}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])

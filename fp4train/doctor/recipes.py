@@ -1,0 +1,154 @@
+"""What each recipe runs on here, and small computations of it against the reference.
+
+A layer of 256 features takes 128 tokens forward and backward through what `precision.plan.resolve` decides, and each
+of the recipe's quantisers takes one tensor. The kernels' codes must equal the readable reference's to the bit; y, dx
+and dw must lie within BF16's rounding of the reference product, where both draw the same random bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.hardware import GPUS, Device
+from fp4train.nn import Linear
+from fp4train.precision.context import autocast
+from fp4train.precision.layers import Layer
+from fp4train.precision.plan import LayerPlan, resolve
+from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes import BF16
+from fp4train.quantize import QuantSpec, RandomKey, quantizer
+
+FEATURES, TOKENS = 256, 128
+SAMPLE = Layer(name="sample", in_features=FEATURES, out_features=FEATURES, block=0, blocks=1)
+CLOSE = 1e-2
+"""Distance of products relative to the norm: BF16's rounding."""
+
+ALIKE = 2.0
+"""Where TE draws other random bits: largest ratio of the two distances from the product in BF16."""
+
+WORDS = {"te": "TE", "native": "native", "emulate": "emulated", "reference": "reference", "torch": "torch"}
+KERNELS = {"cpu": "C", "triton": "Triton", "reference": "torch"}
+ELSEWHERE = ("A100", "H100", "B200")
+"""GPUs whose answer stands for their generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """One recipe.
+
+    Args:
+        name: as `recipe=` knows it.
+        runs: on what its GEMMs run here: "TE", "native", "emulated", "torch", or several.
+        why: the plan's reasons for the backends of its quantised GEMMs.
+        kernels: what quantises its operands: "C", "Triton", "torch" (the readable reference).
+        codes: whether they equal the reference; None: it quantises nothing.
+        distance: the largest of y, dx and dw from the reference; None: it failed before.
+        native_on: GPUs that run all its GEMMs on their own kernels.
+        problem: what is wrong, or None.
+    """
+
+    name: str
+    runs: str
+    why: tuple[str, ...]
+    kernels: tuple[str, ...]
+    codes: bool | None
+    distance: float | None
+    native_on: tuple[str, ...]
+    problem: str | None = None
+
+
+def check(name: str, recipe: Recipe, device: Device) -> Checked:
+    """Resolve and run one recipe; what fails is a problem, not an exception."""
+    try:
+        plan = resolve(SAMPLE, recipe, None, "auto", device)
+    except ValueError as error:
+        return Checked(
+            name=name, runs="-", why=(), kernels=(), codes=None, distance=None, native_on=(), problem=str(error)
+        )
+    backends = dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms)
+    problem, codes, distance, close = None, None, None, True
+    kernels: tuple[str, ...] = ()
+    try:
+        if specs := plan.table.specs():
+            kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
+            wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
+            codes = not wrong
+            if wrong:
+                problem = f"{', '.join(kernels)} quantise {wrong[0]} otherwise than the reference"
+        distance, close = products(recipe, plan, device)
+    except Exception as error:  # of a driver, a compiler, a missing library: to be reported, whatever it is
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if problem is None and not close:
+        problem = f"y, dx or dw lie {distance:.1e} from the reference"
+    return Checked(
+        name=name,
+        runs=" + ".join(backends),
+        why=tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised)),
+        kernels=kernels,
+        codes=codes,
+        distance=distance,
+        native_on=tuple(gpu.name for gpu in GPUS if gpu.name in ELSEWHERE and _native(recipe, Device.elsewhere(gpu))),
+        problem=problem,
+    )
+
+
+def _native(recipe: Recipe, device: Device) -> bool:
+    plan = resolve(SAMPLE, recipe, None, "auto", device)
+    return all(gemm.backend != "emulate" for gemm in plan.gemms)
+
+
+def equal_codes(spec: QuantSpec, device_type: str) -> bool:
+    """Whether the device's quantiser gives the codes and scales of the readable reference, for one tensor."""
+    x = _normal(64, FEATURES, seed=1).to(torch.bfloat16)
+    key = RandomKey(seed=1, step=2, layer=3, operand=0) if spec.rounding == "stochastic" else None
+    amax = torch.tensor(3.0) if spec.delayed is not None else None
+    wanted = quantizer(spec, "cpu", "reference").codes(x, key, amax)
+    found = quantizer(spec, device_type).codes(x.to(device_type), key, None if amax is None else amax.to(device_type))
+    return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(found.scales.cpu(), wanted.scales)
+
+
+def products(recipe: Recipe, plan: LayerPlan, device: Device) -> tuple[float, bool]:
+    """(the largest distance of y, dx and dw from the reference, whether it is small enough)."""
+    stochastic = any(spec.rounding == "stochastic" for spec in plan.table.specs())
+    found, wanted = _run(recipe, device.type, "auto"), _run(recipe, "cpu", "reference")
+    if not (stochastic and plan.layer_backend is not None):
+        distance = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
+        return distance, distance <= CLOSE
+    exact = _run(BF16(), "cpu", "reference")
+    errors = [(_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)]
+    close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
+    return max(abs(a - b) for a, b in errors), close
+
+
+def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of the sample layer."""
+    linear = nn.Linear(FEATURES, FEATURES, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(_normal(FEATURES, FEATURES, seed=2) / FEATURES**0.5)
+    layer = Linear.from_linear(linear.to(device), SAMPLE, backend)
+    x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
+    dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
+    together = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
+    if together is None:
+        with autocast(recipe, step=0):
+            y = layer(x)
+    else:
+        with LAYER_BACKENDS[together].region([recipe.table()]), autocast(recipe, step=0):
+            y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    return y.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()
+
+
+def _normal(rows: int, columns: int, *, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖ / ‖b‖; NaN anywhere gives infinity, which no tolerance passes."""
+    found = float((a.double() - b.double()).norm() / b.double().norm())
+    return found if found == found else float("inf")

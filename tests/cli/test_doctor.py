@@ -1,0 +1,165 @@
+"""`fp4train doctor` as people run it: its screen, its JSON, its exit code on machines that lack something."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4train.cli import main
+from fp4train.config.folders import RECIPES
+from fp4train.doctor import machine, recipes
+from fp4train.hardware import Device
+from fp4train.precision import NVFP4, FP8Current
+from fp4train.quantize import Quantizer, QuantSpec
+
+EVERY = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    shown = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, shown.out, shown.err
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recipes, where what is tested is the machine."""
+    monkeypatch.setattr("fp4train.cli.doctor._recipes", lambda: {"nvfp4": NVFP4(), "fp8_current": FP8Current()})
+
+
+def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, screen, _ = doctor(capsys)
+    assert code == 0, screen
+    lines = screen.splitlines()
+    for name in EVERY:
+        (row,) = [line for line in lines if line.split() and line.split()[0] == name and "  " in line]
+        assert "FAILED" not in row and "DIFFERENT" not in row
+    assert max(map(len, lines)) <= 120 and len(lines) <= 60
+    assert lines[-1] == "The default run will work: recipe=nvfp4 on cpu, emulated."
+    assert list(tmp_path.iterdir()) == [], "it looks, and leaves nothing behind"
+
+
+@pytest.mark.usefixtures("few")
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = doctor(capsys, "--json")
+    found: dict[str, Any] = json.loads(out)
+    assert code == 0 and found["works"] and found["problems"] == []
+    assert {part["name"] for part in found["machine"]} >= {"GPU", "torch", "CPU", "disk", "wandb", "threads"}
+    nvfp4, fp8 = found["recipes"]
+    assert nvfp4["runs"] == "emulated" and nvfp4["codes"] and nvfp4["native_on"] == ["B200"]
+    assert fp8["native_on"] == ["H100", "B200"] and fp8["distance"] <= recipes.CLOSE
+
+
+@pytest.mark.usefixtures("few")
+def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = machine._installed
+    monkeypatch.setattr(machine, "_installed", lambda name: None if name == "wandb" else installed(name))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
+    code, screen, _ = doctor(capsys)
+    assert code == 1
+    assert "packages: pip install wandb, or track=jsonl" in screen
+    assert "disk: less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere" in screen
+    assert "will work: recipe" not in screen
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("name", "code"), [("nvfp4", 1), ("fp8_current", 0)])
+def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_default_run_uses_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    wrong = {"nvfp4": NVFP4(), "fp8_current": FP8Current()}[name].table().specs()[0]
+    quantizer = recipes.quantizer
+
+    class Wrong(Quantizer):
+        kernel = "cpu"
+
+        def codes(self, x_RC: torch.Tensor, key: Any = None, amax: Any = None) -> Any:
+            return super().codes(-x_RC, key, amax)
+
+    def chosen(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quantizer:
+        return Wrong(spec) if spec == wrong and kernel == "auto" else quantizer(spec, device_type, kernel)
+
+    monkeypatch.setattr(recipes, "quantizer", chosen)
+    found, screen, _ = doctor(capsys)
+    assert found == code
+    (row,) = [line for line in screen.splitlines() if line.startswith(f"{name} ")]
+    assert "DIFFERENT" in row
+    assert f"recipe={name}: C quantise" in screen.replace("\n    ", " ")
+
+
+def test_a_backend_that_fails_is_a_problem_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
+
+    monkeypatch.setattr(recipes, "products", fail)
+    checked = recipes.check("nvfp4", NVFP4(), Device(type="cpu"))
+    assert checked.distance is None
+    assert checked.problem == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"
+
+
+def test_products_far_from_the_reference_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recipes._run
+
+    def wrong(recipe: Any, device: str, backend: str) -> Any:
+        y, dx, dw = run(recipe, device, backend)
+        return (y, dx, -dw) if backend == "auto" else (y, dx, dw)
+
+    monkeypatch.setattr(recipes, "_run", wrong)
+    assert recipes.check("nvfp4", NVFP4(), Device(type="cpu")).problem == "y, dx or dw lie 2.0e+00 from the reference"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "raised", "words"),
+    [
+        (None, None, "this torch is built for CPUs"),
+        ("13.0", RuntimeError("The NVIDIA driver on your system is too old (found version 12020)."), "is too old"),
+        ("13.0", None, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_driver_without_a_gpu_for_torch_is_explained(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, raised: Exception | None, words: str
+) -> None:
+    def init() -> None:
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr(machine, "driver_version", lambda: "550.54.15")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    part = machine._gpu()
+    assert part.value == "torch sees none" and part.problem is None
+    assert words in str(part.note)
+
+
+@pytest.mark.parametrize(("capability", "works"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_a_gpu_without_bf16_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], works: bool
+) -> None:
+    found = type("Properties", (), {"name": "a GPU", "major": capability[0], "minor": capability[1], "total_memory": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    part = machine._gpu()
+    assert part.value.startswith("2 × a GPU, compute capability ")
+    assert (part.problem is None) is works
+    assert works or "no BF16 products, which need 8.0; use device=cpu" in str(part.problem)
+
+
+def test_other_words_than_json_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = doctor(capsys, "recipe=nvfp4")
+    assert code == 1
+    assert error.strip() == "fp4train: doctor takes --json only, not recipe=nvfp4"

@@ -1,0 +1,181 @@
+"""The scripts for GPU machines, as far as a CPU goes: what they would run, what they go on with, when they fail."""
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fp4train.config import overrides
+from fp4train.quantize import triton as kernels
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CHECK = SCRIPTS / "gpu_check.sh"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(*arguments: str, cwd: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "PYTHON": python,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", str(CHECK), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_shell_scripts_are_bash(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_a_dry_run_prints_commands_that_exist_and_writes_nothing(tmp_path: Path) -> None:
+    shown = check("out/b200", "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0 and list(tmp_path.iterdir()) == []
+    commands = [shlex.split(line) for line in shown.stdout.splitlines()]
+    for _, *words in filter(lambda command: command != ["doctor"], commands):
+        if words[0].startswith("scripts/"):
+            assert (SCRIPTS.parent / words[0]).is_file()
+        elif words[:2] == ["-m", "fp4train"] and words[2] not in ("doctor", "compare"):
+            overrides.check(words[2:])
+    assert sum("train.compile=true" in words for words in commands) == 1
+
+
+def test_what_cannot_run_here_is_left_out_and_what_ran_is_not_run_again(tmp_path: Path) -> None:
+    """A CPU has neither kernels, nor TE, nor native products; the package is found without being installed."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$PYTHONPATH" >> {tmp_path}/path\ncase "$*" in\n'
+        '  *te_selfcheck*) exit 3 ;;\n  *gpu_native*) exit "${NATIVE:-1}" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    first = check("out/x", "te", "kernels", "native", cwd=tmp_path, python=str(python))
+    assert first.returncode == 1
+    assert "== te: left out" in first.stdout and "== native: FAILED (1)" in first.stdout
+    assert (tmp_path / "out/x.done").read_text().split() == ["kernels", "doctor"]
+    assert set((tmp_path / "path").read_text().split()) == {str(SCRIPTS.parent)}
+    again = check("out/x", "te", "kernels", cwd=tmp_path, python=str(python))
+    assert again.returncode == 0, "what is left out is no failure"
+    assert "== kernels: done before" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "say where to write"), (["x", "kernles"], "unknown part kernles")]
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
+    found = check(*arguments, cwd=tmp_path)
+    assert found.returncode == 2 and words in found.stderr
+
+
+def test_cases_that_were_written_before_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("gpu_kernels")
+    out = tmp_path / "k.json"
+    chosen = script.all_cases("cpu", sanitize=False, full=False)[:4]
+    checked: list[str] = []
+
+    def one(case: object, device: str) -> dict[str, str]:
+        checked.append(case.name)  # type: ignore[attr-defined]
+        if len(checked) == 3:
+            raise RuntimeError("ptxas fatal: out of memory\nmore")
+        return {}
+
+    monkeypatch.setattr(script, "check", one)
+    monkeypatch.setattr(script, "all_cases", lambda *args, **options: chosen)
+    monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--out", str(out)])
+    written = out.with_suffix(".cases.jsonl")
+    written.write_text(json.dumps({"case": chosen[1].name, "differences": {}}) + '\n{"case": "cut o')
+    assert script.main() == 1
+    assert checked == [chosen[0].name, chosen[2].name, chosen[3].name]
+    result = json.loads(out.read_text())
+    assert result["cases"] == 4
+    assert result["different"] == [
+        {"case": chosen[3].name, "differences": {"error": "RuntimeError: ptxas fatal: out of memory"}}
+    ]
+
+
+def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("gpu_kernels")
+    monkeypatch.setattr(script, "check", lambda case, device: {})
+    monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
+    written = tmp_path / "k.cases.jsonl"
+    for index in range(3):
+        monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--out", str(written), "--share", f"{index}/3"])
+        assert script.main() == 0
+    names = [json.loads(line)["case"] for line in written.read_text().splitlines()]
+    assert sorted(names) == sorted(case.name for case in script.all_cases("cpu", sanitize=False, full=False))
+    assert len(set(names)) == len(names)
+
+
+def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
+    script = load("gpu_kernels")
+    few, full = (script.all_cases("cuda", sanitize=False, full=full) for full in (False, True))
+    assert len(few) * 3 == len(full)
+    assert {case.name.split(" | ")[0] for case in few} == set(script.SPECS)
+
+
+def test_native_products_need_a_gpu_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = load("gpu_native")
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    assert script.main([]) == 3
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "agrees"), [("fp8 current", True), ("nvfp4", None)])
+def test_native_products_of_a_cpu_agree_and_others_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, agrees: bool | None
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = load("gpu_native")
+    problem = script.selfcheck.Problem.draw(32, 64, 32, "cpu")
+    row = script.compare(name, script.RECIPES[name], problem, timed=False)
+    assert row["agrees"] is agrees, row
+
+
+def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = load("pack_gpu")
+    folder = tmp_path / "wheels"
+    assert script.main([str(folder), "--dry-run", "--python", "3.12"]) == 0
+    build, download = (shlex.split(line.replace("<", " <")) for line in capsys.readouterr().out.splitlines())
+    assert "antlr4-python3-runtime==4.9.3" in build
+    assert "3.12" in download and "manylinux2014_x86_64" in download
+    assert not {"torch", "numpy"} & {word.split(">")[0] for word in download}
+    assert {"hydra-core", "omegaconf", "wandb"} <= {word.split(">")[0] for word in download}
+    assert script.main([str(folder), "--dry-run", "--with", "datasets"]) == 0
+    assert "datasets" in capsys.readouterr().out and "datasets" not in " ".join(download)
+    assert not folder.exists()
+    with pytest.raises(SystemExit, match="only datasets is left out"):
+        script.main([str(folder), "--with", "dataset"])
+
+
+PROGRAMS = [path for path in sorted(SCRIPTS.glob("*.py")) if "argparse" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.name)
+def test_every_script_still_imports_what_it_uses(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
