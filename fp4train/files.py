@@ -124,7 +124,9 @@ class Folder:
             size = os.fstat(descriptor).st_size
             data = file.read(limit + 1) if size <= limit else b""
         if size > limit or len(data) > limit:
-            raise OSError(errno.EFBIG, f"{max(size, len(data)):,} bytes; more than {limit:,} are not read", self._at(name))
+            raise OSError(
+                errno.EFBIG, f"{max(size, len(data)):,} bytes; more than {limit:,} are not read", self._at(name)
+            )
         return data
 
     def write(self, name: str, data: Buffer, *, sync: bool = True) -> None:
@@ -180,9 +182,9 @@ class Folder:
     def remove_litter(self) -> None:
         """Remove temporary files that killed processes left; one that may still be written is younger than that."""
         for name in self.names():
-            if _TEMPORARY.fullmatch(name) and (found := self.status(name)) and stat.S_ISREG(found.st_mode):
-                if time.time() - found.st_mtime > _STALE_SECONDS:
-                    self.remove(name)
+            found = self.status(name) if _TEMPORARY.fullmatch(name) else None
+            if found and stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _STALE_SECONDS:
+                self.remove(name)
 
     # -- errors -----------------------------------------------------------------------------------------------------
 

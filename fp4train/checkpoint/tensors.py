@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[int, 
     for name in order:
         whole = tensors[name].detach().cpu().contiguous()
         if whole.numel():
-            data = memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+            data = _bytes(whole.reshape(-1).view(torch.uint8))
             for start in range(0, len(data), _CHUNK):
                 put(data[start : start + _CHUNK])
     return 8 + len(text) + end, digest.hexdigest()
@@ -100,7 +101,7 @@ def read_tensors(descriptor: int, size: int) -> tuple[dict[str, Tensor], str]:
         ValueError: it is no such file; the message says why.
     """
     data = torch.empty(size, dtype=torch.uint8)
-    view, done, digest = memoryview(data.numpy()), 0, hashlib.sha256()
+    view, done, digest = _bytes(data), 0, hashlib.sha256()
     while done < size:
         count = os.readv(descriptor, [view[done : done + _CHUNK]])
         if not count:
@@ -116,6 +117,12 @@ def read_tensors(descriptor: int, size: int) -> tuple[dict[str, Tensor], str]:
     header.pop("__metadata__", None)
     body = data[8 + length :]
     return {name: _tensor(name, entry, body) for name, entry in header.items()}, digest.hexdigest()
+
+
+def _bytes(tensor_u8: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the CPU."""
+    array: Any = tensor_u8.numpy()
+    return memoryview(array)
 
 
 def _tensor(name: str, entry: object, body: Tensor) -> Tensor:

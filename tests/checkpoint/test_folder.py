@@ -148,7 +148,7 @@ def test_a_crafted_tensor_file_is_unusable_and_nothing_worse(tmp_path: Path, hea
     file = path / "tensors.safetensors"
     if isinstance(header, dict):
         header = json.dumps(header).encode()
-    if not header.startswith(b"\xff") and len(header) < 10 or header.startswith(b"{"):
+    if (not header.startswith(b"\xff") and len(header) < 10) or header.startswith(b"{"):
         header = len(header).to_bytes(8, "little") + header
     file.write_bytes(header + bytes(4))
     described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
