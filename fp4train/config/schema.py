@@ -112,8 +112,8 @@ class CheckpointSettings:
     A checkpoint is written while the next steps run, from a copy of weights and moments in main memory.
 
     Args:
-        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints, `also`/`run.name`; it
-            can be resumed like the run itself. None: no second copy.
+        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints, `also`/`run.name`;
+            it can be resumed like the run itself. None: no second copy.
     """
 
     every: int
