@@ -288,9 +288,9 @@ def _read(folder: Folder, step: int) -> tuple[dict[str, Tensor], dict[str, JSON]
     except FileNotFoundError as error:
         raise _Unusable(f"{Path(str(error.filename)).name} is missing") from error
     except UnicodeDecodeError as error:
-        raise _Unusable(f"{STATE} or {TENSORS} is damaged (not text)") from error
+        raise _Unusable(f"{STATE} is damaged (not text)") from error
     except json.JSONDecodeError as error:
-        raise _Unusable(f"{STATE} or {TENSORS} is damaged (not JSON: {error})") from error
+        raise _Unusable(f"{STATE} is damaged (not JSON: {error})") from error
     except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise _Unusable(f"unreadable ({type(error).__name__}: {error})") from error
 

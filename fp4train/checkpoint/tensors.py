@@ -111,7 +111,10 @@ def read_tensors(descriptor: int, size: int) -> tuple[dict[str, Tensor], str]:
     length = int.from_bytes(view[:8], "little")
     if size < 8 or length > min(size - 8, _HEADER_LIMIT):
         raise ValueError("its header does not fit into it")
-    header = json.loads(bytes(view[8 : 8 + length]))
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+    except (ValueError, RecursionError):
+        raise ValueError("its header is no JSON") from None
     if not isinstance(header, dict):
         raise ValueError("its header is no table")
     header.pop("__metadata__", None)

@@ -167,7 +167,7 @@ def read_config(run: Path) -> DictConfig:
             "line to take the file as it stands"
         )
     try:
-        saved = yaml.load(body, Loader=_PlainLoader)
+        saved = _PlainLoader(body).get_single_data()
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):

@@ -144,13 +144,12 @@ class Saver:
                 self._failures += 1
         return found
 
-    def wait(self) -> list[Outcome]:
-        """Wait, within bounds, until nothing is being written; returns `outcomes`."""
+    def wait(self) -> None:
+        """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
         if not self._idle.wait(WAIT_SECONDS):
             _log.error(
-                "the checkpoint of step %s is not written after %g s and is left behind", self._begun, WAIT_SECONDS
+                "the checkpoint of step %s is not written after %g s; it is left behind", self._begun, WAIT_SECONDS
             )
-        return self.outcomes()
 
     def close(self) -> None:
         """End the thread when it has done what it was given, and free the copy."""

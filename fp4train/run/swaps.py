@@ -96,7 +96,7 @@ def write_entries(run: Path, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _check(entry: Any, known: str | None) -> None:
-    if not isinstance(entry, dict) or not {"step", "name", "recipe"} <= set(entry):
+    if not isinstance(entry, dict) or not {"step", "name", "recipe"} <= set(entry) or type(entry["step"]) is not int:
         raise ValueError("an entry does not hold step, name and recipe")
     if strange := set(entry) - {"step", "name", "recipe", "run", "request", "sha256"}:
         raise ValueError(f"an entry holds {sorted(strange)[0]!r}")
@@ -126,6 +126,8 @@ def check_record(run: Path, step: int, trained: Sequence[Entry], *, mend: bool) 
         UserError: the record is not the one that the checkpoint was trained with, or is missing and not to be mended.
     """
     path = run / SWAPS
+    for entry in trained:
+        _check(entry, None)
     with files.parent(path) as (folder, name):
         missing = folder.status(name) is None
     if missing and trained:

@@ -12,12 +12,12 @@ import logging
 import netrc
 import os
 import secrets
-import shutil
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -100,8 +100,10 @@ class WandbTracker:
             except Exception as error:  # any of wandb's, its server's and the network's
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
                 wandb.teardown()  # its service holds on to the id of the run that failed to start
-                for failed in self._folder.glob(f"run-*-{run_id}"):
-                    shutil.rmtree(failed, ignore_errors=True)
+                with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder("wandb") as folder:
+                    for failed in folder.names():
+                        if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
+                            folder.remove_folder(failed)
         if self._run is None:
             self._run = start("offline")
             expected = offline or why_offline == NOT_LOGGED_IN

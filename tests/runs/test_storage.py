@@ -386,7 +386,8 @@ def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
-    "name", [".lock", "metrics.jsonl", ".metrics.jsonl.tmp", ".curves.png.tmp", "curves.png", "heartbeat.json", "plan.txt"]
+    "name",
+    [".lock", "metrics.jsonl", ".metrics.jsonl.tmp", ".curves.png.tmp", "curves.png", "heartbeat.json", "plan.txt"],
 )
 def test_no_link_in_a_run_directory_leads_to_a_file_elsewhere(cli: Cli, tmp_path: Path, name: str) -> None:
     victim = tmp_path / "victim"
