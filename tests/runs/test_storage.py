@@ -61,7 +61,7 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
 
 
-# -- what is saved is good ----------------------------------------------------------------------------------------------
+# -- what is saved is good --------------------------------------------------------------------------------------------
 
 
 def test_weights_that_are_finite_and_useless_do_not_replace_the_last_good_checkpoint(
@@ -124,7 +124,7 @@ def test_a_validation_loss_that_is_no_number_does_not_end_well(
     assert steps() == [1], "the state that gave it is not saved"
 
 
-# -- what is restored fits ------------------------------------------------------------------------------------------------
+# -- what is restored fits --------------------------------------------------------------------------------------------
 
 
 def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callable[[dict[str, Any]], None]) -> None:
@@ -229,7 +229,7 @@ def test_a_crafted_mark_of_the_metrics_costs_nothing(cli: Cli, mark: Any) -> Non
     assert sorted(losses("runs/a")) == [1, 2]
 
 
-# -- state belongs to a run -----------------------------------------------------------------------------------------------
+# -- state belongs to a run -------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
@@ -381,7 +381,7 @@ def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
     assert cli("run.name=a", "checkpoint.every=2", "run.overwrite=true", *STEADY).code == 0
 
 
-# -- no one in ------------------------------------------------------------------------------------------------------------
+# -- no one in --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("pictures")
@@ -454,7 +454,7 @@ def test_requests_that_are_pipes_links_or_huge_are_refused_and_the_run_goes_on(c
     assert not list(Path("runs/a/swap_requests").iterdir())
 
 
-# -- every ending saves ---------------------------------------------------------------------------------------------------
+# -- every ending saves -----------------------------------------------------------------------------------------------
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
 
@@ -573,7 +573,7 @@ def test_a_full_disk_is_survived_by_the_second_place(cli: Cli, monkeypatch: pyte
     assert steps("second/a") == [2]
 
 
-# -- nothing stalls a step ------------------------------------------------------------------------------------------------
+# -- nothing stalls a step --------------------------------------------------------------------------------------------
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
