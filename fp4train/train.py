@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp4train.checkpoint import CheckpointError
+from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.measure.probe import probe
 from fp4train.precision import GEMMS, Recipe, autocast
@@ -19,12 +19,21 @@ from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.build import swap_recipe
-from fp4train.run.guard import NonFiniteError, finite_weights, first_non_finite_gradient, first_non_finite_output
+from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.guard import (
+    NonFiniteError,
+    finite_weights,
+    first_non_finite,
+    first_non_finite_gradient,
+    first_non_finite_output,
+)
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
 from fp4train.run.run import Run
+from fp4train.run.saving import PAUSES
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.swaps import take_requests
+from fp4train.run.watch import Watch, alarm
 
 _log = logging.getLogger(__name__)
 
@@ -49,45 +58,77 @@ class Result:
 
 
 def train(run: Run) -> Result:
-    """Train from `run.step` to the end of the configured steps, or until SIGTERM or SIGINT.
+    """Train from `run.step` to the end of the configured steps, or until a signal asks it to end.
+
+    However it ends, the last state that is whole and finite is saved first.
 
     Raises:
-        UserError: loss or gradient became NaN or infinite; a checkpoint from before that step is written first.
+        UserError: a loss, gradient, weight or moment became NaN or infinite; or the run's directory went away.
+        Exception: whatever a step raised.
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
     metrics: dict[str, float | str] = {}
-    stretch, saved, kept = None, True, run.step
+    stretch, saved = None, True
     shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
-    with stop_on_signals() as stop, CollectorBetweenSteps() as collector, shown as progress:
-        while run.step < steps and stop.signal is None:
-            pick_up_swaps(run)
-            stretch = enter_stretch(run, stretch)
-            recipe = stretch.recipe
-            scaling = run.scaling()
-            measured = config.eval.errors_every and (run.step + 1) % config.eval.errors_every == 0
+    started = run.step
+    try:
+        with (
+            stop_on_signals() as stop,
+            CollectorBetweenSteps() as collector,
+            shown as progress,
+            Watch(run) as watch,
+            alarm(config.train.step_timeout) as watchdog,
+        ):
             try:
-                values = measured_step(run, recipe) if measured else train_step(run, recipe)
+                while run.step < steps and stop.signal is None and watch.trouble is None:
+                    watchdog.set()
+                    pick_up_swaps(run)
+                    stretch = enter_stretch(run, stretch)
+                    recipe = stretch.recipe
+                    values = step_or_restore(run, recipe)
+                    run.step, run.torn = run.step + 1, False
+                    run.saver.prove(run.step - 1)
+                    values |= progress.advance(float(values["train/loss"]), recipe.name)
+                    watch.loss = float(values["train/loss"])
+                    if evaluated := due(run.step, config.eval.every, steps):
+                        values |= evaluate(run, recipe)
+                    run.tracker.log(run.step, values)
+                    metrics |= values
+                    if evaluated:
+                        check_evaluation(run, values, recipe)
+                    report(run)
+                    if due(run.step, config.checkpoint.every, steps) or run.saver.due(run.step):
+                        save(run, proven=evaluated)
+                    collector.after(run.step)
+                    progress.resume_timing()
+                saved = run.step == started or save_at_end(run, watch)
             except NonFiniteError as error:
-                run.load_scaling(scaling)
                 raise UserError(rescue(run, error)) from error
-            run.step += 1
-            values |= progress.advance(float(values["train/loss"]), recipe.name)
-            if due(run.step, config.eval.every, steps):
-                values |= evaluate(run, recipe)
-            run.tracker.log(run.step, values)
-            metrics |= values
-            if due(run.step, config.checkpoint.every, steps):
-                saved, kept = save(run), run.step
-            collector.after(run.step)
-            progress.resume_timing()
-        if run.step != kept:
-            saved = save(run)
+            except Exception as error:
+                keep_what_is_whole(run, watch, error)
+                raise
+            if watch.look() is not None:
+                raise UserError(f"{watch.trouble}; the run ended after step {run.step}")
+    finally:
+        run.saver.close()
     return Result(step=run.step, metrics=metrics, seconds=time.perf_counter() - began, signal=stop.signal, saved=saved)
 
 
 def due(step: int, every: int, steps: int) -> bool:
     """Whether something done every `every` steps (0: never) and at the end is due after `step` steps."""
     return step == steps or (every > 0 and step % every == 0)
+
+
+def step_or_restore(run: Run, recipe: Recipe) -> dict[str, float | str]:
+    """One step, measured where that is due; one that fails leaves no trace in delayed scales."""
+    every, scaling = run.config.eval.errors_every, run.scaling()
+    try:
+        return measured_step(run, recipe) if every and (run.step + 1) % every == 0 else train_step(run, recipe)
+    except Exception:
+        if not run.torn:
+            run.load_scaling(scaling)
+            run.optimizer.zero_grad(set_to_none=True)
+        raise
 
 
 def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
@@ -121,6 +162,7 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
         "train/tokens": (run.step + 1) * config.tokens,
         "precision/recipe": recipe.name,
     }
+    run.torn = True
     if scaling is not None:
         values["train/loss_scale"] = run.loss_scale
         run.loss_scale, run.good_steps = scaling.update(run.loss_scale, run.good_steps, math.isfinite(grad_norm))
@@ -194,28 +236,47 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def pick_up_swaps(run: Run) -> None:
     """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible."""
-    for request, problem in take_requests(run.directory):
+    for key, request, problem in take_requests(run.folder, run.swaps):
         if request is None:
             _log.error("swap refused: %s", problem)
-            run.tracker.log_event(run.step + 1, "swap refused", {"reason": problem})
+            run.tracker.log_event(run.step + 1, "swap refused", {"reason": problem, "request": key})
             continue
         name, at = str(request["name"]), run.step if request["at"] is None else request["at"]
         try:
-            swap_recipe(run, at, request["recipe"], name)
+            swap_recipe(run, at, request["recipe"], name, key)
         except UserError as error:
             _log.error("swap to %s refused: %s", name, error)
-            run.tracker.log_event(run.step + 1, "swap refused", {"recipe": name, "reason": str(error)})
+            refused = {"recipe": name, "reason": str(error), "request": key}
+            run.tracker.log_event(run.step + 1, "swap refused", refused)
         else:
             _log.warning("swap: recipe %s from step %d on", name, at)
-            run.tracker.log_event(run.step + 1, "swap", {"recipe": name, "at": at})
+            run.tracker.log_event(run.step + 1, "swap", {"recipe": name, "at": at, "request": key})
+
+
+def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: Recipe) -> None:
+    """Raises NonFiniteError where a validation loss is not finite."""
+    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
+        if not math.isfinite(value := float(values[key])):
+            bad = first_non_finite({f"weight {name}": p for name, p in run.model.named_parameters()})
+            where = bad or "no weight: the evaluation itself"
+            raise NonFiniteError(run.step, what, value, where, recipe.name, of_state=True)
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
     """Save what was before the step that failed, and say what can be done."""
     run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
-    last = "The weights are not finite themselves; the last checkpoint is from before"
-    if finite_weights(run.model):
-        last = "A checkpoint from before this step is saved" if save(run) else "No checkpoint could be written"
+    if run.torn or not finite_weights(run.model) or error.of_state:
+        run.saver.wait()
+        report(run, quietly=True)
+        there = steps_saved(run)
+        last = "The weights are not finite themselves" if not finite_weights(run.model) else "This state is not saved"
+        last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
+    elif save_and_wait(run):
+        before = [step for step in steps_saved(run) if step < run.step]
+        last = "A checkpoint from before this step is saved"
+        last += f", the one of step {before[-1]} is kept" if before else ""
+    else:
+        last = "No checkpoint could be written"
     return (
         f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
         f"resume={run.directory} recipe=… optim.lr=…"
@@ -235,12 +296,66 @@ def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
     return stretch
 
 
-def save(run: Run) -> bool:
-    """Write a checkpoint; a full disk costs the checkpoint, not the run."""
-    try:
-        run.save()
-    except CheckpointError as error:
-        _log.error("%s Training goes on.", error)
-        run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": str(error)})
+def save(run: Run, *, proven: bool = False) -> None:
+    """Begin a checkpoint, which is written while the next steps run."""
+    run.saver.begin(proven=proven)
+
+
+def report(run: Run, *, quietly: bool = False) -> None:
+    """Say which checkpoints could not be written: that costs the checkpoint, not the run.
+
+    Raises:
+        NonFiniteError: one was not written because weights or moments are not finite; not with `quietly`.
+    """
+    for outcome in run.saver.outcomes():
+        if outcome.problem is not None:
+            _log.error("%s Training goes on; it is tried again.", outcome.problem)
+            run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
+        elif outcome.bad is not None and not quietly:
+            raise NonFiniteError(
+                outcome.step, "a tensor of the checkpoint", math.nan, outcome.bad, "its state", of_state=True
+            )
+
+
+def save_and_wait(run: Run, *, proven: bool = False) -> bool:
+    """Have the state of this step written, now, and if it fails a few times more; whether it is."""
+    for pause in (*PAUSES, None):
+        if not run.saver.holds(run.step):
+            save(run, proven=proven)
+        run.saver.wait()
+        report(run)
+        if run.saver.saved == run.step:
+            return True
+        if pause is not None:
+            time.sleep(pause)
+    return False
+
+
+def save_at_end(run: Run, watch: Watch) -> bool:
+    """The last checkpoint of a run; whether it is written."""
+    if watch.look() is not None and watch.lost:
+        _log.error("%s; nothing is saved there", watch.trouble)
         return False
-    return True
+    return save_and_wait(run)
+
+
+def keep_what_is_whole(run: Run, watch: Watch, error: Exception) -> None:
+    """Save what can be saved when something went wrong, and say what is there."""
+    if run.torn or (watch.look() is not None and watch.lost):
+        _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
+    else:
+        try:
+            run.tracker.log_event(run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"})
+            saved = finite_weights(run.model) and save_and_wait(run)
+        except Exception as second:  # the first error is the one to tell
+            _log.error("nothing could be saved: %s", second)
+        else:
+            _log.error("step %d failed; %s", run.step, "its beginning is saved" if saved else "nothing could be saved")
+
+
+def steps_saved(run: Run) -> list[int]:
+    """The steps that have a checkpoint."""
+    try:
+        return checkpoint.steps(run.directory / CHECKPOINTS)
+    except UserError:
+        return []

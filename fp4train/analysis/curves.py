@@ -1,10 +1,12 @@
 """RUN/curves.png: the losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp4train import files
 from fp4train.analysis.history import Floats, History, Series, Span, read_history
 
 if TYPE_CHECKING:
@@ -39,11 +41,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:
-    """Write a PNG atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    """Write a PNG so that a viewer never sees half of it."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    files.write(path, picture.getvalue(), create=True, sync=False)
     return path
 
 

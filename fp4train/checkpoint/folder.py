@@ -18,33 +18,36 @@ decimal); NaN and infinities, which JSON lacks, are written ``{"$float": "nan"}`
 One process writes to a folder at a time.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from fp4train import files
+from fp4train.checkpoint.tensors import read_tensors, separate, write_tensors
 from fp4train.checkpoint.tree import JSON, flatten, from_strict, to_strict, unflatten
 from fp4train.errors import UserError
+from fp4train.files import Folder
 
-__all__ = ["JSON", "Checkpoint", "CheckpointError", "flatten", "load", "save", "steps", "unflatten"]
+__all__ = ["JSON", "Checkpoint", "CheckpointError", "flatten", "load", "prune", "save", "steps", "unflatten"]
 
 FORMAT = "fp4train.checkpoint"
 VERSION = 1
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
+STATE_LIMIT = 1 << 28
+"""Bytes of a state that are read; the largest of fp4train's own have some hundred thousand."""
 
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_(\d{8,18})", re.ASCII)
 _LEFTOVER = ".tmp_"  # being written, or being deleted: worthless after a kill
 _REPLACED = ".old_"  # a whole checkpoint on its way out while one of the same step takes its place
 
@@ -74,17 +77,27 @@ class Checkpoint:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, JSON], *, keep: int) -> Path:
+def save(
+    folder: Path | Folder,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, JSON],
+    *,
+    keep: int,
+    unproven: bool = False,
+) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
 
     Checkpoints of later steps belong to a future that a resume abandoned; they are removed once this one is complete.
 
     Args:
-        folder: RUN/checkpoints; created if missing.
+        folder: RUN/checkpoints, open or as a path; created if missing, never followed if it is a link.
         step: optimiser steps done.
         tensors: any device, dtype, strides and sharing; each is brought to the CPU.
         state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer keys).
         keep: how many to keep, this one included; at least 1.
+        unproven: nothing has been computed from this state yet, so that it does not count among the `keep`: `prune`
+            removes what is too many once it is known to be good.
 
     Returns:
         The directory of the new checkpoint.
@@ -97,26 +110,27 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         raise ValueError(f"step={step}: a checkpoint's step is 0 or more")
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
-    folder = Path(folder)
-    path = folder / _directory_name(step)
-    temporary = folder / f"{_LEFTOVER}{path.name}"
+    name = _directory_name(step)
+    temporary = f"{_LEFTOVER}{name}"
+    place = folder.path if isinstance(folder, Folder) else Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder)
-        try:
-            temporary.mkdir()
-            _write(temporary, step, tensors, state)
-            _replace(temporary, path)
-        except BaseException:  # a signal turned into an exception too: leave no half-written directory
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    except (OSError, SafetensorError) as error:
+        with _opened(folder, create=True) as opened:
+            _clean(opened)
+            try:
+                with opened.folder(temporary, create=True) as new:
+                    _write(new, step, tensors, state)
+                _replace(opened, temporary, name)
+            except BaseException:  # a signal turned into an exception too: leave no half-written directory
+                with suppress(OSError):
+                    opened.remove_folder(temporary)
+                raise
+            prune(opened, step, keep + unproven)
+    except OSError as error:
+        there = _there(folder)
         raise CheckpointError(
-            f"checkpoint of step {step} not written to {folder}: {error}. "
-            f"Earlier checkpoints are untouched: {', '.join(map(str, steps(folder))) or 'none'}."
+            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints are untouched: {there}."
         ) from error
-    _prune(folder, step, keep)
-    return path
+    return place / name
 
 
 def load(folder: Path, step: int | None = None) -> Checkpoint:
@@ -133,11 +147,15 @@ def load(folder: Path, step: int | None = None) -> Checkpoint:
         raise UserError(f"no checkpoint in {folder}")
     skipped: list[tuple[Path, str]] = []
     for candidate in sorted(found, reverse=True) if step is None else [step]:
-        path = found[candidate]
+        path = folder / found[candidate]
         try:
-            tensors, state = _read(path, candidate)
+            with _opened(folder) as opened, opened.folder(path.name) as each:
+                tensors, state = _read(each, candidate)
         except _Unusable as reason:
             skipped.append((path, str(reason)))
+            continue
+        except OSError as error:
+            skipped.append((path, f"unreadable ({error})"))
             continue
         return Checkpoint(step=candidate, tensors=tensors, state=state, path=path, skipped=skipped)
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
@@ -146,101 +164,89 @@ def load(folder: Path, step: int | None = None) -> Checkpoint:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, ascending; whether they are whole is known to `load` only."""
+    """The steps that have a checkpoint, ascending; whether they are whole is known to `load` only.
+
+    Raises:
+        UserError: the folder cannot be read, or is a link.
+    """
     return sorted(_directories(Path(folder)))
+
+
+def prune(folder: Path | Folder, newest: int, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` of those up to step `newest`; what cannot be removed is reported."""
+    with _opened(folder) as opened:
+        there = _steps_in(opened)
+        past = sorted(step for step in there if step <= newest)
+        for step in sorted(set(there) - set(past[-keep:])):
+            doomed = f"{_LEFTOVER}{_directory_name(step)}"
+            try:
+                opened.rename(there[step], doomed)  # first out of sight: a kill meanwhile leaves no damaged checkpoint
+                opened.remove_folder(doomed)
+            except OSError as error:
+                _log.warning("old checkpoint %s could not be removed: %s", opened.path / there[step], error)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
-    stored, aliases = _separate(tensors)
-    safetensors.torch.save_file(stored, directory / TENSORS)
+@contextmanager
+def _opened(folder: Path | Folder, *, create: bool = False) -> Iterator[Folder]:
+    """`folder`, opened if it is a path."""
+    if isinstance(folder, Folder):
+        yield folder
+    else:
+        with files.parent(folder, create=create) as (above, name), above.folder(name, create=create) as opened:
+            yield opened
+
+
+def _write(new: Folder, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    stored, aliases = separate(tensors)
+    descriptor = new.descriptor_of(TENSORS, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        size, checksum = write_tensors(descriptor, stored)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     body = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
-        "tensors": {
-            "bytes": (directory / TENSORS).stat().st_size,
-            "sha256": _file_checksum(directory / TENSORS),
-            "aliases": aliases,
-        },
+        "tensors": {"bytes": size, "sha256": checksum, "aliases": aliases},
         "state": to_strict(dict(state)),
     }
     text = json.dumps({**body, "sha256": _checksum(body)}, indent=1, allow_nan=False)
-    (directory / STATE).write_text(text, encoding="utf-8")
-    for path in (directory / TENSORS, directory / STATE, directory):
-        _sync(path)
+    new.write(STATE, text.encode())
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Contiguous CPU tensors that share no memory, and the names that stand for another one (tied weights)."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    names: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if names.setdefault(place, name) != name:
-                aliases[name] = names[place]
-                continue
-        tensor = tensor.cpu().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        storages.add(tensor.untyped_storage().data_ptr())
-        stored[name] = tensor
-    return stored, aliases
-
-
-def _replace(temporary: Path, path: Path) -> None:
+def _replace(folder: Folder, temporary: str, name: str) -> None:
     """Rename into place. Where one of the same step exists, it is set aside first and found again after a kill."""
-    aside = path.with_name(_REPLACED + path.name)
-    if path.exists():
-        os.rename(path, aside)
+    aside = _REPLACED + name
+    if folder.has_folder(name):
+        folder.rename(name, aside)
     try:
-        os.rename(temporary, path)
+        folder.rename(temporary, name)
     except OSError:
-        if aside.exists():
-            os.rename(aside, path)
+        if folder.has_folder(aside):
+            folder.rename(aside, name)
         raise
-    _sync(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    folder.sync()
+    with suppress(OSError):
+        folder.remove_folder(aside)
 
 
-def _clean(folder: Path) -> None:
+def _clean(folder: Folder) -> None:
     """Remove what a killed process left, and put back a checkpoint that was set aside but never replaced."""
-    for entry in list(folder.iterdir()):
-        if entry.name.startswith(_LEFTOVER):
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name.startswith(_REPLACED):
-            path = entry.with_name(entry.name.removeprefix(_REPLACED))
-            if path.exists():
-                shutil.rmtree(entry, ignore_errors=True)
+    for entry in folder.names():
+        if entry.startswith(_LEFTOVER):
+            with suppress(OSError):
+                folder.remove_folder(entry)
+        elif entry.startswith(_REPLACED):
+            name = entry.removeprefix(_REPLACED)
+            if folder.has_folder(name):
+                with suppress(OSError):
+                    folder.remove_folder(entry)
             else:
-                os.rename(entry, path)
-
-
-def _prune(folder: Path, newest: int, keep: int) -> None:
-    past = [step for step in steps(folder) if step <= newest]
-    for step in set(steps(folder)) - set(past[-keep:]):
-        path = folder / _directory_name(step)
-        doomed = path.with_name(f"{_LEFTOVER}{path.name}")
-        try:
-            os.rename(path, doomed)  # first out of sight: a kill while deleting leaves no damaged checkpoint
-            shutil.rmtree(doomed)
-        except OSError as error:
-            _log.warning("old checkpoint %s could not be removed: %s", path, error)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                folder.rename(entry, name)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -250,48 +256,63 @@ class _Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
-def _read(path: Path, step: int) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+def _read(folder: Folder, step: int) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     try:
-        body = json.loads((path / STATE).read_text(encoding="utf-8"))
+        body = json.loads(folder.read(STATE, STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise _Unusable(f"{STATE} is not one of fp4train's")
+        if body.pop("sha256", None) != _checksum(body):  # first: a damaged version is damage, not a newer fp4train
+            raise _Unusable(f"{STATE} is damaged (checksum differs)")
         version = body.get("version")
         if isinstance(version, int) and version > VERSION:
             raise UserError(
-                f"{path} has checkpoint format version {version}; this fp4train reads up to {VERSION}. "
+                f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {VERSION}. "
                 "Update fp4train to resume from it."
             )
-        if body.pop("sha256", None) != _checksum(body):
-            raise _Unusable(f"{STATE} is damaged (checksum differs)")
         if body["step"] != step:
             raise _Unusable(f"{STATE} is of step {body['step']}, not {step}")
-        file, described = path / TENSORS, body["tensors"]
-        if (size := file.stat().st_size) != described["bytes"]:
-            raise _Unusable(f"{TENSORS} has {size} bytes instead of {described['bytes']}")
-        if _file_checksum(file) != described["sha256"]:
+        state, described = from_strict(body["state"]), body["tensors"]
+        if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
+            raise _Unusable(f"{STATE} holds no state")
+        descriptor = folder.descriptor_of(TENSORS)
+        try:
+            if (size := os.fstat(descriptor).st_size) != described["bytes"]:
+                raise _Unusable(f"{TENSORS} has {size} bytes instead of {described['bytes']}")
+            tensors, checksum = read_tensors(descriptor, size)
+        finally:
+            os.close(descriptor)
+        if checksum != described["sha256"]:
             raise _Unusable(f"{TENSORS} is damaged (checksum differs)")
-        # clone: the loaded tensors are views of one memory map at unaligned addresses
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(file).items()}
         tensors |= {name: tensors[target] for name, target in described["aliases"].items()}
-        return tensors, from_strict(body["state"])
+        return tensors, state
     except FileNotFoundError as error:
-        raise _Unusable(f"{Path(error.filename).name} is missing") from error
+        raise _Unusable(f"{Path(str(error.filename)).name} is missing") from error
     except UnicodeDecodeError as error:
         raise _Unusable(f"{STATE} is damaged (not text)") from error
     except json.JSONDecodeError as error:
         raise _Unusable(f"{STATE} is damaged (not JSON: {error})") from error
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise _Unusable(f"unreadable ({type(error).__name__}: {error})") from error
 
 
-def _directories(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
+def _directories(folder: Path) -> dict[int, str]:
+    try:
+        with _opened(folder) as opened:
+            return _steps_in(opened)
+    except FileNotFoundError:
         return {}
-    found: dict[int, Path] = {}
-    for entry in sorted(folder.iterdir()):  # ".old_..." sorts before "step_...", which therefore wins
-        match = _NAME.fullmatch(entry.name.removeprefix(_REPLACED))
-        if match and entry.is_dir():
-            found[int(match[1])] = entry
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            return {}
+        raise UserError(f"{folder} cannot be read: {error}") from error
+
+
+def _steps_in(folder: Folder) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in folder.names():  # ".old_..." sorts before "step_...", which therefore wins
+        match = _NAME.fullmatch(name.removeprefix(_REPLACED))
+        if match and folder.has_folder(name):
+            found[int(match[1])] = name
     return found
 
 
@@ -299,15 +320,18 @@ def _directory_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _list(numbers: Mapping[int, Path] | set[int]) -> str:
+def _there(folder: Path | Folder) -> str:
+    try:
+        with _opened(folder) as opened:
+            return ", ".join(map(str, sorted(_steps_in(opened)))) or "none"
+    except OSError:
+        return "none"
+
+
+def _list(numbers: Mapping[int, str] | set[int]) -> str:
     return ", ".join(str(number) for number in sorted(numbers))
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _file_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

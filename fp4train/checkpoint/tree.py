@@ -21,7 +21,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSON]
         TypeError: a leaf is neither a tensor nor a JSON value; its path is named.
     """
     tensors: dict[str, Tensor] = {}
-    state = {key: _encode(value, _escape(key), tensors) for key, value in tree.items()}
+    state = {key: _encode(value, escaped(key), tensors) for key, value in tree.items()}
     return tensors, state
 
 
@@ -52,7 +52,8 @@ def from_strict(value: Any) -> Any:
     return {key: from_strict(item) for key, item in value.items()}
 
 
-def _escape(key: object) -> str:
+def escaped(key: object) -> str:
+    """A key as it is in the paths of tensors."""
     return str(key).replace("~", "~0").replace("/", "~1")  # as in a JSON pointer (RFC 6901): paths stay unambiguous
 
 
@@ -74,12 +75,12 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
         return {"$tuple": [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(item, f"{path}/{_escape(key)}", tensors) for key, item in value.items()}
+            return {key: _encode(item, f"{path}/{escaped(key)}", tensors) for key, item in value.items()}
         items: list[JSON] = []
         for key, item in value.items():
             if not isinstance(key, bool | int | float | str):
                 raise TypeError(f"{path}: key {key!r} of type {type(key).__name__}; allowed are strings and numbers")
-            items.append([key, _encode(item, f"{path}/{_escape(key)}", tensors)])
+            items.append([key, _encode(item, f"{path}/{escaped(key)}", tensors)])
         return {"$items": items}
     raise TypeError(
         f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, None, bool, int, float, str, "

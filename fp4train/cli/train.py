@@ -75,5 +75,7 @@ def _summary(directory: Path, result: Result) -> str:
     losses = ", ".join(f"{name} {float(result.metrics[k]):.4f}" for k, name in names.items() if k in result.metrics)
     ended = "done" if result.saved else "done, but its end is not saved"
     if result.signal is not None:
-        ended = f"stopped by {signal.Signals(result.signal).name}, resume={directory} goes on"
+        name = signal.Signals(result.signal).name
+        last = f"resume={directory} goes on" if result.saved else "but its end is not saved"
+        ended = f"stopped by {name}, {last}"
     return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s"

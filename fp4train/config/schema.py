@@ -61,6 +61,8 @@ class TrainSettings:
         compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling takes a minute or more
             on a CPU. Fused operations round less often, so losses differ in the last digits from those of a run without
             it. Layers that share an input (queries, keys and values) quantise it once per layer.
+        step_timeout: seconds after which a step that does not end ends the run, with the stacks of all threads on
+            standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
     """
 
     steps: int
@@ -68,8 +70,11 @@ class TrainSettings:
     microbatch: int | None
     seq_len: int
     compile: bool = False
+    step_timeout: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.step_timeout <= 1e9:
+            raise ValueError(f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 for no limit")
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
@@ -102,12 +107,21 @@ class EvalSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Save every `every` steps (0: at the end only) and keep the newest `keep`."""
+    """Save every `every` steps (0: at the end only) and keep the newest `keep`.
+
+    A checkpoint is written while the next steps run, from a copy of weights and moments in main memory.
+
+    Args:
+        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints, `also`/`run.name`;
+            it can be resumed like the run itself. None: no second copy.
+    """
 
     every: int
     keep: int
+    also: Path | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "also", None if self.also is None else Path(self.also))
         if self.every < 0:
             raise ValueError(f"checkpoint.every={self.every} must be a number of steps, or 0 for the end only")
         if self.keep < 1:

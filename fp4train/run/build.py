@@ -14,6 +14,7 @@ from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.data import Loader
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import Swap, Timeline
@@ -22,8 +23,8 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
 from fp4train.run.run import Run
-from fp4train.run.swaps import as_swap, read_swaps, record_swap
-from fp4train.track import NullTracker
+from fp4train.run.swaps import as_swap, check_record, read_entries, read_swaps, record_swap, write_entries
+from fp4train.track import NullTracker, mend
 from fp4train.track.config import METRICS
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ def build(
     source = directory if start is None else start.path.parent.parent
     branching = source.resolve() != directory.resolve()
     device = choose_device(config.device)
+    if start is not None:
+        _check_belongs(start, source, mend=not branching)
     timeline = build_timeline(config, source if start or not config.run.overwrite else None)
     if start is not None and swap is not None:
         wanted = as_swap(start.step, swap[1], swap[0])
@@ -146,6 +149,11 @@ def build(
             for later in (s for s in timeline.swaps if s.step > start.step):
                 _log.warning("the swap to %s at step %d, asked for earlier, stays", later.name, later.step)
     overwriting = config.run.overwrite and (start is None or branching)
+    identity = None if overwriting else run_directory.identity(directory)
+    if start is None and not overwriting:
+        run_directory.check_restart(directory, config.checkpoint.every)
+    elif start is not None and not branching:
+        identity = identity or _identity(start)
     with run_directory.workplace(directory, aside=overwriting) as place:
         if branching:
             run_directory.copy_files(source, place, run_directory.TOKENIZER)
@@ -155,17 +163,30 @@ def build(
         if overwriting:
             run_directory.start_over(directory)
             run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    run_directory.write_config(directory, cfg)
+    run.identity = identity or run_directory.new_identity()
+    run_directory.write_config(directory, cfg, run.identity)
+    run.saved_config = run.folder.read(run_directory.CONFIG, run_directory.CONFIG_LIMIT)
+    found: list[str] = []
     if branching:
-        run_directory.copy_files(source, directory, (run_directory.SWAPS, METRICS))
+        run_directory.copy_files(source, directory, (METRICS,))
+        if entries := read_entries(source):
+            write_entries(directory, entries)
     if start is None:
-        (directory / METRICS).unlink(missing_ok=True)
-    elif swap is not None:
-        record_swap(directory, start.step, swap[1], swap[0])
+        run.folder.remove(METRICS)
+    else:
+        run.saver.saved = None if branching else start.step
+        found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
+        if swap is not None:
+            record_swap(directory, start.step, swap[1], swap[0])
+    run.swaps = read_entries(directory)
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
+        for what in found:
+            _log.warning("%s: %s", directory / METRICS, what)
+        if found:
+            run.tracker.log_event(start.step + 1, "metrics mended", {"found": found})
         run.tracker.log_event(start.step + 1, "resume", {"from": start.path.name})
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
@@ -199,11 +220,52 @@ def _build(config: Config, place: Path, timeline: Timeline, device: torch.device
         loss_scale=scaling.initial if scaling else 1.0,
         good_steps=0,
         fingerprint=data.fingerprint,
+        folder=Folder.open(config.run.dir, create=True),
     )
 
 
-def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
+def _identity(start: checkpoint.Checkpoint) -> str | None:
+    """Of the run that a checkpoint belongs to; None for one from before runs had an identity."""
+    run = start.state.get("run")
+    found = run.get("id") if isinstance(run, dict) else None
+    return found if isinstance(found, str) and found else None
+
+
+def _check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
+    """Refuse a checkpoint, or a record of swaps, that is not of the run in `source`.
+
+    Raises:
+        UserError: it is another run's; or the swaps are not those that the checkpoint was trained with.
+    """
+    own, theirs = run_directory.identity(source), _identity(start)
+    if own is not None and theirs is not None and own != theirs:
+        raise UserError(
+            f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} ({own}): another run left it "
+            "there, or it was copied from one. Move it away, or resume the run that it belongs to"
+        )
+    run = start.state.get("run")
+    if own is None and isinstance(run, dict) and run.get("config") not in (None, run_directory.config_checksum(source)):
+        _log.warning(
+            "%s has lost its first line and is not as %s was trained with",
+            source / run_directory.CONFIG,
+            start.path.name,
+        )
+    entries = start.state.get("swaps", [])
+    try:
+        if not isinstance(entries, list):
+            raise TypeError("it is no list")
+        if "swaps" in start.state:
+            check_record(source, start.step, entries, mend=mend)  # type: ignore[arg-type]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{start.path} holds no record of swaps: {error}") from error
+
+
+def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
     """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
+
+    Args:
+        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what the user calls it.
+        request: the key of the request that asked for it.
 
     Raises:
         UserError: the swap is impossible; nothing has changed then.
@@ -217,7 +279,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
         )
     timeline = with_swap(run.timeline, swap)
     plan = build_plan(run.config, run.model, timeline, Device.of(run.device))
-    record_swap(run.directory, swap.step, recipe, name)
+    run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
     run.timeline, run.plan = timeline, plan
     run.write_plan()
 

@@ -1,18 +1,26 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
-    config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins
+    config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
+                      line holds the run's identity and the checksum of the rest
+    heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
     swap_requests/    recipe changes that the running process has not picked up (`swaps`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
 
 A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
+
+Everything in the directory is reached through `fp4train.files`: no link in it is followed. Its parts belong together:
+the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the swaps.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
-import shutil
+import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,16 +30,24 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from fp4train import files
 from fp4train.config.binding import complete, unknown_keys
 from fp4train.config.schema import Config, plain
 from fp4train.config.targets import check_targets
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT as METRICS_LIMIT
+from fp4train.track.metrics import read_metrics
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+LOCK, HEARTBEAT = ".lock", "heartbeat.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
+CONFIG_LIMIT = 1 << 22
+"""Bytes of a configuration that are read."""
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
 
 CONTINUED = (
     "run.name",
@@ -42,6 +58,7 @@ CONTINUED = (
     "plugins",
     "eval.",
     "checkpoint.",
+    "train.step_timeout",
     "track",
     "data.cache_dir",
 )
@@ -61,13 +78,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: it cannot be written; what was there before is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        files.write(path, text.encode())
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error}") from error
 
 
@@ -79,32 +92,49 @@ def locked(run: Path) -> Iterator[None]:
         UserError: another process trains in it, or it cannot be written.
     """
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        handle = open(run / ".lock", "w")  # noqa: SIM115 - held until the end of the run
+        folder = Folder.open(run, create=True)
+        descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UserError(f"run directory {run} cannot be written: {error}") from error
-    with handle:
+    try:
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 time.sleep(0.1)  # `is_running` holds it for a moment when somebody looks
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{run} is in use: another process trains in it; choose another run.name") from None
+        with suppress(OSError):
+            folder.remove_litter()
         yield
+    finally:
+        os.close(descriptor)  # held until the end of the run
+        folder.close()
 
 
 def is_running(run: Path) -> bool:
-    """Whether a process holds the lock of `run`."""
+    """Whether a process holds the lock of `run`.
+
+    Raises:
+        UserError: the lock is no regular file.
+    """
     try:
-        with open(run / ".lock") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
+        with Folder.open(run) as folder:
+            descriptor = folder.descriptor_of(LOCK)
     except FileNotFoundError:
+        return False
+    except files.NotPlain as error:
+        raise UserError(str(error)) from error
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except OSError:
         return True
+    finally:
+        os.close(descriptor)
 
 
 def require_run(run: Path) -> Path:
@@ -123,16 +153,22 @@ def require_run(run: Path) -> Path:
 
 
 def read_config(run: Path) -> DictConfig:
-    """The saved configuration of a run, checked to be data only.
+    """The saved configuration of a run, checked to be data only, and to be as the run wrote it.
 
     Raises:
-        UserError: there is none, it cannot be read, or it names a class that is neither fp4train's nor of a plugin that
-            this command names.
+        UserError: there is none, it cannot be read, it was changed, or it names a class that is neither fp4train's nor
+            of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
+    found, body = _parts(path)
+    if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
+        raise UserError(
+            f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
+            "line to take the file as it stands"
+        )
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        saved = _PlainLoader(body).get_single_data()
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
         raise UserError(f"{path} cannot be read as a configuration: it has no section run")
@@ -141,19 +177,67 @@ def read_config(run: Path) -> DictConfig:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # An interpolation could reach the environment; a saved configuration holds plain values only.
-    if any(isinstance(v, str) and "${" in v for v in _leaves(saved)):
-        raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
+    for value in _leaves(saved):
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
+        if not isinstance(value, str | int | float | bool | None):
+            raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
     return OmegaConf.create(saved)
 
 
-def write_config(run: Path, cfg: DictConfig) -> None:
+def identity(run: Path) -> str | None:
+    """The identity of the run in `run`; None where there is no run, or one from before runs had one.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    path = run / CONFIG
+    found = _parts(path)[0] if path.is_file() else None
+    return None if found is None else found[0]
+
+
+def new_identity() -> str:
+    """Of a run that begins: 64 random bits."""
+    return secrets.token_hex(8)
+
+
+def config_checksum(run: Path) -> str:
+    """Of the saved configuration, without its first line."""
+    return hashlib.sha256(_parts(run / CONFIG)[1]).hexdigest()
+
+
+def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
     """Save the resolved configuration."""
-    write_text(run / CONFIG, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
+    body = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
+
+
+def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
+    """The (identity, checksum) that a configuration says it has, and the rest of it."""
+    try:
+        data = files.read(path, CONFIG_LIMIT)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as a configuration: {error}") from error
+    header = _HEADER.match(data)
+    if header is None:
+        return None, data
+    return (header[1].decode(), header[2].decode()), data[header.end() :]
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without anchors: a few of them make gigabytes, or a structure without an end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds an anchor and an alias; a saved configuration has plain values only")
+        return super().compose_node(parent, index)
 
 
 def _leaves(node: Any) -> Iterator[Any]:
     if isinstance(node, dict):
-        for value in node.values():
+        for key, value in node.items():
+            yield key
             yield from _leaves(value)
     elif isinstance(node, list):
         for value in node:
@@ -189,26 +273,56 @@ def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
     if not aside:
         yield run
         return
-    place = run / ".new"
     try:
-        shutil.rmtree(place, ignore_errors=True)  # a killed process may have left one
-        place.mkdir()
+        with Folder.open(run) as folder:
+            _check_ours(folder)
+            folder.remove_folder(".new")  # a killed process may have left one
+            folder.folder(".new", create=True).close()
     except OSError as error:
-        raise UserError(f"{place} cannot be written: {error}") from error
+        raise UserError(f"{run / '.new'} cannot be written: {error}") from error
     try:
-        yield place
+        yield run / ".new"
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError), Folder.open(run) as folder:
+            folder.remove_folder(".new")
 
 
 def start_over(run: Path) -> None:
-    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no run."""
-    if not (run / CONFIG).is_file():
+    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no run.
+
+    Raises:
+        UserError: what is there is not fp4train's, or cannot be removed.
+    """
+    try:
+        with Folder.open(run) as folder:
+            if not folder.has_file(CONFIG):
+                return
+            _check_ours(folder)
+            for name in (CHECKPOINTS, REQUESTS, "wandb"):
+                folder.remove_folder(name)
+            for name in (SWAPS, PLAN, METRICS, HEARTBEAT, "curves.png", *TOKENIZER, CONFIG):
+                folder.remove(name)
+            folder.sync()
+    except OSError as error:
+        raise UserError(f"run.overwrite=true: {error}") from error
+
+
+def _check_ours(folder: Folder) -> None:
+    """Refuse to replace what fp4train did not write, or what lies elsewhere."""
+    if not folder.has_file(CONFIG):
         return
+    saved = read_config(folder.path)
+    if not all(isinstance(saved.get(section), DictConfig) for section in ("run", "train", "recipe", "model")):
+        raise UserError(
+            f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
+            "what is beside it. Choose another run.name or run.dir"
+        )
     for name in (CHECKPOINTS, REQUESTS, "wandb"):
-        shutil.rmtree(run / name, ignore_errors=True)
-    for name in (SWAPS, PLAN, METRICS, "curves.png", *TOKENIZER, CONFIG):
-        (run / name).unlink(missing_ok=True)
+        if folder.status(name) is not None and not folder.has_folder(name):
+            raise UserError(
+                f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "
+                "elsewhere. Remove it yourself, or choose another run.name"
+            )
 
 
 def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
@@ -218,8 +332,33 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
         UserError: one cannot be read or written.
     """
     try:
-        for name in names:
-            if (source / name).exists():
-                shutil.copyfile(source / name, run / name)
+        with Folder.open(source) as old, Folder.open(run) as new:
+            for name in names:
+                if old.status(name) is not None:
+                    new.write(name, old.read(name, METRICS_LIMIT))
     except OSError as error:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
+
+
+def check_restart(run: Path, every: int) -> None:
+    """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics would go, too.
+
+    Raises:
+        UserError: they are gone.
+    """
+    try:
+        with Folder.open(run) as folder:
+            saved, logged = None, 0
+            if folder.has_file(HEARTBEAT):
+                with suppress(ValueError, AttributeError):
+                    saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
+            elif folder.has_file(METRICS) and every:
+                logged = max((line["step"] for line in read_metrics(run / METRICS) if "event" not in line), default=0)
+    except OSError as error:
+        raise UserError(f"{run}: {error}") from error
+    if isinstance(saved, int) or logged > every > 0:
+        trained = f"had saved step {saved}" if isinstance(saved, int) else f"has trained {logged} steps"
+        raise UserError(
+            f"{run} {trained}, and its checkpoints are gone: put them back, or start over with run.overwrite=true, "
+            "which removes its metrics"
+        )

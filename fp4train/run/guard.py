@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,35 @@ from fp4train.errors import UserError
 
 
 class NonFiniteError(UserError):
-    """Loss or gradient of a step is NaN or infinite."""
+    """A loss, gradient, weight or moment is NaN or infinite.
 
-    def __init__(self, step: int, what: str, value: float, where: str, recipe: str) -> None:
+    Args:
+        step, what, value, where, recipe: for the message.
+        of_state: the state after a step is bad, and not only what the next one would make of it.
+    """
+
+    def __init__(self, step: int, what: str, value: float, where: str, recipe: str, *, of_state: bool = False) -> None:
         super().__init__(f"step {step}: {what} is {value} in {recipe}; first non-finite: {where}")
+        self.of_state = of_state
+
+
+def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity; None if all are finite.
+
+    Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the host.
+    """
+    floating = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if not floating:
+        return None
+    largest = torch._foreach_norm(list(floating.values()), torch.inf)
+    if bool(torch.stack([each.float() for each in largest]).isfinite().all()):
+        return None
+    return next(name for name, each in zip(floating, largest, strict=True) if not bool(each.isfinite()))
 
 
 def finite_weights(model: nn.Module) -> bool:
     """Whether a checkpoint of `model` would be worth having."""
-    return all(bool(p.isfinite().all()) for p in model.parameters())
+    return first_non_finite(dict(model.named_parameters())) is None
 
 
 def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.data import Loader
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import render
 from fp4train.run import directory as run_directory
+from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
+from fp4train.run.saving import Saver
+from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
 
 _log = logging.getLogger(__name__)
@@ -29,7 +34,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """A run ready to train; `step` is the number of optimizer steps done."""
+    """A run ready to train; `step` is the number of optimizer steps done.
+
+    Args:
+        folder: the run's directory, open: whatever happens to its path, the files go there.
+        identity: the random number that the run's parts carry.
+        swaps: the record of swaps.
+        torn: the weights are being updated; an exception now leaves them between two steps.
+        saved_config: config.yaml as it was written.
+    """
 
     config: Config
     directory: Path
@@ -45,6 +58,14 @@ class Run:
     loss_scale: float
     good_steps: int
     fingerprint: str
+    folder: Folder
+    identity: str = ""
+    swaps: list[Entry] = field(default_factory=list)
+    torn: bool = False
+    saved_config: bytes | None = None
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self)
 
     @property
     def policy(self) -> LayerPolicy:
@@ -102,7 +123,7 @@ class Run:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:
-        """Everything that the future of the run depends on, besides the configuration and the recorded swaps."""
+        """Everything that the future of the run depends on, and what it was trained with."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -110,6 +131,8 @@ class Run:
             "loss_scale": self.loss_scale,
             "good_steps": self.good_steps,
             "data": self.fingerprint,
+            "run": {"id": self.identity, "config": _checksum(self.saved_config)},
+            "swaps": self.swaps,
         }
 
     def write_plan(self) -> None:
@@ -119,20 +142,18 @@ class Run:
         except UserError as error:  # a copy for reading: not worth the run
             _log.warning("%s", error)
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step.
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint.
 
         Raises:
-            CheckpointError: it could not be written; the earlier ones are untouched.
+            UserError: a tensor of it does not fit or is not finite, or it was trained on other data.
         """
-        tensors, state = checkpoint.flatten(self.state())
-        folder = self.directory / run_directory.CHECKPOINTS
-        return checkpoint.save(folder, self.step, tensors, state, keep=self.config.checkpoint.keep)
-
-    def restore(self, found: checkpoint.Checkpoint) -> None:
-        """Go on from a checkpoint."""
-        state = checkpoint.unflatten(found.tensors, found.state)
         try:
+            state = checkpoint.unflatten(found.tensors, found.state)
+            check_model(self.model, state["model"])
+            check_optimizer(self.optimizer, state["optimizer"])
+            check_scaling(self.scaling(), state["scaling"])
+            loss_scale, good_steps = checked_scale(state["loss_scale"]), checked_count(state["good_steps"])
             self.model.load_state_dict(state["model"])
             # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
             constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -140,11 +161,19 @@ class Run:
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
-            self.step, self.loss_scale, self.good_steps = found.step, state["loss_scale"], state["good_steps"]
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise UserError(f"{found.path} does not fit this model: {str(error).splitlines()[0]}") from error
-        if state["data"] != self.fingerprint:
+            self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
+            data = state["data"]
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = f"{said} is missing" if isinstance(error, LookupError) else said
+            raise UserError(f"{found.path} does not fit this model: {said}") from error
+        if data != self.fingerprint:
             raise UserError(
-                f"{found.path} was trained on other data (fingerprint {state['data']}, now {self.fingerprint}): "
+                f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"
             )
+
+
+def _checksum(config: bytes | None) -> str | None:
+    """As the first line of a saved configuration gives it."""
+    return None if config is None else hashlib.sha256(config.partition(b"\n")[2]).hexdigest()

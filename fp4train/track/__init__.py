@@ -1,7 +1,8 @@
 """Where the numbers of a run go: RUN/metrics.jsonl always, Weights & Biases beside it."""
 
 from fp4train.track.config import JsonlTracking, NoTracking, WandbTracking
-from fp4train.track.metrics import MetricsLog, read_metrics
+from fp4train.track.metrics import MetricsLog, mend, read_metrics
+from fp4train.track.queued import Queued
 from fp4train.track.tracker import NullTracker, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
 
@@ -10,9 +11,11 @@ __all__ = [
     "MetricsLog",
     "NoTracking",
     "NullTracker",
+    "Queued",
     "Tracker",
     "Trackers",
     "WandbTracker",
     "WandbTracking",
+    "mend",
     "read_metrics",
 ]

@@ -6,17 +6,23 @@ Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume,
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
+from fp4train.track.queued import Queued
 from fp4train.track.tracker import NullTracker, Tracker, Trackers
-from fp4train.track.wandb import WandbTracker
+from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+STARTS = 3
+"""wandb may try to go online, give up, and start again offline."""
+IMPORT_SECONDS = 30.0
+"""Importing wandb and starting its service, on a machine in use."""
 
 
 class Tracking(Protocol):
@@ -73,18 +79,26 @@ class WandbTracking:
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Tracker:
         metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
+        start = partial(
+            WandbTracker,
+            run_dir,
+            run_name,
+            config,
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags,
+            offline=self.mode == "offline",
+            timeout=self.timeout,
+            resumed=resume_step is not None,
+        )
         try:
-            wandb = WandbTracker(
-                run_dir,
-                run_name,
-                config,
-                project=self.project,
-                entity=self.entity,
-                group=self.group,
-                tags=self.tags,
-                offline=self.mode == "offline",
-                timeout=self.timeout,
-                resumed=resume_step is not None,
+            wandb = Queued(
+                start,
+                WandbTracker.__name__,
+                start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
+                finish_seconds=2 * self.timeout + PROBE_SECONDS,
+                abandon=end_service,
             )
         except Exception as error:  # not installed, a broken setting, its service does not start: the run goes on
             _log.warning("wandb is switched off: %s", error)

@@ -8,9 +8,13 @@ This file is the truth about a run: a kill loses at most the line being written.
 NaN and infinities do not exist in JSON and would break strict readers (jq, browsers, pandas). They are written as null
 and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss": "nan"}}``; `read_metrics` puts them back.
 
+A checkpoint remembers how long the file was and its checksum up to there (`MetricsLog.mark`), so that a resumed run can
+say that lines are missing or were changed; `mend` leaves out what is damaged and keeps the file as it was found beside.
+
 Numbers are written in their shortest exact form, so that two runs with equal losses have equal lines.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -20,10 +24,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fp4train import files
 from fp4train.errors import UserError
+from fp4train.files import Folder
 
 _log = logging.getLogger(__name__)
 
+LIMIT = 1 << 34
+"""Bytes of a metrics log that are read."""
 RESERVED = ("step", "event", "nonfinite")
 
 
@@ -42,14 +50,25 @@ class MetricsLog:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _repair(self.path, resume_step)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            with files.parent(self.path, create=True) as (folder, name):
+                _repair(folder, name, resume_step)
+                self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error}") from error
         self._size = os.fstat(self._descriptor).st_size
+        self._digest = hashlib.sha256()
+        for start in range(0, self._size, 1 << 24):
+            self._digest.update(os.pread(self._descriptor, min(1 << 24, self._size - start), start))
         self._waiting: deque[bytes] = deque()
         self._open = True
+
+    def mark(self) -> dict[str, int | str]:
+        """What is written by now: its bytes and their SHA-256, for `mend`."""
+        return {"bytes": self._size, "sha256": self._digest.copy().hexdigest()}
+
+    def sync(self) -> None:
+        """Make what is written durable; another thread may do so while lines are logged."""
+        os.fsync(self._descriptor)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a scalar tensor).
@@ -113,6 +132,7 @@ class MetricsLog:
             os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(data)
+        self._digest.update(data)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -123,10 +143,59 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        data = files.read(path, LIMIT)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return [line for _, line in _lines(data, path)]
+
+
+def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
+    """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw it.
+
+    Lines that are damaged, but for a torn last one, are left out; the file as it was found is kept as NAME.damaged.
+
+    Args:
+        path: the log; it may be missing.
+        resume_step: the steps done at that checkpoint.
+        mark: what `MetricsLog.mark` gave then; None if nothing was logged, or not known.
+
+    Returns:
+        What was found, a sentence each; empty if all is well.
+
+    Raises:
+        UserError: the file cannot be read or written.
+    """
+    found: list[str] = []
+    try:
+        with files.parent(path) as (folder, name):
+            data = folder.read(name, LIMIT) if folder.status(name) is not None else b""
+            kept: list[bytes] = []
+            steps: set[int] = set()
+            *lines, _torn = data.split(b"\n")
+            for number, raw in enumerate(lines, start=1):
+                try:
+                    line = _parse(raw)
+                except (ValueError, RecursionError):
+                    if number < len(lines):
+                        found.append(f"line {number} was damaged and is left out")
+                    continue
+                kept.append(raw + b"\n")
+                if "event" not in line:
+                    steps.add(line["step"])
+            if found:
+                folder.write(f"{name}.damaged", data)
+                folder.write(name, b"".join(kept))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    size = mark.get("bytes") if isinstance(mark, Mapping) else None
+    if not isinstance(mark, Mapping) or type(size) is not int:
+        return found
+    if hashlib.sha256(data[:size]).hexdigest() != mark.get("sha256"):
+        what = f"is cut off ({len(data)} bytes of {size})" if len(data) < size else "was changed"
+        found.append(f"the file {what} since the checkpoint of step {resume_step}")
+        if missing := sorted(set(range(1, resume_step + 1)) - steps):
+            found.append(f"{len(missing)} steps of {missing[0]}–{missing[-1]} are missing")
+    return found
 
 
 def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -145,7 +214,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
     line = json.loads(raw)
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
-    for key, text in line.pop("nonfinite", {}).items():
+    nonfinite = line.pop("nonfinite", {})
+    if not isinstance(nonfinite, dict) or not all(isinstance(text, str) for text in nonfinite.values()):
+        raise ValueError("nonfinite names no numbers")
+    for key, text in nonfinite.items():
         line[key] = float(text)
     return line
 
@@ -164,19 +236,13 @@ def _dump(line: Mapping[str, Any]) -> bytes:
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
-def _repair(path: Path, resume_step: int | None) -> None:
-    """Leave whole lines only, and none after `resume_step`."""
-    if not path.exists():
+def _repair(folder: Folder, name: str, resume_step: int | None) -> None:
+    """Leave whole lines only, and none after `resume_step`, in a file that has no other name (a hard link)."""
+    status = folder.status(name)
+    if status is None:
         return
-    data = path.read_bytes()
-    kept = b"".join(
-        raw + b"\n" for raw, line in _lines(data, path) if resume_step is None or line["step"] <= resume_step
-    )
-    if kept == data:
-        return
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    data = folder.read(name, LIMIT)
+    lines = _lines(data, folder.path / name)
+    kept = b"".join(raw + b"\n" for raw, line in lines if resume_step is None or line["step"] <= resume_step)
+    if kept != data or status.st_nlink > 1:
+        folder.write(name, kept)

@@ -63,6 +63,14 @@ class Trackers:
         finally:
             self._each(lambda tracker: tracker.finish(exit_code))
 
+    def mark(self) -> dict[str, int | str] | None:
+        """What the first one has written by now, see `MetricsLog.mark`."""
+        return mark(self._first)
+
+    def sync(self) -> None:
+        """Make what the first one has written durable."""
+        sync(self._first)
+
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._others):
             try:
@@ -74,3 +82,19 @@ class Trackers:
                     tracker.finish(1)
                 except Exception as second:
                     _log.debug("%s could not be finished either: %s", type(tracker).__name__, second)
+
+
+def mark(tracker: Tracker) -> dict[str, int | str] | None:
+    """What a checkpoint should remember of a tracker's file; None where it has none."""
+    found: dict[str, int | str] | None = tracker.mark() if hasattr(tracker, "mark") else None
+    return found
+
+
+def sync(tracker: Tracker) -> None:
+    """Make a tracker's file durable, where it has one.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    if hasattr(tracker, "sync"):
+        tracker.sync()

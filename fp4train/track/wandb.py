@@ -12,14 +12,17 @@ import logging
 import netrc
 import os
 import secrets
-import shutil
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from fp4train import files
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +60,10 @@ class WandbTracker:
         import wandb
 
         self._folder = Path(run_dir) / "wandb"
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._timeout = timeout
         self._finished = False
-        run_id = _run_id(self._folder / "run_id", resumed)
+        with files.Folder.open(Path(run_dir), create=True) as run, run.folder("wandb", create=True) as folder:
+            run_id = _run_id(folder, resumed)
 
         def start(mode: Literal["online", "offline"]) -> Any:
             return wandb.init(
@@ -97,8 +100,10 @@ class WandbTracker:
             except Exception as error:  # any of wandb's, its server's and the network's
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
                 wandb.teardown()  # its service holds on to the id of the run that failed to start
-                for failed in self._folder.glob(f"run-*-{run_id}"):
-                    shutil.rmtree(failed, ignore_errors=True)
+                with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder("wandb") as folder:
+                    for failed in folder.names():
+                        if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
+                            folder.remove_folder(failed)
         if self._run is None:
             self._run = start("offline")
             expected = offline or why_offline == NOT_LOGGED_IN
@@ -191,9 +196,22 @@ def _why_unreachable(url: str) -> str | None:
     return answers[0] if answers else f"{url} did not answer within {PROBE_SECONDS:g} s"
 
 
-def _run_id(file: Path, resumed: bool) -> str:
-    if resumed and file.exists() and (known := file.read_text(encoding="utf-8").strip()):
-        return known
+def _run_id(folder: files.Folder, resumed: bool) -> str:
+    if resumed and folder.has_file("run_id"):
+        known = folder.read("run_id", 1000).decode("ascii", "replace").strip()
+        if known.isalnum():
+            return known
     fresh = secrets.token_hex(4)
-    file.write_text(fresh + "\n", encoding="utf-8")
+    folder.write("run_id", f"{fresh}\n".encode())
     return fresh
+
+
+def end_service() -> None:
+    """Kill the processes that wandb started in this one: a stopped one would be waited for at exit, without end."""
+    setup = sys.modules.get("wandb.sdk.wandb_setup")
+    singleton = getattr(setup, "_singleton", None)
+    process: Any = singleton
+    for name in ("_connection", "_proc", "_process"):  # of wandb 0.31; where they are called otherwise, none is found
+        process = getattr(process, name, None)
+    if process is not None and hasattr(process, "kill"):
+        process.kill()

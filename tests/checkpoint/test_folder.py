@@ -1,6 +1,7 @@
 """Checkpoints survive what happens to disks and processes: kills, truncation, flipped bits, a full disk."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -8,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
 from fp4train.errors import UserError
+from fp4train.files import Folder
 
 ONE = {"w": torch.arange(6.0)}
 
@@ -108,6 +111,106 @@ def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
     assert body["version"] == 1 and body["step"] == 1
 
 
+def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
+    """The library of the format, which did not write the file."""
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.arange(7), "c": torch.randn(()), "d": torch.empty(0, 2)}
+    path = save(tmp_path, 1, tensors, {}, keep=1)
+    back = safetensors.torch.load_file(path / "tensors.safetensors")
+    assert set(back) == set(tensors) and all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_files_of_the_format_written_by_its_library_are_read(tmp_path: Path) -> None:
+    """As those of checkpoints from before fp4train wrote them itself."""
+    path = save(tmp_path, 1, ONE, {}, keep=1)
+    file = path / "tensors.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(3), "b": torch.zeros(2, dtype=torch.uint8)}, file)
+    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
+    reseal(path / "state.json", lambda body: body.update(tensors=described))
+    assert torch.equal(load(tmp_path).tensors["w"], torch.ones(3))
+
+
+HEADERS = {
+    "no header": b"\xff" * 20,
+    "a long header": (1 << 60).to_bytes(8, "little") + b"{}",
+    "no table": b"[]",
+    "an unknown dtype": {"w": {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}},
+    "an object for a shape": {"w": {"dtype": "F32", "shape": {"a": 1}, "data_offsets": [0, 4]}},
+    "a negative size": {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+    "outside of the file": {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+    "a huge shape": {"w": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}},
+    "half a description": {"w": {"dtype": "F32"}},
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_a_crafted_tensor_file_is_unusable_and_nothing_worse(tmp_path: Path, header: Any) -> None:
+    path = save(tmp_path, 1, ONE, {}, keep=1)
+    file = path / "tensors.safetensors"
+    if isinstance(header, dict):
+        header = json.dumps(header).encode()
+    if (not header.startswith(b"\xff") and len(header) < 10) or header.startswith(b"{"):
+        header = len(header).to_bytes(8, "little") + header
+    file.write_bytes(header + bytes(4))
+    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
+    reseal(path / "state.json", lambda body: body.update(tensors=described))
+    with pytest.raises(UserError, match=r"no usable checkpoint in .*: step_00000001: unreadable"):
+        load(tmp_path)
+
+
+STATES = {
+    "a list": [],
+    "no tensors": {"tensors": None},
+    "aliases of nothing": {"tensors": {"aliases": {"a": "nowhere"}}},
+    "aliases in a list": {"tensors": {"aliases": ["a"]}},
+    "a state that is a list": {"state": []},
+    "a step that is text": {"step": "one"},
+    "a version that is text": {"version": "one", "tensors": 3},
+    "a float of nothing": {"state": {"a": {"$float": []}}},
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES.keys())
+def test_a_crafted_state_is_unusable_and_nothing_worse(tmp_path: Path, change: Any) -> None:
+    file = save(tmp_path, 1, ONE, {}, keep=1) / "state.json"
+    if isinstance(change, list):
+        file.write_text("[]")
+    else:
+        reseal(file, lambda body: body.update(change))
+    with pytest.raises(UserError, match="no usable checkpoint in"):
+        load(tmp_path)
+
+
+def test_links_among_checkpoints_are_neither_followed_nor_removed_through(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save_steps(other, 1, 2, 3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(other)
+    with pytest.raises(CheckpointError, match="it is a link, not a folder"):
+        save(tmp_path / "run" / "checkpoints", 9, ONE, {}, keep=1)
+    with pytest.raises(UserError, match="it is a link, not a folder"):
+        load(tmp_path / "run" / "checkpoints")
+    assert steps(other) == [1, 2, 3]
+    own = tmp_path / "own"
+    save_steps(own, 10, 20)
+    (own / "step_00000005").symlink_to(other)
+    (own / "step_00000010" / "inner").symlink_to(other)
+    assert steps(own) == [10, 20]
+    save(own, 30, ONE, {}, keep=1)
+    assert steps(own) == [30] and steps(other) == [1, 2, 3]
+    (own / "step_00000030" / "tensors.safetensors").unlink()
+    (own / "step_00000030" / "tensors.safetensors").symlink_to(other / "step_00000001" / "tensors.safetensors")
+    with pytest.raises(UserError, match="it is a link, not a file"):
+        load(own)
+
+
+def test_an_unproven_checkpoint_does_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, keep=1)
+    save(tmp_path, 20, ONE, {}, keep=1, unproven=True)
+    assert steps(tmp_path) == [10, 20]
+    checkpoint.prune(tmp_path, 20, 1)
+    assert steps(tmp_path) == [20]
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20, 30, 40, keep=2)
     assert steps(tmp_path) == [30, 40]
@@ -131,6 +234,14 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
 def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
     with pytest.raises(ValueError, match=f"keep={keep}"):
         save(tmp_path, 1, ONE, {}, keep=keep)
+
+
+def reseal(file: Path, change: Callable[[Any], None]) -> None:
+    """Change a state as an attacker would: with a checksum that fits."""
+    body = json.loads(file.read_text())
+    change(body)
+    body.pop("sha256")
+    file.write_text(json.dumps({**body, "sha256": checkpoint.folder._checksum(body)}))
 
 
 def truncate(path: Path) -> None:
@@ -198,9 +309,17 @@ def test_a_step_asked_for_is_given_or_refused_but_never_another(tmp_path: Path) 
 def test_a_newer_format_is_refused_instead_of_skipped(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     file = tmp_path / "step_00000020" / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
+    reseal(file, lambda body: body.update(version=2))
     with pytest.raises(UserError, match=r"version 2; this fp4train reads up to 1. Update"):
         load(tmp_path)
+
+
+def test_a_damaged_version_digit_is_damage_and_no_newer_fp4train(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    file = tmp_path / "step_00000020" / "state.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 3'))
+    found = load(tmp_path)
+    assert found.step == 10 and "damaged (checksum differs)" in found.skipped[0][1]
 
 
 def test_foreign_directories_are_no_checkpoints(tmp_path: Path) -> None:
@@ -220,13 +339,13 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         if where == "tensors":
 
-            def half(tensors: object, path: Path) -> None:
-                Path(path).write_bytes(b"half")
-                raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+            def half(descriptor: int, tensors: object) -> None:
+                os.write(descriptor, b"half")
+                no_space()
 
-            patch.setattr(safetensors.torch, "save_file", half)
+            patch.setattr(checkpoint.folder, "write_tensors", half)
         elif where == "state":
-            patch.setattr(Path, "write_text", no_space)
+            patch.setattr(Folder, "write", no_space)
         elif where == "fsync":
             patch.setattr(os, "fsync", no_space)
         else:
@@ -243,10 +362,10 @@ def test_a_full_disk_while_replacing_puts_the_old_one_back(tmp_path: Path, monke
     save_steps(tmp_path, 10)
     rename = os.rename
 
-    def fail_for_the_new(source: Path, target: Path) -> None:
-        if Path(source).name.startswith(".tmp_"):
+    def fail_for_the_new(source: str, target: str, **folders: int) -> None:
+        if source.startswith(".tmp_"):
             no_space()
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", fail_for_the_new)
     with pytest.raises(CheckpointError):
@@ -261,7 +380,7 @@ def test_an_exception_from_a_signal_leaves_no_half_written_directory(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors.torch, "save_file", interrupt)
+    monkeypatch.setattr(checkpoint.folder, "write_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, ONE, {}, keep=1)
     assert os.listdir(tmp_path) == []
@@ -285,12 +404,12 @@ def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 if moment == "written":
     checkpoint.folder._replace = die
 elif moment == "half":
-    def half(tensors, path):
-        Path(path).write_bytes(b"half")
+    def half(descriptor, tensors):
+        os.write(descriptor, b"half")
         die()
-    checkpoint.folder.safetensors.torch.save_file = half
+    checkpoint.folder.write_tensors = half
 elif moment == "pruning":
-    checkpoint.folder.shutil.rmtree = lambda path, **_: (die() if "step_00000010" in str(path) else None)
+    checkpoint.folder.Folder.remove_folder = lambda self, name: (die() if "step_00000010" in name else None)
 checkpoint.save(folder, 20, {"w": torch.ones(1000)}, {}, keep=1)
 """
 

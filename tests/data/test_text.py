@@ -90,6 +90,23 @@ def test_a_changed_file_is_tokenised_again_and_has_another_fingerprint(tmp_path:
     assert first.fingerprint != second.fingerprint
 
 
+def test_every_flipped_byte_of_the_cache_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fp4train.data.cache.CHUNK", 1000)
+    (tmp_path / "a.txt").write_text(LINES * 20)  # longer than the places that a fingerprint looks at
+    before = whole(build(tmp_path / "a.txt", tmp_path))
+    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    good = tokens.read_bytes()
+    for place in range(0, len(good), max(1, len(good) // 23)):
+        bad = bytearray(good)
+        bad[place] ^= 1
+        tokens.write_bytes(bad)
+        caplog.clear()
+        assert whole(build(tmp_path / "a.txt", tmp_path)) == before, place
+        assert "1 of" in caplog.text and "chunks are not as they were written" in caplog.text
+
+
 @pytest.mark.parametrize("damage", ["truncated", "overwritten", "json cut off", "json of another shape", "bin lost"])
 def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text(LINES)

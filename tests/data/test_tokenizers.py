@@ -98,7 +98,10 @@ def test_a_run_with_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
 def test_a_damaged_copy_in_the_run_is_named(tmp_path: Path) -> None:
     BytePairs(vocab_size=300).build(documents, tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer file"):
+    with pytest.raises(DataError, match=r"tokenizer in .* is damaged \(its checksum differs\)"):
+        BytePairs(vocab_size=300).build(documents, tmp_path)
+    (tmp_path / "tokenizer_origin.json").write_text('{"origin": "bpe of 300 ids from 20000000 characters"}')
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer file"):  # from before there were checksums
         BytePairs(vocab_size=300).build(documents, tmp_path)
     (tmp_path / "tokenizer_origin.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer in .* cannot be read"):

@@ -1,6 +1,7 @@
 """What a user gets wrong ends with one message that helps, a code other than 0, no traceback, and nothing lost."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from command_line import Cli, StopAt, events, losses
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
+from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.swaps import read_swaps
 
 WRONG = {
     "an unknown recipe": (
@@ -168,7 +171,8 @@ def test_a_saved_configuration_is_data(cli: Cli, damage: str, message: str) -> N
 def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=1").code == 0
     path = Path("runs/a/config.yaml")
-    path.write_text(path.read_text().replace("  seq_len: 32\n", "  seq_len: 32\n  shuffle: 3\n"))
+    body = path.read_text().partition("\n")[2]  # without the checksum, as in runs of older versions
+    path.write_text(body.replace("  seq_len: 32\n", "  seq_len: 32\n  shuffle: 3\n"))
     said = cli("run.name=a", "train.steps=1").message
     assert "runs/a belongs to another configuration (train.shuffle: 3 → no longer an option): choose another" in said
     for verb in ("train", "plan"):
@@ -182,7 +186,13 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=1").code == 0
     Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
-    assert "swaps.json cannot be read: recipe._target_='os.system'" in cli("resume=runs/a", "train.steps=2").message
+    said = cli("resume=runs/a", "train.steps=2").message
+    assert "swaps.json is not what the checkpoint of step 1 was trained with" in said
+    shutil.rmtree("runs/a/checkpoints")
+    said = cli("plan", "resume=runs/a", "train.steps=2").message
+    assert "no checkpoint" in said
+    with pytest.raises(UserError, match=r"swaps.json cannot be read: recipe._target_='os.system'"):
+        read_swaps(Path("runs/a"))
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(cli: Cli, stop_at: StopAt) -> None:
@@ -214,7 +224,10 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
     before = Path("runs/a/metrics.jsonl").read_bytes()
     for path in Path("runs/a/checkpoints").rglob("*.*"):
         path.write_bytes((Path("runs/b") / path.relative_to("runs/a")).read_bytes())
-    assert "does not fit this model" in cli("resume=runs/a", "train.steps=2").message
+    assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
+    config = Path("runs/a/config.yaml")
+    config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
+    assert "does not fit this model: " in cli("resume=runs/a", "train.steps=2").message
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
@@ -230,7 +243,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cli: Cli, monkeypatch:
     ended = cli("run.name=a", "checkpoint.every=2")
     assert ended.code == 0 and "error: checkpoint of step 4 not written" in ended.err
     assert "No space left" in events("runs/a", "checkpoint failed")[0]["reason"]
-    assert checkpoint.steps(Path("runs/a/checkpoints")) == [2, 6]
+    assert checkpoint.steps(Path("runs/a/checkpoints")) == [5, 6], "the one that failed was tried again"
 
 
 def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     assert ended.code == 0
     run = Path("runs/a")
     assert {p.name for p in run.iterdir()} == {
-        *(".lock", "config.yaml", "plan.txt", "metrics.jsonl", "curves.png", "checkpoints"),
+        *(".lock", "config.yaml", "plan.txt", "metrics.jsonl", "curves.png", "checkpoints", "heartbeat.json"),
     }
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["recipe"]["_target_"] == "fp4train.precision.NVFP4" and config["train"]["steps"] == 6
@@ -92,9 +92,9 @@ def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, mon
     clock = [0.0]
 
     def taking(seconds: float, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             clock[0] += seconds
-            return original(*arguments)
+            return original(*arguments, **options)
 
         return call
 
@@ -116,7 +116,7 @@ def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:
 
 
 def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
-    ended = cli("plan", "recipe=mxfp8")
+    ended = cli("plan", "recipe=mxfp8", "full=true")
     assert ended.code == 0 and ended.err == ""
     assert "MXFP8" in ended.out and "blocks.1.mlp.down" in ended.out and "multiply-adds of linear layers" in ended.out
     assert list(cli.folder.iterdir()) == []

@@ -40,10 +40,10 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
 def test_a_signal_while_a_checkpoint_is_written_loses_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop.save
 
-    def save(run: Any) -> bool:
+    def save(run: Any, **options: Any) -> None:
         if run.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(run)
+        original(run, **options)
 
     monkeypatch.setattr(loop, "save", save)
     assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 143

@@ -9,6 +9,7 @@ import pytest
 from command_line import PATIENCE, Cli, StopAt, events, lines, losses, wait_for
 
 import fp4train.train as loop
+from fp4train.files import Folder
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -191,17 +192,15 @@ def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
     cli: Cli, before_step: Callable[[int, Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fp4train.run.directory as run_directory
+    original = Folder.rename
 
-    original = run_directory.os.replace
-
-    def replace(source: Path, target: Path) -> None:
-        if Path(target).name == "swaps.json":
+    def rename(folder: Folder, old: str, new: str) -> None:
+        if new == "swaps.json":
             raise OSError(28, "No space left on device")
-        original(source, target)
+        original(folder, old, new)
 
     before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16"))
-    monkeypatch.setattr(run_directory.os, "replace", replace)
+    monkeypatch.setattr(Folder, "rename", rename)
     ended = cli("run.name=a", "train.steps=3", *STEADY)
     assert ended.code == 0 and "No space left" in events("runs/a", "swap refused")[0]["reason"]
     assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fp4train.track
-from fp4train.track import Trackers, WandbTracker, WandbTracking, read_metrics
+from fp4train.track import Queued, Trackers, WandbTracker, WandbTracking, read_metrics
 
 wandb = pytest.importorskip("wandb")
 
@@ -57,7 +57,9 @@ def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = N
     start = time.monotonic()
     tracker = tracking.build(run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step)
     assert isinstance(tracker, Trackers)
-    [part] = tracker._others
+    [behind] = tracker._others
+    assert isinstance(behind, Queued)
+    part = behind.inner
     assert isinstance(part, WandbTracker)
     tracker.log_table("plan", ["layer", "share"], [["blocks.0", 0.5], ["head", None], ["norm", "kept"]])
     for step in range(1, 4):
@@ -65,7 +67,7 @@ def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = N
     tracker.log_event(3, "swap", {"recipe": "bf16"})
     tracker.finish()
     tracker.finish()
-    assert tracker._others == [part], "it failed and was switched off"
+    assert tracker._others == [behind], "it failed and was switched off"
     return part, time.monotonic() - start
 
 
@@ -199,4 +201,25 @@ def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> No
     )
     assert child.returncode == 0 and "trained" in child.stdout
     assert child.stderr.count("WandbTracker failed and is switched off") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499
+
+
+STOPS_THE_SERVICE = KILLS_THE_SERVICE.replace("SIGKILL", "SIGSTOP").replace(
+    "tracker.finish()", "import time; began = time.monotonic(); tracker.finish(); print(time.monotonic() - began)"
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+def test_a_service_that_is_stopped_stalls_neither_the_steps_nor_the_end(tmp_path: Path) -> None:
+    root = Path(fp4train.track.__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", STOPS_THE_SERVICE, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=180,  # for what hangs
+    )
+    assert child.returncode == 0 and "trained" in child.stdout, child.stderr
+    assert float(child.stdout.split()[0]) < 60
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499

@@ -7,7 +7,6 @@ of the original.
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp4train import files
 from fp4train.data.errors import DataError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]")
@@ -28,7 +28,9 @@ class JsonTokenizer:
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and BaseException where it panics
             raise DataError(f"{what} is no tokenizer file of the `tokenizers` library: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -59,16 +61,26 @@ class JsonTokenizer:
         return text
 
 
+LIMIT = 1 << 28
+"""Bytes of a tokenizer that are read."""
+
+
 def kept(run_dir: Path, origin: str) -> str | None:
     """The run's own tokenizer, if it has one that was made from `origin`."""
-    path, note = run_dir / "tokenizer.json", run_dir / "tokenizer_origin.json"
-    if not (path.is_file() and note.is_file()):
+    if not run_dir.is_dir():
         return None
     try:
-        made_from = json.loads(note.read_text())["origin"]
-        text = path.read_text()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with files.Folder.open(run_dir) as folder:
+            if any(folder.status(name) is None for name in ("tokenizer.json", "tokenizer_origin.json")):
+                return None
+            note = json.loads(folder.read("tokenizer_origin.json", LIMIT))
+            made_from, checksum = note["origin"], note.get("sha256")
+            data = folder.read("tokenizer.json", LIMIT)
+        text = data.decode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"the run's tokenizer in {run_dir} cannot be read: {error}. Use another run.name.") from error
+    if checksum not in (None, hashlib.sha256(data).hexdigest()):
+        raise DataError(f"the run's tokenizer in {run_dir} is damaged (its checksum differs). Use another run.name.")
     if made_from != origin:
         raise DataError(f"{run_dir} holds the tokenizer {made_from}, not {origin}. Use another run.name.")
     return text
@@ -76,11 +88,10 @@ def kept(run_dir: Path, origin: str) -> str | None:
 
 def keep(run_dir: Path, origin: str, text: str) -> None:
     """Keep the tokenizer with the run, each file whole or not at all."""
+    note = {"origin": origin, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name, content in (("tokenizer_origin.json", json.dumps({"origin": origin})), ("tokenizer.json", text)):
-            new = run_dir / f".{name}.{os.getpid()}.new"
-            new.write_text(content)
-            os.replace(new, run_dir / name)
+        with files.Folder.open(run_dir, create=True) as folder:
+            folder.write("tokenizer_origin.json", json.dumps(note).encode())
+            folder.write("tokenizer.json", text.encode())
     except OSError as error:
         raise DataError(f"the tokenizer cannot be kept in {run_dir}: {error.strerror or error}") from error

@@ -1,0 +1,247 @@
+"""Files in directories that other people may have prepared: the one module that touches a run directory.
+
+A run directory may come from a download, a shared disk or another user. So everything in it is reached relative to the
+descriptor of its open directory, and no name in it leads elsewhere:
+
+- links are not followed, neither to files nor to folders (``O_NOFOLLOW``); the directory itself may be a link, because
+  the user named it;
+- only regular files are opened, checked on the open descriptor: a pipe or a device would block or act;
+- what is read is bounded, so that a huge file costs an error and not the memory;
+- what is written appears whole under its name or not at all: a new file of an unguessable name, synced, then renamed.
+
+Every function raises OSError (`NotPlain` where a thing is of the wrong kind), whose message names the path.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_STALE_SECONDS = 60.0
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class NotPlain(OSError):
+    """A link, a pipe, a device, or a folder where a file should be: what a run directory never holds."""
+
+
+class Folder:
+    """An open directory. A context manager; `close` it otherwise.
+
+    Args:
+        path: for messages.
+        descriptor: of the open directory; owned from here on.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = False) -> Folder:
+        """The folder at a path that the user named: the path may lead over links. `create` makes missing ones."""
+        path = Path(path)
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+        return cls(path, os.open(path, _FOLDER))
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """All names in it, sorted."""
+        return sorted(os.listdir(self.descriptor))
+
+    def status(self, name: str) -> os.stat_result | None:
+        """Of the thing itself, a link included; None if there is none."""
+        try:
+            return os.stat(_checked(name), dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def has_file(self, name: str) -> bool:
+        found = self.status(name)
+        return found is not None and stat.S_ISREG(found.st_mode)
+
+    def has_folder(self, name: str) -> bool:
+        found = self.status(name)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def folder(self, name: str, *, create: bool = False) -> Folder:
+        """A folder in it; never one that a link leads to."""
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(_checked(name), dir_fd=self.descriptor)
+        try:
+            return Folder(self.path / name, os.open(_checked(name), _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor))
+        except OSError as error:
+            raise self._explained(name, error, "a folder") from None
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def descriptor_of(self, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o644) -> int:
+        """An open descriptor of the regular file `name`."""
+        try:
+            descriptor = os.open(_checked(name), flags | _SAFE, mode, dir_fd=self.descriptor)
+        except OSError as error:
+            raise self._explained(name, error, "a file") from None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise self._strange(name, "a file")
+            os.set_blocking(descriptor, True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of the file `name`, which may hold up to `limit` bytes."""
+        descriptor = self.descriptor_of(name)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+        if size > limit or len(data) > limit:
+            raise OSError(
+                errno.EFBIG, f"{max(size, len(data)):,} bytes; more than {limit:,} are not read", self._at(name)
+            )
+        return data
+
+    def write(self, name: str, data: Buffer, *, sync: bool = True) -> None:
+        """Put `data` under `name`, replacing a file (or a link itself) that is there."""
+        temporary = f".{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            descriptor = self.descriptor_of(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(descriptor, data)
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            found = self.status(name)
+            if found is not None and stat.S_ISDIR(found.st_mode):
+                raise self._strange(name, "a file")
+            self.rename(temporary, name)
+            if sync:
+                self.sync()
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=self.descriptor)
+            raise
+
+    def sync(self) -> None:
+        """Make the names in it durable."""
+        os.fsync(self.descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a thing in it another name; a file of that name is replaced."""
+        os.rename(_checked(old), _checked(new), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, link or pipe; a missing one is no error."""
+        with suppress(FileNotFoundError):
+            os.unlink(_checked(name), dir_fd=self.descriptor)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder and all that is in it, links themselves and never where they lead; missing is no error."""
+        found = self.status(name)
+        if found is None:
+            return
+        if not stat.S_ISDIR(found.st_mode):
+            raise self._strange(name, "a folder")
+        with self.folder(name) as inner:
+            for each in inner.names():
+                if inner.has_folder(each):
+                    inner.remove_folder(each)
+                else:
+                    inner.remove(each)
+        os.rmdir(_checked(name), dir_fd=self.descriptor)
+
+    def remove_litter(self) -> None:
+        """Remove temporary files that killed processes left; one that may still be written is younger than that."""
+        for name in self.names():
+            found = self.status(name) if _TEMPORARY.fullmatch(name) else None
+            if found and stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _STALE_SECONDS:
+                self.remove(name)
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _at(self, name: str) -> str:
+        return str(self.path / name)
+
+    def _explained(self, name: str, error: OSError, wanted: str) -> OSError:
+        """ELOOP and ENOTDIR of a link, ENXIO of a pipe: in words."""
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+            return self._strange(name, wanted)
+        return type(error)(error.errno, error.strerror, self._at(name))
+
+    def _strange(self, name: str, wanted: str) -> NotPlain:
+        found = self.status(name)
+        kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
+        mode = 0 if found is None else found.st_mode
+        kind = next((text for is_kind, text in kinds if is_kind(mode)), "a file" if stat.S_ISREG(mode) else "a device")
+        return NotPlain(errno.EINVAL, f"it is {kind}, not {wanted}; links are not followed here", self._at(name))
+
+
+def _checked(name: str) -> str:
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise OSError(errno.EINVAL, "not a name in a folder", name)
+    return name
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """Write all of `data`: a nearly full disk takes a part first, and then refuses."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def parent(path: Path, *, create: bool = False) -> Iterator[tuple[Folder, str]]:
+    """The open folder that `path` lies in, and its name there."""
+    path = Path(path)
+    with Folder.open(path.parent, create=create) as folder:
+        yield folder, path.name
+
+
+def read(path: Path, limit: int) -> bytes:
+    """All of a file that may hold up to `limit` bytes; `path` itself must not be a link."""
+    with parent(path) as (folder, name):
+        return folder.read(name, limit)
+
+
+def write(path: Path, data: Buffer, *, create: bool = False, sync: bool = True) -> None:
+    """Write a file whole or not at all; `create` makes the folder that it lies in."""
+    with parent(path, create=create) as (folder, name):
+        folder.write(name, data, sync=sync)
+
+
+def names(path: Path) -> list[str]:
+    """The names in the folder `path`, which must not be a link; none where it does not exist."""
+    try:
+        with parent(path) as (above, name), above.folder(name) as folder:
+            return folder.names()
+    except FileNotFoundError:
+        return []

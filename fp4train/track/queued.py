@@ -1,0 +1,128 @@
+"""A tracker in a thread of its own, so that a service that stalls never stalls a step.
+
+Calls are queued, and the thread carries them out. Every wait of the caller is bounded: a full queue drops lines (the
+metrics log has them all), and a service that does not answer at the start or at the end is left behind. Its processes
+are then ended, because they would keep the interpreter from exiting.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp4train.track.tracker import Tracker
+
+_log = logging.getLogger(__name__)
+
+CAPACITY = 10_000
+
+
+class Queued:
+    """Carries out a tracker's calls in a thread.
+
+    Args:
+        start: makes the tracker; called in the thread.
+        name: what messages call it.
+        start_seconds: how long to wait for `start`; finish_seconds: for what is left in the queue at the end.
+        abandon: called where the tracker does not answer; frees what would block the end of the process.
+
+    Raises:
+        TimeoutError: `start` did not return in time.
+        Exception: whatever `start` raised.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Tracker],
+        name: str,
+        *,
+        start_seconds: float,
+        finish_seconds: float,
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.inner: Tracker | None = None
+        self._finish_seconds, self._abandon = finish_seconds, abandon
+        self._calls: queue.Queue[Callable[[Tracker], None]] = queue.Queue(CAPACITY)
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._start = start
+        self._raised: BaseException | None = None
+        self._dropped, self._finished = 0, False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        if not self._ready.wait(start_seconds):
+            self._over.set()
+            abandon()
+            raise TimeoutError(f"it did not start within {start_seconds:g} s")
+        if self._raised is not None:
+            raise self._raised
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        kept = dict(values)
+        self._put(lambda tracker: tracker.log(step, kept))
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        kept = dict(values or {})
+        self._put(lambda tracker: tracker.log_event(step, event, kept))
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._put(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Wait for what is queued, within bounds; a second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
+
+        def end(tracker: Tracker) -> None:
+            tracker.finish(exit_code)
+            self._over.set()
+
+        self._put(end)
+        self._thread.join(self._finish_seconds)
+        if self._thread.is_alive():
+            self._over.set()
+            _log.warning(
+                "%s does not answer and is left behind after %g s; the metrics log is whole",
+                self.name,
+                self._finish_seconds,
+            )
+            self._abandon()
+        if self._dropped:
+            _log.warning(
+                "%s was too slow: %d lines did not reach it; the metrics log is whole", self.name, self._dropped
+            )
+
+    def _put(self, call: Callable[[Tracker], None]) -> None:
+        if self._over.is_set():
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            if not self._dropped:
+                _log.warning("%s does not keep up: lines are left out there, the metrics log has them", self.name)
+            self._dropped += 1
+
+    def _work(self) -> None:
+        try:
+            self.inner = self._start()
+        except BaseException as error:
+            self._raised = error
+            self._over.set()
+            return
+        finally:
+            self._ready.set()
+        while not self._over.is_set():
+            call = self._calls.get()
+            try:
+                call(self.inner)
+            except Exception as error:  # whatever a service's client may raise
+                if self._over.is_set():
+                    return
+                self._over.set()
+                _log.warning("%s failed and is switched off: %s", self.name, error)
+                try:
+                    self.inner.finish(1)
+                except Exception as second:
+                    _log.debug("%s could not be finished either: %s", self.name, second)

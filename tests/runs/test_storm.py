@@ -1,0 +1,24 @@
+"""A small storm; `python scripts/storm.py` runs larger ones."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_small_storm_finds_nothing() -> None:
+    command = [sys.executable, "scripts/storm.py", "kills=1", "damages=12", "hostile=2", "inputs=6", "seed=7"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| ") and "trials" not in line]
+    assert sum(int(row[3]) for row in rows) == 21
+
+
+def test_a_storm_refuses_what_it_does_not_know() -> None:
+    ended = subprocess.run([sys.executable, "scripts/storm.py", "kils=1"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and "unknown: kils" in ended.stderr

@@ -1,0 +1,130 @@
+"""A service that stalls costs a bounded time at the start and at the end, and nothing in between."""
+
+import logging
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp4train.track.config as config
+from fp4train.track import Queued, Trackers, WandbTracking, read_metrics
+from fp4train.track import queued as module
+
+
+class Service:
+    """Remembers calls, and blocks in the one named `stalls`."""
+
+    def __init__(self, stalls: str = "") -> None:
+        self.stalls, self.calls = stalls, []
+        self.go_on = threading.Event()
+
+    def _call(self, name: str) -> None:
+        if name == self.stalls:
+            self.go_on.wait(60)
+        self.calls.append(name)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._call(f"log {step}")
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        self._call(event)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._call(name)
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._call("finish")
+
+
+def test_calls_arrive_in_their_order_and_the_end_waits_for_them() -> None:
+    service = Service()
+    tracker = Queued(lambda: service, "service", start_seconds=5, finish_seconds=5)
+    tracker.log_table("plan", [], [])
+    tracker.log(1, {})
+    tracker.log_event(1, "swap")
+    tracker.finish()
+    tracker.finish()
+    assert service.calls == ["plan", "log 1", "swap", "finish"]
+
+
+@pytest.mark.parametrize("stalls", ["log 3", "finish"])
+def test_a_service_that_stalls_is_left_behind(stalls: str, caplog: pytest.LogCaptureFixture) -> None:
+    service, freed = Service(stalls), []
+    tracker = Queued(
+        lambda: service, "service", start_seconds=5, finish_seconds=0.2, abandon=lambda: freed.append(True)
+    )
+    began = time.monotonic()
+    for step in range(1, 100):
+        tracker.log(step, {})
+    assert time.monotonic() - began < 5
+    tracker.finish()
+    assert time.monotonic() - began < 10 and freed == [True]
+    assert caplog.text.count("service does not answer and is left behind") == 1
+    service.go_on.set()
+
+
+def test_a_full_queue_drops_lines_and_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CAPACITY", 10)
+    service = Service("log 1")
+    tracker = Queued(lambda: service, "service", start_seconds=5, finish_seconds=0.2)
+    for step in range(1, 100):
+        tracker.log(step, {})
+    tracker.finish()
+    assert caplog.text.count("service does not keep up") == 1
+    assert "lines did not reach it" in caplog.text
+    service.go_on.set()
+
+
+def test_a_service_that_does_not_start_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service("start")
+
+    def start() -> Service:
+        service._call("start")
+        return service
+
+    with pytest.raises(TimeoutError, match=r"did not start within 0\.1 s"):
+        Queued(start, "service", start_seconds=0.1, finish_seconds=1)
+    service.go_on.set()
+
+
+def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    blocked = threading.Event()
+    fake = types.ModuleType("wandb")
+    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
+    fake.Settings = lambda **options: None
+    fake.Table = lambda **options: None
+    run = types.SimpleNamespace(
+        define_metric=lambda *rest, **options: None,
+        log=lambda values: blocked.wait(60),
+        finish=lambda **options: blocked.wait(60),
+        dir=str(tmp_path / "wandb" / "x" / "files"),
+    )
+    fake.init = lambda **options: run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = WandbTracking(timeout=0.1).build(tmp_path, "name", {})
+    assert isinstance(tracker, Trackers)
+    began = time.monotonic()
+    for step in range(1, 50):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.finish()
+    assert time.monotonic() - began < 10
+    assert "left behind" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 49
+
+    fake.init = lambda **options: blocked.wait(60)
+    monkeypatch.setattr(config, "IMPORT_SECONDS", 0.2)
+    began = time.monotonic()
+    tracker = WandbTracking(timeout=0.1).build(tmp_path / "b", "name", {})
+    tracker.log(1, {})
+    tracker.finish()
+    assert time.monotonic() - began < 10 and "wandb is switched off: it did not start" in caplog.text
+    blocked.set()
