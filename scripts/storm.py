@@ -13,7 +13,8 @@ undisturbed run does in every bit, with a warning where the file counts; or refu
 outside of the run changes, nothing hangs, no traceback |
 | inputs | a command line with a bad value | it ends with one line and exit code 1, and nothing is written |
 
-Prints a table; the exit code is 1 if a trial failed.
+Says on standard error how far it is, and which trial failed; prints a table at the end. The exit code is 1 if a trial
+failed. `part=true` prints the results as one line of JSON instead, for the process that started several parts.
 """
 
 from __future__ import annotations
@@ -302,19 +303,25 @@ def storm(name: str, trials: int, ground: Ground, seed: int) -> list[Result]:
     for number in range(trials):
         place = ground.folder / f"{name}_{seed}_{number}"
         place.mkdir()
-        results.append(act(ground, place, random.Random(f"{seed} {name} {number}")))
+        result = act(ground, place, random.Random(f"{seed} {name} {number}"))
+        results.append(result)
         shutil.rmtree(place, ignore_errors=True)
+        if not result.passed or (number + 1) % 10 == 0 or number + 1 == trials:
+            failed = sum(not each.passed for each in results)
+            last = "" if result.passed else f"; {result.kind}: {result.seen}"
+            print(f"{name}, seed {seed}: {number + 1} of {trials}, {failed} failed{last}", file=sys.stderr, flush=True)
     return results
 
 
 def main(arguments: list[str]) -> int:
     """Run the storms, each in `jobs` parts at once; print the table."""
     given = dict(a.partition("=")[::2] for a in arguments)
-    if strange := set(given) - {*STORMS, "jobs", "seed"}:
-        print(f"unknown: {', '.join(sorted(strange))}; known: {', '.join((*STORMS, 'jobs', 'seed'))}", file=sys.stderr)
+    known = (*STORMS, "jobs", "seed", "part")
+    if strange := set(given) - set(known):
+        print(f"unknown: {', '.join(sorted(strange))}; known: {', '.join(known)}", file=sys.stderr)
         return 2
     jobs, seed = int(given.get("jobs", "1")), int(given.get("seed", "0"))
-    if "part" not in os.environ.get("STORM", "") and jobs > 1:
+    if jobs > 1:
         return _parallel(given, jobs, seed)
     import torch
 
@@ -330,7 +337,7 @@ def main(arguments: list[str]) -> int:
             if trials := int(given.get(name, str(usual))):
                 results[name] = storm(name, trials, ground, seed)
     rows = [(name, r.kind, r.passed, r.seen) for name, each in results.items() for r in each]
-    if "STORM" in os.environ:
+    if given.get("part") == "true":
         print("RESULTS " + json.dumps(rows))
         return 0
     return _table(rows)
@@ -340,8 +347,8 @@ def _parallel(given: dict[str, str], jobs: int, seed: int) -> int:
     def part(number: int) -> str:
         share = {n: int(given.get(n, str(usual))) for n, (_, usual) in STORMS.items()}
         mine = [f"{n}={count // jobs + (number < count % jobs)}" for n, count in share.items()]
-        command = [sys.executable, __file__, *mine, f"seed={seed * 1000 + number}"]
-        environment = {**os.environ, "STORM": "part", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, *mine, f"seed={seed * 1000 + number}", "part=true"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout
 
     with ThreadPoolExecutor(jobs) as pool:
