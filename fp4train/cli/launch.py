@@ -50,7 +50,10 @@ def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
     swept = overrides.swept_keys(arguments)
     if resumed and set(swept) - {"resume"} and not {"run.name", "run.dir"} & set(overrides.changed_keys(arguments)):
         raise UserError(f"a sweep over {swept[0]} makes a branch of {resumed[0]} at each point: name them, run.name=…")
-    with plugins.using(packages, overrides.own_folders(arguments)):
+    folders = overrides.own_folders(arguments)
+    with plugins.using(packages, folders):
+        if not resumed and not given & (_HELP | _SHOW):
+            arguments = overrides.with_defaults(arguments, folders)
         return _run_hydra(arguments, swept, task)
 
 
@@ -123,6 +126,7 @@ def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | 
     unknown = set(unknown_keys(plain(saved), Config))
     with open_dict(saved):
         saved.run.overwrite = False
+        saved.resume_step = None
         saved.plugins = list(plugins.named())
         for key in changed:
             if key.split(".")[0] != "recipe":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -19,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.config.folders import CONFIGS, check_folder, options, own_options, register_recipes
 from fp4train.config.schema import Config, keys, plain
+from fp4train.config.targets import own_class
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
@@ -144,6 +146,40 @@ def for_resume(arguments: list[str]) -> list[str]:
         value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra"))
         marked.append(f"++{argument}" if value and key not in known and "@" not in key else argument)
     return marked
+
+
+def with_defaults(arguments: list[str], folders: Iterable[Path] = ()) -> list[str]:
+    """The arguments; a key that its section's class has and the YAML leaves out is marked as an addition (++).
+
+    Plugins that the sections name must be imported (`plugins.using`).
+    """
+    found = parse(arguments)
+    known = groups(folders)
+    choices = [str(o.input_line) for o in found if o.key_or_group in known and not o.is_sweep_override()]
+    swept = [f"{o.key_or_group}={_picked(o)[0]}" for o in found if o.key_or_group in known and o.is_sweep_override()]
+    have = plain(compose([*choices, *swept], folders), resolve=False)
+    missing = {
+        str(o.input_line)
+        for o in found
+        if not (o.is_add() or o.is_force_add() or o.is_delete())
+        and o.key_or_group not in known
+        and _only_in_class(have, o.key_or_group)
+    }
+    return [f"++{a}" if a in missing else a for a in arguments]
+
+
+def _only_in_class(have: Mapping[str, Any], key: str) -> bool:
+    """Whether the class of `key`'s section has it while the composed configuration does not."""
+    section, _, name = key.rpartition(".")
+    node: Any = have
+    for part in section.split(".") if section else []:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping) or name in node or "_target_" not in node:
+        return False
+    try:
+        return name in {field.name for field in fields(own_class(node["_target_"], "_target_")) if field.init}
+    except UserError:
+        return False
 
 
 def check(arguments: list[str]) -> None:

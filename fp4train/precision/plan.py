@@ -8,7 +8,7 @@ tables, costs and studies read them. `autocast`, for loops that are not fp4train
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -180,6 +180,11 @@ class Plan:
     def at(self, step: int) -> PlannedStretch:
         """The stretch of `step`; of steps beyond the end, the last one."""
         return next((s for s in self.stretches if s.start <= step < s.stop), self.stretches[-1])
+
+    def since(self, step: int) -> Plan:
+        """The plan of the steps from `step` on."""
+        rest = [replace(s, start=max(s.start, step)) for s in self.stretches if s.stop > step]
+        return replace(self, stretches=tuple(rest or self.stretches[-1:]))
 
     @property
     def quantised(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
+from fp4train.run import history
+from fp4train.run.resume import load_init
 from fp4train.run.run import Run
-from fp4train.run.swaps import as_swap, read_swaps, record_swap
+from fp4train.run.swaps import as_swap, plain_swaps, read_swaps, record_swap, remove_swap
 from fp4train.track import NullTracker
 from fp4train.track.config import METRICS
 
@@ -30,6 +33,10 @@ _log = logging.getLogger(__name__)
 
 COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
+
+
+VALIDATION_SEED = 0
+"""Chooses the validation sequences of every run, whatever its run.seed."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,6 +47,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
     return device
@@ -143,35 +152,155 @@ def build(
             swap = None  # the same command again: that swap is on record
         else:
             timeline = with_swap(timeline, wanted)
-            for later in (s for s in timeline.swaps if s.step > start.step):
-                _log.warning("the swap to %s at step %d, asked for earlier, stays", later.name, later.step)
+    init = load_init(config) if start is None else None
+    warn_of_schedule(config)
     overwriting = config.run.overwrite and (start is None or branching)
-    with run_directory.workplace(directory, aside=overwriting) as place:
-        if branching:
-            run_directory.copy_files(source, place, run_directory.TOKENIZER)
+    origin = source if init is None else init.path.parent.parent
+    with run_directory.workplace(directory, aside=overwriting or init is not None) as place:
+        if branching or init is not None:
+            run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = _build(config, place, timeline, device)
         if start is not None:
             run.restore(start)
+            run.plan = run.plan.since(run.step)
+        if init is not None:
+            load_weights(run.model, init)
         if overwriting:
             run_directory.start_over(directory)
+        if place != directory:
             run_directory.copy_files(place, directory, run_directory.TOKENIZER)
+    if config.recipe.quantised and not run.plan.quantised:
+        _log.warning("%s", nothing_quantised(config))
+    record = _begin_record(config, cfg, source, directory, start, init, swap)
     run_directory.write_config(directory, cfg)
     if branching:
-        run_directory.copy_files(source, directory, (run_directory.SWAPS, METRICS))
+        copied = (run_directory.SWAPS, METRICS)
+        if not (directory / run_directory.HISTORY).exists():
+            copied = (*copied, run_directory.HISTORY)
+        run_directory.copy_files(source, directory, copied)
     if start is None:
         (directory / METRICS).unlink(missing_ok=True)
     elif swap is not None:
         record_swap(directory, start.step, swap[1], swap[0])
+    history.append(directory, plan=run.plan, **record)
+    if start is not None and not branching and config.resume_step is not None:
+        newest = checkpoint.steps(source / run_directory.CHECKPOINTS)[-1]
+        if newest > start.step:
+            _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", start.step, newest - 1)
+            run.save()  # and their checkpoints are removed: none must be found as the newest
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
-        run.tracker.log_event(start.step + 1, "resume", {"from": start.path.name})
+        changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
+        run.tracker.log_event(start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})})
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
-    run.write_plan()
+    elif init is not None:
+        run.tracker.log_event(1, "init", {"from": str(init.path)})
+    write_plan(run)
     run.tracker.log_table("plan", *table(run.plan))
     return run
+
+
+def _begin_record(
+    config: Config,
+    cfg: DictConfig,
+    source: Path,
+    directory: Path,
+    start: checkpoint.Checkpoint | None,
+    init: checkpoint.Checkpoint | None,
+    swap: tuple[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """What the history says of this start: event, step, where from, what changed. A resume logs its changes."""
+    if start is None:
+        return {
+            "event": "start" if init is None else "init",
+            "step": 0,
+            "config": plain(cfg),
+            **({} if init is None else {"from": str(init.path)}),
+        }
+    branching = source.resolve() != directory.resolve()
+    record: dict[str, Any] = {
+        "event": "branch" if branching else "resume",
+        "step": start.step,
+        "from": str(start.path) if branching else start.path.name,
+    }
+    records = history.read_history(source)
+    before = history.configuration(records)
+    if before is None:
+        record["config"] = plain(cfg)
+    else:
+        record["changed"] = history.changes(before, history.flat(plain(cfg)))
+    swaps = plain_swaps(source)
+    for step, recipe in swaps.items():
+        known = history.recorded_swaps(records).get(step)
+        if known != recipe:
+            _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.SWAPS, step)
+            record.setdefault("changed", {})[f"{run_directory.SWAPS}, step {step}"] = (known, recipe)
+    for key, (old, new) in record.get("changed", {}).items():
+        if key not in ("run.name", "run.dir"):
+            _log.info("changed: %s: %s → %s", key, old, new)
+    for later in (step for step in swaps if step > start.step):
+        _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", later, directory)
+    if swap is not None:
+        record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
+    return record
+
+
+def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
+    """Give `model` the weights of a checkpoint of another run.
+
+    Raises:
+        UserError: a weight is missing, has no place, or has another shape.
+    """
+    saved = checkpoint.unflatten(found.tensors, found.state).get("model", {})
+    own = model.state_dict()
+    problems = [f"{name} is {_shape(saved[name])} there and {_shape(own[name])} here" for name in own if name in saved]
+    problems = [text for text, name in zip(problems, [n for n in own if n in saved], strict=True)
+                if saved[name].shape != own[name].shape]
+    problems += [f"{name} is missing there" for name in own if name not in saved]
+    problems += [f"{name} has no place here" for name in saved if name not in own]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the model and "
+            "the tokenizer that the run had (model=…, data/tokenizer=…)"
+        )
+    model.load_state_dict(saved)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
+
+
+def nothing_quantised(config: Config) -> str:
+    """The warning of a run whose recipe quantises and whose plan does not."""
+    return (
+        f"nothing is quantised: no layer follows the recipe {config.recipe.name}, the policy keeps all of them in high "
+        "precision (policy.first, policy.last, policy.keep; the plan names the reason of each layer)"
+    )
+
+
+def warn_of_schedule(config: Config) -> None:
+    """Say what a schedule cannot do in so few steps."""
+    steps = config.train.steps
+    for text in config.schedule.problems(steps):
+        _log.warning("%s", text)
+    cooldown = config.schedule.cooldown_start(steps)
+    for name, phase in config.phases.items():
+        start = phase.step(steps, cooldown)
+        if start is not None and start >= steps:
+            _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)
+
+
+def write_plan(run: Run) -> None:
+    """Keep the plan with the run: the past as the history has it, the rest as it is planned."""
+    try:
+        text = history.plan_text(run.directory, run.plan, run.step)
+        run_directory.write_text(run.directory / run_directory.PLAN, text + "\n")
+    except UserError as error:  # a copy for reading: not worth the run
+        _log.warning("%s", error)
 
 
 def _build(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
@@ -180,8 +309,9 @@ def _build(config: Config, place: Path, timeline: Timeline, device: torch.device
     _log.info("%s", data.description)
     model = build_model(config, data.vocab_size, device)
     loaders = {
-        name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed)
-        for name, tokens in (("train", data.train), ("val", data.val))
+        name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
+        # The validation sequences are the same for every seed, so that the losses of seeds compare.
+        for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
     }
     scaling = config.recipe.loss_scaling
     return Run(
@@ -216,10 +346,35 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str) -> None:
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
     timeline = with_swap(run.timeline, swap)
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device))
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
     record_swap(run.directory, swap.step, recipe, name)
+    _record_change(run, timeline, plan, "swap", name=name, at=swap.step, recipe=recipe)
+
+
+def cancel_swap(run: Run, step: int) -> None:
+    """Take back the recorded swap at `step`, which has not begun.
+
+    Raises:
+        UserError: there is none, or it has begun.
+    """
+    if step not in {swap.step for swap in run.timeline.swaps}:
+        raise UserError(f"there is no swap at step {step}")
+    if step < run.step:
+        raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
+    timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    remove_swap(run.directory, step)
+    _record_change(run, timeline, plan, "swap cancelled", at=step)
+
+
+def _record_change(run: Run, timeline: Timeline, plan: Plan, event: str, **values: Any) -> None:
+    """The run goes on by `timeline` and `plan`. What is lost with a full disk is the record, not the swap."""
+    try:
+        history.append(run.directory, event, run.step, plan, **values)
+    except UserError as error:
+        _log.error("%s", error)
     run.timeline, run.plan = timeline, plan
-    run.write_plan()
+    write_plan(run)
 
 
 def with_swap(timeline: Timeline, swap: Swap) -> Timeline:

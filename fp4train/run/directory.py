@@ -2,6 +2,7 @@
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
+    history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
     swap_requests/    recipe changes that the running process has not picked up (`swaps`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
 
@@ -29,6 +30,7 @@ from fp4train.errors import UserError
 from fp4train.track.config import METRICS
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+HISTORY = "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
@@ -207,7 +209,7 @@ def start_over(run: Path) -> None:
         return
     for name in (CHECKPOINTS, REQUESTS, "wandb"):
         shutil.rmtree(run / name, ignore_errors=True)
-    for name in (SWAPS, PLAN, METRICS, "curves.png", *TOKENIZER, CONFIG):
+    for name in (SWAPS, HISTORY, PLAN, METRICS, "curves.png", *TOKENIZER, CONFIG):
         (run / name).unlink(missing_ok=True)
 
 

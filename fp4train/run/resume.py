@@ -8,9 +8,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.config import Config
+from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run import history
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,76 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
         UserError: as `find_source`, or no checkpoint is usable.
     """
     source = find_source(config, cfg)
-    return None if source is None else _load(source)
+    if source is None:
+        return None
+    found = checkpoint.load(source / run_directory.CHECKPOINTS, _chosen_step(config, source))
+    for path, reason in found.skipped:
+        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
+    return found
+
+
+def start_step(config: Config, source: Path) -> int:
+    """The step that a run goes on from, by the names of the checkpoints of `source` alone.
+
+    Raises:
+        UserError: `resume_step` names no checkpoint.
+    """
+    have, wanted = checkpoint.steps(source / run_directory.CHECKPOINTS), _chosen_step(config, source)
+    if wanted is not None and wanted not in have:
+        raise UserError(f"resume_step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+    return have[-1] if wanted is None else wanted
+
+
+def _chosen_step(config: Config, source: Path) -> int | None:
+    """`resume_step`, where it is about `source`: a branch that has checkpoints of its own goes on from its newest."""
+    return config.resume_step if config.resume and Path(config.resume).resolve() == source.resolve() else None
+
+
+def load_init(config: Config) -> checkpoint.Checkpoint | None:
+    """The checkpoint whose weights a new run begins with; None: it draws its own.
+
+    Raises:
+        UserError: `init` is no run directory, or has no usable checkpoint.
+    """
+    if config.init is None:
+        return None
+    if config.resume is not None:
+        raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
+    source = run_directory.require_run(Path(config.init))
+    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of step `step` (steps count from 0)."""
+    return config.optim.lr * config.schedule.factor(step, config.train.steps)
+
+
+def rate_jump(before: Config, after: Config, step: int) -> str | None:
+    """What the learning rate does where a run whose cooldown had begun goes on at `step`; None: nothing unexpected.
+
+    The checkpoint from before the cooldown is proposed where it is kept.
+    """
+    cooldown = before.schedule.cooldown_start(before.train.steps)
+    if cooldown is None or step <= cooldown:
+        return None
+    old, new = learning_rate(before, step - 1), learning_rate(after, step)
+    if new <= 1.05 * old:
+        return None
+    return (
+        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that began at step {cooldown}) to "
+        f"{new:.3g} (step {step})"
+    )
+
+
+def before_cooldown(run: Path, config: Config) -> str:
+    """Which kept checkpoint of a run is from before its cooldown, and how to go on from it."""
+    cooldown = config.schedule.cooldown_start(config.train.steps)
+    if cooldown is None:
+        return ""
+    kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
+    if not kept:
+        return "no checkpoint from before the cooldown is kept (checkpoint.keep, checkpoint.every)"
+    return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
 
 
 def find_source(config: Config, cfg: DictConfig) -> Path | None:
@@ -48,13 +118,16 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
+        _check_edits(directory, saved)
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
             return directory
         if not config.resume and saved.get("resume"):
             raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
     if config.resume is None:
         return None
-    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
+    saved = run_directory.read_config(source)
+    _check_same(saved, cfg, source, resuming=True)
+    _check_edits(source, saved)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
@@ -70,8 +143,14 @@ def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool
         raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
 
 
-def _load(run: Path) -> checkpoint.Checkpoint:
-    found = checkpoint.load(run / run_directory.CHECKPOINTS)
-    for path, reason in found.skipped:
-        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
-    return found
+def _check_edits(run: Path, saved: DictConfig) -> None:
+    """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
+    recorded = history.configuration(history.read_history(run))
+    if recorded is None:
+        return
+    edits = history.changes(recorded, history.flat(plain(saved)))
+    path = run / run_directory.CONFIG
+    for key, (old, new) in edits.items():
+        if not key.startswith(run_directory.RESUMED):
+            raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
+        _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)

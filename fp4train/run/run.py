@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,8 @@ from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
-from fp4train.precision.report import render
 from fp4train.run import directory as run_directory
 from fp4train.track import Tracker
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -111,13 +107,6 @@ class Run:
             "good_steps": self.good_steps,
             "data": self.fingerprint,
         }
-
-    def write_plan(self) -> None:
-        """Keep the plan, every row of it, with the run."""
-        try:
-            run_directory.write_text(self.directory / run_directory.PLAN, render(self.plan, full=True) + "\n")
-        except UserError as error:  # a copy for reading: not worth the run
-            _log.warning("%s", error)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step.
