@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from omegaconf import DictConfig
 
-from fp4train import checkpoint
 from fp4train.cli.launch import launch, settings
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
@@ -24,8 +23,6 @@ from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.swaps import as_swap
 from fp4train.text import columns, tabulate
-from fp4train.track.config import METRICS
-from fp4train.track.metrics import read_metrics
 
 if TYPE_CHECKING:
     from fp4train.hardware import Gpu
@@ -43,7 +40,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
     full = any(FULL[a.lower()] for a in wanted)
     rest = [a for a in arguments if a not in wanted]
-    if rest and not rest[0].startswith("-") and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists()):
+    if rest and not rest[0].startswith(("-", "~", "+")) and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists()):
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
@@ -56,7 +53,7 @@ def _of_run(run: Path, *, full: bool) -> str:
     records = history.read_history(run)
     if not records:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
-    done, known = _steps_done(run), history.stretches(records)
+    done, known = history.steps_done(run), history.stretches(records)
     steps = known[-1].stop if known else 0
     told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]
@@ -66,7 +63,7 @@ def _of_run(run: Path, *, full: bool) -> str:
         return "\n".join([*head, *body]).rstrip()
     rows = [
         (
-            f"{s.start}–{s.stop - 1}",
+            f"{s.start}–{s.stop - 1}" if s.stop - s.start > 1 else str(s.start),
             _state(s, done),
             s.recipe,
             ", ".join(f"{name} {share:.1%}" for name, share in s.shares.items()),
@@ -77,14 +74,6 @@ def _of_run(run: Path, *, full: bool) -> str:
     ]
     table = tabulate([("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows])
     return "\n".join([*head, *table])
-
-
-def _steps_done(run: Path) -> int:
-    """By the metrics, or the newest checkpoint of a run that keeps none."""
-    done = checkpoint.steps(run / run_directory.CHECKPOINTS)[-1:]
-    if (run / METRICS).exists():
-        done += [int(line["step"]) for line in read_metrics(run / METRICS) if "train/loss" in line][-1:]
-    return max(done, default=0)
 
 
 def _split(stretch: history.Stretch, done: int) -> list[history.Stretch]:
@@ -122,10 +111,12 @@ def _plan(cfg: DictConfig, *, full: bool) -> int:
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, model, timeline, device).since(start)
-    if config.recipe.quantised and not plan.quantised:
-        _log.warning("%s", nothing_quantised(config))
+    if warning := nothing_quantised(plan):
+        _log.warning("%s", warning)
     if source is not None and start:
-        print(f"steps 0–{start - 1} are past: fp4train plan {source} shows what they ran\n")
+        past = [s for each in history.stretches(history.read_history(source)) for s in _split(each, start)]
+        ran = [s.title for s in past if s.stop <= start]
+        print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     if gpu is not None:
         print("", _estimate(config, plan, gpu), sep="\n")

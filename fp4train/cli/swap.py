@@ -14,6 +14,7 @@ from fp4train.config import overrides, plugins
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.history import steps_done
 from fp4train.run.swaps import (
     as_swap,
     cancel_request,
@@ -113,7 +114,7 @@ def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
 
 def _listed(run: Path) -> str:
     """The recorded swaps, and the requests that no process has taken."""
-    done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
+    done = steps_done(run)
     rows = [
         (str(swap.step), swap.name, "took effect" if swap.step < done else f"recorded, cancel={swap.step}", "")
         for swap in read_swaps(run)
@@ -130,7 +131,7 @@ def _listed(run: Path) -> str:
 def _cancel(run: Path, what: str, wait: float) -> int:
     """Take back a pending request, or ask the training process to forget a recorded swap."""
     open_requests = pending(run)
-    done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
+    done = steps_done(run)
     recorded = [swap.step for swap in read_swaps(run) if swap.step >= done]
     if what == "all":
         taken = [request for request in open_requests if cancel_request(run, request)]

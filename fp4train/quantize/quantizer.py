@@ -83,6 +83,8 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
         kernel: auto takes the fastest that can and says in `why` what kept it from a kernel; any other is an order, and
             ValueError says why it cannot be carried out.
     """
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"spec={spec!r} must be a QuantSpec")
     check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return Quantizer(spec)

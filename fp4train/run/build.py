@@ -169,8 +169,8 @@ def build(
             run_directory.start_over(directory)
         if place != directory:
             run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    if config.recipe.quantised and not run.plan.quantised:
-        _log.warning("%s", nothing_quantised(config))
+    if warning := nothing_quantised(run.plan):
+        _log.warning("%s", warning)
     record = _begin_record(config, cfg, source, directory, start, init, swap)
     run_directory.write_config(directory, cfg)
     if branching:
@@ -274,11 +274,14 @@ def _shape(tensor: torch.Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 
-def nothing_quantised(config: Config) -> str:
-    """The warning of a run whose recipe quantises and whose plan does not."""
+def nothing_quantised(plan: Plan) -> str | None:
+    """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
+    recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
+    if not recipes or plan.quantised:
+        return None
     return (
-        f"nothing is quantised: no layer follows the recipe {config.recipe.name}, the policy keeps all of them in high "
-        "precision (policy.first, policy.last, policy.keep; the plan names the reason of each layer)"
+        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are kept in high precision "
+        "(policy.first, policy.last, policy.keep; the plan gives the reason of each layer)"
     )
 
 

@@ -16,19 +16,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fp4train import checkpoint
 from fp4train.backends import GEMMS
 from fp4train.config.binding import complete
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
-from fp4train.run.directory import HISTORY, write_text
+from fp4train.run.directory import CHECKPOINTS, HISTORY, write_text
+from fp4train.track.config import METRICS
+
+_TAIL = 1 << 20
+"""Bytes at the end of the metrics in which the last step is looked for."""
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -59,10 +66,13 @@ class Stretch:
         total = sum(macs.values()) or 1
         return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
 
+    @property
+    def title(self) -> str:
+        return f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})"
+
     def render(self, *, full: bool) -> str:
         """As `fp4train.precision.report.render` shows a stretch of a plan."""
-        title = f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})"
-        return section(title, list(self.rows), self.shares, full=full)
+        return section(self.title, list(self.rows), self.shares, full=full)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +100,8 @@ class Record:
         parts = []
         if "from" in self.values:
             parts.append(f"from {self.values['from']}")
-        if "name" in self.values:
-            parts.append(f"{self.values['name']} at step {self.values['at']}")
+        if "at" in self.values:
+            parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
         return "; ".join(parts)
 
@@ -161,6 +171,24 @@ def recorded_swaps(records: Iterable[Record]) -> dict[int, dict[str, Any]]:
         elif "recipe" in record.values:
             found[record.values["at"]] = record.values["recipe"]
     return found
+
+
+def steps_done(run: Path) -> int:
+    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
+    done = checkpoint.steps(run / CHECKPOINTS)[-1:]
+    try:
+        with (run / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            tail = file.read().splitlines()
+    except OSError:
+        tail = []
+    for raw in reversed(tail):
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(raw)
+            if "train/loss" in line:
+                done.append(int(line["step"]))
+                break
+    return max(done, default=0)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,6 @@ def load_init(config: Config) -> checkpoint.Checkpoint | None:
     """
     if config.init is None:
         return None
-    if config.resume is not None:
-        raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     source = run_directory.require_run(Path(config.init))
     return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
 

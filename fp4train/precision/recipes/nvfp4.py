@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands
-from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipe import Recipe, check_kinds
 from fp4train.quantize import Hadamard, QuantSpec
 from fp4train.text import check_choice
 
@@ -47,6 +47,7 @@ class NVFP4(Recipe):
     guard: float = 1.0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         scopes = ("none", "weights", "activations", "all")
         check_choice("four_over_six", self.four_over_six, scopes)
         check_choice("four_over_six_bound", self.four_over_six_bound, scopes)
