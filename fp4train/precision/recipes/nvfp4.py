@@ -47,11 +47,11 @@ class NVFP4(Recipe):
     guard: float = 1.0
 
     def __post_init__(self) -> None:
-        check_kinds(self)
         scopes = ("none", "weights", "activations", "all")
         check_choice("four_over_six", self.four_over_six, scopes)
         check_choice("four_over_six_bound", self.four_over_six_bound, scopes)
         check_choice("four_over_six_error", self.four_over_six_error, ("mae", "mse"))
+        check_kinds(self)
         if self.four_over_six in ("activations", "all") and self.hadamard:
             raise ValueError(
                 f"four_over_six={self.four_over_six!r} with hadamard=True: choose hadamard=false "
