@@ -40,7 +40,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
     full = any(FULL[a.lower()] for a in wanted)
     rest = [a for a in arguments if a not in wanted]
-    if rest and not rest[0].startswith(("-", "~", "+")) and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists()):
+    if (
+        rest
+        and not rest[0].startswith(("-", "~", "+"))
+        and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists())
+    ):
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))

@@ -81,9 +81,7 @@ def _swap(run: Path, flags: list[str], wanted: list[str], folders: list[Path], a
     when = "at the next step" if at is None else f"at step {at}"
     if not run_directory.is_running(run):
         more = " train.steps=…" if done >= steps else ""
-        print(
-            f"{run}: recipe {names[0]} {when}; no process trains in {run} now, it is picked up on resume={run}{more}"
-        )
+        print(f"{run}: recipe {names[0]} {when}; no process trains in {run} now, it is picked up on resume={run}{more}")
         return 0
     return _report(run, request, wait, f"recipe {names[0]} {when}")
 

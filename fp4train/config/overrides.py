@@ -196,11 +196,15 @@ def check_flags(arguments: list[str]) -> None:
         if re.split(r"[.=/]", bare)[0] in sections:
             raise UserError(f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}")
         if name in ("--config-path", "-cp", "--config-name", "-cn"):
-            raise UserError(f"{name}: fp4train has one configuration; a folder of your own options is --config-dir FOLDER")
+            raise UserError(
+                f"{name}: fp4train has one configuration; a folder of your own options is --config-dir FOLDER"
+            )
         if name not in _KNOWN_FLAGS:
             namesakes = [f"{k}=…" for k in keys(plain(compose([]), resolve=False)) if k.rpartition(".")[2] == bare]
             hint = f"; keys are written without dashes: {' or '.join(namesakes)}" if namesakes else ""
-            raise UserError(f"unknown flag {name}{hint}{'' if hint else near_miss(name, _KNOWN_FLAGS)}; fp4train --help lists keys")
+            raise UserError(
+                f"unknown flag {name}{hint}{'' if hint else near_miss(name, _KNOWN_FLAGS)}; fp4train --help lists keys"
+            )
 
 
 def check(arguments: list[str]) -> None:

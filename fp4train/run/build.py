@@ -174,10 +174,10 @@ def build(
     record = _begin_record(config, cfg, source, directory, start, init, swap)
     run_directory.write_config(directory, cfg)
     if branching:
-        copied = (run_directory.SWAPS, METRICS)
+        copied = [run_directory.SWAPS, METRICS]
         if not (directory / run_directory.HISTORY).exists():
-            copied = (*copied, run_directory.HISTORY)
-        run_directory.copy_files(source, directory, copied)
+            copied.append(run_directory.HISTORY)
+        run_directory.copy_files(source, directory, tuple(copied))
     if start is None:
         (directory / METRICS).unlink(missing_ok=True)
     elif swap is not None:
@@ -193,7 +193,9 @@ def build(
     )
     if start is not None:
         changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
-        run.tracker.log_event(start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})})
+        run.tracker.log_event(
+            start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}
+        )
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
     elif init is not None:
@@ -257,15 +259,18 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
     saved = checkpoint.unflatten(found.tensors, found.state).get("model", {})
     own = model.state_dict()
     problems = [f"{name} is {_shape(saved[name])} there and {_shape(own[name])} here" for name in own if name in saved]
-    problems = [text for text, name in zip(problems, [n for n in own if n in saved], strict=True)
-                if saved[name].shape != own[name].shape]
+    problems = [
+        text
+        for text, name in zip(problems, [n for n in own if n in saved], strict=True)
+        if saved[name].shape != own[name].shape
+    ]
     problems += [f"{name} is missing there" for name in own if name not in saved]
     problems += [f"{name} has no place here" for name in saved if name not in own]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the model and "
-            "the tokenizer that the run had (model=…, data/tokenizer=…)"
+            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the "
+            "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
         )
     model.load_state_dict(saved)
 

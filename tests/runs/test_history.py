@@ -69,7 +69,9 @@ def test_a_branch_takes_the_past_of_its_run_along(cli: Cli) -> None:
     assert ran("runs/b") == [(0, 2, "NVFP4"), (2, 5, "BF16")]
     assert Path("runs/a/history.jsonl").read_bytes() == before
     assert sorted(losses("runs/b")) == [1, 2, 3, 4, 5]
-    assert "runs/b is finished" in cli(*branch).out, "resume_step is about runs/a, not about the branch's own checkpoints"
+    assert "runs/b is finished" in cli(*branch).out, (
+        "resume_step is about runs/a, not about the branch's own checkpoints"
+    )
 
 
 def test_going_back_in_place_says_what_is_abandoned_and_cannot_jump_ahead_again(cli: Cli, stop_at: StopAt) -> None:
@@ -99,7 +101,10 @@ def test_extending_a_cooled_run_says_what_the_rate_does_and_what_is_kept(cli: Cl
     assert "brought the learning rate down to" in finished and "resume=runs/a resume_step=8 train.steps=…" in finished
     ended = cli("resume=runs/a", "train.steps=20")
     last, first = (losses("runs/a")[step][2] for step in (10, 11))
-    assert f"the learning rate goes up from {last:.3g} (step 9, in the cooldown that began at step 8) to {first:.3g}" in ended.err
+    assert (
+        f"the learning rate goes up from {last:.3g} (step 9, in the cooldown that began at step 8) to {first:.3g}"
+        in ended.err
+    )
     assert "resume_step=8" in ended.err
     whole = cli("resume=runs/a", "train.steps=22", "schedule.cooldown=12")
     assert "goes up" not in whole.err
