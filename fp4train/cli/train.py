@@ -73,8 +73,8 @@ def _finished(config: Config, run: Path, step: int) -> str:
     if cooldown is None or step <= cooldown:
         return text
     last = learning_rate(config, step - 1)
-    text += f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near {config.optim.lr:.3g} again"
-    return f"{text}; {before_cooldown(run, config)}"
+    text += f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near "
+    return f"{text}{config.optim.lr:.3g} again; {before_cooldown(run, config)}"
 
 
 def _draw(directory: Path) -> str:

@@ -48,8 +48,8 @@ class HuggingFace:
         hub = {"config": self.config, "revision": self.revision, "split": None if self.split == "train" else self.split}
         if self.path is not None and (given := [key for key, value in hub.items() if value is not None]):
             raise ValueError(
-                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no {given[0]}, a hub data set (data.name) "
-                "has; give the files of that part as data.path"
+                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no {given[0]}, a hub data set has "
+                "(data.name); give the files of that part as data.path"
             )
         for key, bound in (("max_tokens", self.max_tokens), ("max_documents", self.max_documents)):
             if bound is not None and bound < 1:

@@ -37,7 +37,7 @@ def table(title: str) -> list[str]:
 
 def small(words: list[str]) -> list[str]:
     """A command that trains a new run, with a smaller model; another as it is."""
-    if words[:1] and words[0] in VERBS or any(word.startswith("resume=") for word in words):
+    if (words[:1] and words[0] in VERBS) or any(word.startswith("resume=") for word in words):
         return words
     own = any("plugins=" in word for word in words)
     flags = words.index("-m") + 1 if "-m" in words else 0
