@@ -108,6 +108,7 @@ def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Pie
         import datasets
     except ImportError as error:
         raise DataError(f"data=hf needs the package datasets ({error}): pip install datasets") from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file is raised as well
     try:
         rows = iter(datasets.load_dataset(**arguments, streaming=True))
         for number, row in enumerate(rows):

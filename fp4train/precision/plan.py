@@ -286,6 +286,8 @@ def plan(
     Raises:
         ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot run a recipe.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a model (torch.nn.Module), not {type(model).__name__}")
     layers = find_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no linear layer: there is nothing to plan")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp4train as f4
 from fp4train.precision import BF16, NVFP4, LayerPolicy, Phase
 from fp4train.precision.recipes import Custom, Mixed
 from fp4train.quantize import quantize
@@ -19,6 +20,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "no recipe": (lambda: Phase(start=1, recipe=None), "recipe=None must be a recipe"),  # type: ignore[arg-type]
     "a recipe for operands": (lambda: Custom(fprop=NVFP4()), "must be Operands.*Mixed takes a recipe for each GEMM"),  # type: ignore[arg-type]
     "no part": (lambda: Mixed(dgrad=None), "dgrad=None must be a recipe"),  # type: ignore[arg-type]
+    "no model": (lambda: f4.plan(None, NVFP4()), "plan takes a model"),  # type: ignore[arg-type]
     "no spec": (lambda: quantize(torch.zeros(2, 16), None), "spec=None must be a QuantSpec"),  # type: ignore[arg-type]
 }
 
