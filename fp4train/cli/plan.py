@@ -92,13 +92,12 @@ def _state(stretch: history.Stretch, done: int) -> str:
 
 def _plan(cfg: DictConfig, *, full: bool) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
+    from fp4train.run.advice import nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
         build_plan,
         build_timeline,
         choose_device,
-        nothing_quantised,
-        warn_of_schedule,
         with_swap,
     )
     from fp4train.run.resume import find_source, start_step

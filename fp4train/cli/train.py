@@ -28,9 +28,10 @@ def main(arguments: list[str]) -> int:
 
 def _train(cfg: DictConfig) -> int:
     from fp4train.precision.report import summarise
+    from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import build
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.resume import before_cooldown, find_start, rate_jump
+    from fp4train.run.resume import find_start
     from fp4train.train import train
 
     keep_freed_memory()
@@ -63,7 +64,7 @@ def _train(cfg: DictConfig) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """What can be done with a run that has done its steps, and what its learning rate would do."""
-    from fp4train.run.resume import before_cooldown, learning_rate
+    from fp4train.run.advice import before_cooldown, learning_rate
 
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "

@@ -23,9 +23,10 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
 from fp4train.run import history
-from fp4train.run.resume import load_init
+from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, plain_swaps, read_swaps, record_swap, remove_swap
+from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
 from fp4train.track.config import METRICS
 
@@ -248,58 +249,6 @@ def _begin_record(
     if swap is not None:
         record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
     return record
-
-
-def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
-    """Give `model` the weights of a checkpoint of another run.
-
-    Raises:
-        UserError: a weight is missing, has no place, or has another shape.
-    """
-    saved = checkpoint.unflatten(found.tensors, found.state).get("model", {})
-    own = model.state_dict()
-    problems = [f"{name} is {_shape(saved[name])} there and {_shape(own[name])} here" for name in own if name in saved]
-    problems = [
-        text
-        for text, name in zip(problems, [n for n in own if n in saved], strict=True)
-        if saved[name].shape != own[name].shape
-    ]
-    problems += [f"{name} is missing there" for name in own if name not in saved]
-    problems += [f"{name} has no place here" for name in saved if name not in own]
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the "
-            "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
-        )
-    model.load_state_dict(saved)
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "×".join(map(str, tensor.shape)) or "a number"
-
-
-def nothing_quantised(plan: Plan) -> str | None:
-    """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
-    recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
-    if not recipes or plan.quantised:
-        return None
-    return (
-        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are kept in high precision "
-        "(policy.first, policy.last, policy.keep; the plan gives the reason of each layer)"
-    )
-
-
-def warn_of_schedule(config: Config) -> None:
-    """Say what a schedule cannot do in so few steps."""
-    steps = config.train.steps
-    for text in config.schedule.problems(steps):
-        _log.warning("%s", text)
-    cooldown = config.schedule.cooldown_start(steps)
-    for name, phase in config.phases.items():
-        start = phase.step(steps, cooldown)
-        if start is not None and start >= steps:
-            _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)
 
 
 def write_plan(run: Run) -> None:

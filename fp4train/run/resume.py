@@ -48,51 +48,6 @@ def _chosen_step(config: Config, source: Path) -> int | None:
     return config.resume_step if config.resume and Path(config.resume).resolve() == source.resolve() else None
 
 
-def load_init(config: Config) -> checkpoint.Checkpoint | None:
-    """The checkpoint whose weights a new run begins with; None: it draws its own.
-
-    Raises:
-        UserError: `init` is no run directory, or has no usable checkpoint.
-    """
-    if config.init is None:
-        return None
-    source = run_directory.require_run(Path(config.init))
-    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of step `step` (steps count from 0)."""
-    return config.optim.lr * config.schedule.factor(step, config.train.steps)
-
-
-def rate_jump(before: Config, after: Config, step: int) -> str | None:
-    """What the learning rate does where a run whose cooldown had begun goes on at `step`; None: nothing unexpected.
-
-    The checkpoint from before the cooldown is proposed where it is kept.
-    """
-    cooldown = before.schedule.cooldown_start(before.train.steps)
-    if cooldown is None or step <= cooldown:
-        return None
-    old, new = learning_rate(before, step - 1), learning_rate(after, step)
-    if new <= 1.05 * old:
-        return None
-    return (
-        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that began at step {cooldown}) to "
-        f"{new:.3g} (step {step})"
-    )
-
-
-def before_cooldown(run: Path, config: Config) -> str:
-    """Which kept checkpoint of a run is from before its cooldown, and how to go on from it."""
-    cooldown = config.schedule.cooldown_start(config.train.steps)
-    if cooldown is None:
-        return ""
-    kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
-    if not kept:
-        return "no checkpoint from before the cooldown is kept (checkpoint.keep, checkpoint.every)"
-    return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
-
-
 def find_source(config: Config, cfg: DictConfig) -> Path | None:
     """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
 

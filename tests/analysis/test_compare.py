@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.analysis.compare import NAME, _colour, _line, compare
+from fp4train.analysis.compare import compare
 from fp4train.analysis.curves import shortened
+from fp4train.analysis.picture import NAME, colour_of, line_of
 from fp4train.errors import UserError
 from fp4train.track import MetricsLog
 
@@ -146,7 +147,7 @@ def test_24_runs_are_told_apart_in_table_and_picture(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{name}{i:02}", 2.0 + i / 50) for i in range(24)]
     found = compare(runs)
     assert max(map(len, found.render().splitlines()[:26])) < 150
-    assert len({(_colour(i), str(_line(i))) for i in range(24)}) == 24
+    assert len({(colour_of(i), str(line_of(i))) for i in range(24)}) == 24
     assert len({shortened(row.name, NAME) for row in found.rows}) == 24
     assert found.draw().read_bytes().startswith(PNG)
 
