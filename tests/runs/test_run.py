@@ -119,7 +119,9 @@ def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:
 def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
     ended = cli("plan", "recipe=mxfp8", "full=true")
     assert ended.code == 0 and ended.err == ""
-    assert "MXFP8" in ended.out and "block 0" in ended.out
+    assert "MXFP8" in ended.out and "blocks.1.mlp.down" in ended.out and "multiply-adds of linear layers" in ended.out
+    folded = cli("plan", "recipe=mxfp8")
+    assert folded.code == 0 and "block 0" in folded.out and "blocks.1.mlp.down" not in folded.out
     assert list(cli.folder.iterdir()) == []
 
 
