@@ -128,7 +128,7 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     Path("runs/a/swap_requests/1.json").write_text(json.dumps({"recipe": recipe, "name": "x", "at": None}))
     assert cli("resume=runs/a", "train.steps=3").code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
-    Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 2}]))
+    Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 3}]))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
     assert "evil" not in sys.modules and not Path("hit").exists()
 
