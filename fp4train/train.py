@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fp4train import checkpoint
+from fp4train.config.binding import bind
 from fp4train.errors import UserError
 from fp4train.measure.probe import probe
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.build import swap_recipe
+from fp4train.run.change import cancel_swap, swap_recipe
 from fp4train.run.directory import CHECKPOINTS
 from fp4train.run.guard import (
     NonFiniteError,
@@ -29,10 +30,10 @@ from fp4train.run.guard import (
 )
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
+from fp4train.run.requests import take_requests
 from fp4train.run.run import Run
 from fp4train.run.saving import PAUSES
 from fp4train.run.signals import stop_on_signals
-from fp4train.run.swaps import take_requests
 from fp4train.run.watch import Watch, alarm
 
 _log = logging.getLogger(__name__)
@@ -235,22 +236,31 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 
 def pick_up_swaps(run: Run) -> None:
-    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible."""
-    for key, request, problem in take_requests(run.folder, run.swaps):
-        if request is None:
-            _log.error("swap refused: %s", problem)
-            run.tracker.log_event(run.step + 1, "swap refused", {"reason": problem, "request": key})
-            continue
-        name, at = str(request["name"]), run.step if request["at"] is None else request["at"]
+    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way."""
+    for request in take_requests(run.folder, run.swaps):
+        body = request.body or {}
+        name = str(body.get("name", ""))
         try:
-            swap_recipe(run, at, request["recipe"], name, key)
+            if request.body is None:
+                raise UserError(request.problem)
+            if "cancel" in body:
+                at = bind(body["cancel"], int, "cancel")
+                cancel_swap(run, at)
+                event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
+            else:
+                at = run.step if body["at"] is None else body["at"]
+                swap_recipe(run, at, body["recipe"], name, request.id)
+                event, text, values = "swap", f"recipe {name} from step {at} on", {"recipe": name, "at": at}
         except UserError as error:
-            _log.error("swap to %s refused: %s", name, error)
-            refused = {"recipe": name, "reason": str(error), "request": key}
+            _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
+            refused = {"recipe": name, "reason": str(error), "request": request.id}
             run.tracker.log_event(run.step + 1, "swap refused", refused)
+            request.answer(False, str(error))
         else:
-            _log.warning("swap: recipe %s from step %d on", name, at)
-            run.tracker.log_event(run.step + 1, "swap", {"recipe": name, "at": at, "request": key})
+            values["request"] = request.id
+            _log.warning("swap: %s", text)
+            run.tracker.log_event(run.step + 1, event, values)
+            request.answer(True, text)
 
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: Recipe) -> None:

@@ -6,25 +6,32 @@ section 3) reports its validation losses: below 1 % of FP8's for most of the run
 losses of two runs on the same data carry the same noise, so the gap between them is far smoother than either.
 """
 
+import csv
+import io
+import json
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import yaml
 
-from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, plain, save_figure, style
-from fp4train.analysis.history import Floats, History, Series, read_history
+from fp4train import files
+from fp4train.analysis.curves import save_figure, shortened
+from fp4train.analysis.history import History, read_history
+from fp4train.analysis.picture import NAME, RECIPE, picture
 from fp4train.errors import UserError
 from fp4train.text import tabulate
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 COMPARISON = "compare.png"
-COLOURS = ("#2f6db3", "#d9541e", "#1a936f", "#8b5fbf", "#c43d6b", "#7a6a1f", "#3b3f46", "#17a2b8")
+CONFIG_LIMIT = 1 << 22
+"""Bytes of a configuration that are read."""
+NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
+"""Sections of a configuration in which runs of another seed may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +57,38 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeedMean:
+    """Runs that differ in run.seed only.
+
+    Args:
+        runs, seeds: which.
+        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed training loss at the end,
+            and of the loss that gaps are of at `Comparison.step`.
+        gap: of the mean loss, relative to the mean of the first run's group; None for that group.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    train_loss: tuple[float, float]
+    loss: tuple[float, float]
+    gap: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What `compare` found.
 
     Args:
         histories, rows: one each a run, in the order given.
+        means: one per group of runs, if any group has several seeds.
         key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
         step: the step that the gap is at.
     """
 
     histories: list[History]
     rows: list[Row]
+    means: list[SeedMean]
     key: str
     step: int
 
@@ -69,8 +97,8 @@ class Comparison:
         header = ["run", "recipe", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
         cells = [
             [
-                row.name,
-                row.recipe or "-",
+                shortened(row.name, NAME),
+                shortened(row.recipe, RECIPE) or "-",
                 str(row.steps),
                 _number(row.train_loss, ".4f"),
                 _number(row.val_loss, ".4f"),
@@ -88,7 +116,51 @@ class Comparison:
         )
         if len({row.steps for row in self.rows}) > 1:
             lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
+        if self.means:
+            lines += ["", *self._render_means(of)]
         return "\n".join(lines)
+
+    def _render_means(self, of: str) -> list[str]:
+        header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
+        cells = [
+            [
+                shortened(mean.name, NAME),
+                " ".join(map(str, mean.seeds)),
+                _with_deviation(mean.train_loss),
+                _with_deviation(mean.loss),
+                _number(mean.gap, "+.2%"),
+            ]
+            for mean in self.means
+        ]
+        return [*tabulate([header, *cells], right=range(2, len(header))), "± is the standard deviation over the seeds"]
+
+    def write(self, out: Path) -> Path:
+        """Write `out`: a picture (.png), the table with a line per run (.csv), or everything (.json).
+
+        Raises:
+            UserError: the file cannot be written, or its name ends otherwise.
+        """
+        if out.suffix.lower() not in (".png", ".csv", ".json"):
+            raise UserError(f"out={out if out.name else ''}: the name must end in .png, .csv or .json")
+        if not out.parent.is_dir():
+            raise UserError(f"out={out}: there is no folder {out.parent}")
+        if out.suffix.lower() == ".png":
+            return self.draw(out)
+        rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
+        if out.suffix.lower() == ".json":
+            found = {"loss": self.key, "step": self.step, "runs": rows, "means": [asdict(m) for m in self.means]}
+            text = json.dumps(_strict(found), indent=1, ensure_ascii=False) + "\n"
+        else:
+            lines = io.StringIO()
+            table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+            text = lines.getvalue()
+        try:
+            files.write(out, text.encode(), sync=False)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+        return out
 
     def draw(self, out: Path | None = None) -> Path:
         """Draw curves, gap and recipes; to compare.png in the first run directory, or to `out`.
@@ -97,15 +169,8 @@ class Comparison:
             UserError: the file cannot be written.
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
-        figure = new_figure(9.0, 6.2 + 0.18 * len(self.rows))
-        heights = (3.0, 1.7, 0.32 + 0.2 * len(self.rows))
-        loss, gap, strip = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights})
-        _draw_losses(loss, self)
-        _draw_gaps(gap, self)
-        _draw_recipes(strip, self)
-        loss.set_xlim(0, max(row.steps for row in self.rows))
         try:
-            return save_figure(figure, path)
+            return save_figure(picture(self), path)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -137,7 +202,66 @@ def compare(runs: Sequence[Path]) -> Comparison:
                 tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
             )
         )
-    return Comparison(histories=histories, rows=rows, key=key, step=step)
+    means = _means(histories, rows, losses)
+    return Comparison(histories=histories, rows=rows, means=means, key=key, step=step)
+
+
+def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
+    """The groups of runs that differ in run.seed only, in the order of their first runs; none if all are single."""
+    groups: dict[str, list[int]] = {}
+    seeds: list[int] = []
+    for index, history in enumerate(histories):
+        seed, same = _identity(history)
+        seeds.append(seed)
+        groups.setdefault(same if same is not None else f"run {index}", []).append(index)
+    if all(len({seeds[i] for i in members}) < 2 for members in groups.values()):
+        return []
+    found: list[SeedMean] = []
+    for members in groups.values():
+        loss = _mean([losses[i] for i in members])
+        found.append(
+            SeedMean(
+                name=rows[members[0]].name,
+                runs=tuple(rows[i].name for i in members),
+                seeds=tuple(seeds[i] for i in members),
+                train_loss=_mean([rows[i].train_loss for i in members]),
+                loss=loss,
+                gap=loss[0] / found[0].loss[0] - 1 if found and found[0].loss[0] else None,
+            )
+        )
+    return found
+
+
+def _identity(history: History) -> tuple[int, str | None]:
+    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+    try:
+        text = files.read(history.path / "config.yaml", CONFIG_LIMIT)
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            return 0, None  # a few of them make gigabytes
+        config = yaml.safe_load(text)
+        seed = int(config["run"]["seed"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        return 0, None
+    same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
+    spans = [(span.first, span.recipe) for span in history.spans()]
+    return seed, json.dumps([same, config.get("init"), spans], sort_keys=True, default=str)
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _with_deviation(value: tuple[float, float]) -> str:
+    return f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+def _strict(node: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(node, dict):
+        return {key: _strict(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_strict(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def _common(histories: list[History]) -> tuple[str, int]:
@@ -168,100 +292,3 @@ def _names(histories: list[History]) -> list[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-# -- the picture ------------------------------------------------------------------------------------------------------
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
-    smooth: list[Floats] = []
-    for index, (history, row) in enumerate(zip(comparison.histories, comparison.rows, strict=True)):
-        train, validation = history.series("train/loss").smoothed(), history.series("val/loss")
-        axes.plot(train.steps, train.values, color=_colour(index), linewidth=1.5, alpha=0.9, label=plain(row.name))
-        axes.plot(
-            validation.steps,
-            validation.values,
-            color=_colour(index),
-            linewidth=0,
-            marker="o",
-            markersize=3.5,
-        )
-        smooth.append(train.values)
-    style(axes, "loss (nats a token): training, smoothed; dots: validation")
-    if all((values[np.isfinite(values)] > 0).all() for values in smooth):
-        logarithmic(axes, fine=True)
-    if limits := loss_limits(smooth):
-        axes.set_ylim(*limits)
-    axes.legend(loc="upper right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none", labelcolor=INK)
-
-
-def _draw_gaps(axes: "Axes", comparison: Comparison) -> None:
-    first = comparison.histories[0]
-    settled: list[Floats] = []
-    axes.axhline(0, color=_colour(0), linewidth=1.2)
-    for index, history in enumerate(comparison.histories[1:], start=1):
-        train = _gap(history.series("train/loss").smoothed(), first.series("train/loss").smoothed())
-        validation = _gap(history.series("val/loss"), first.series("val/loss"))
-        axes.plot(train.steps, train.values, color=_colour(index), linewidth=1.0, alpha=0.55)
-        axes.plot(
-            validation.steps,
-            validation.values,
-            color=_colour(index),
-            linewidth=1.5,
-            marker="o",
-            markersize=4,
-            mec="white",
-        )
-        for series in (train, validation):
-            values = series.values[len(series) // 10 :]
-            settled.append(values[np.isfinite(values)])
-    style(axes, f"gap to {plain(comparison.rows[0].name)} (%)")
-    everything = np.concatenate([*settled, [0.0]])
-    low, high = np.percentile(everything, [1, 99])
-    margin = 0.15 * (high - low) or 1.0
-    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
-
-
-def _gap(series: Series, first: Series) -> Series:
-    """In per cent, at the steps that both have."""
-    steps = np.intersect1d(series.steps, first.steps)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1))
-
-
-def _draw_recipes(axes: "Axes", comparison: Comparison) -> None:
-    """A row a run: its recipes over the steps."""
-    spans = [history.spans() for history in comparison.histories]
-    recipes = list(dict.fromkeys(span.recipe for several in spans for span in several))
-    total = max(row.steps for row in comparison.rows)
-    for index, several in enumerate(spans):
-        for span in several:
-            left = 0 if span is several[0] else span.first
-            colour = SHADES[recipes.index(span.recipe) % len(SHADES)]
-            axes.barh(index, span.last - left, left=left, height=0.78, color=colour, edgecolor="white", linewidth=1.0)
-            room = int((span.last - left) / (0.0078 * max(total, 1)))  # characters
-            label = span.recipe if len(span.recipe) <= room else f"{span.recipe[: room - 1]}…" if room > 3 else ""
-            axes.text((left + span.last) / 2, index, plain(label), ha="center", va="center", fontsize=7.5, color=INK)
-    style(axes, "recipe")
-    axes.grid(visible=False)
-    axes.set_yticks(range(len(spans)), [plain(row.name) for row in comparison.rows])
-    for index, tick in enumerate(axes.get_yticklabels()):
-        tick.set_color(_colour(index))
-    axes.set_ylim(len(spans) - 0.5, -0.5)
-    axes.spines[["left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("step", fontsize=9, color=INK)
-    for panel in axes.figure.axes[:2]:
-        for index, several in enumerate(spans):
-            for span in several[1:]:
-                panel.axvline(
-                    span.first,
-                    color=_colour(index) if index else QUIET,
-                    linewidth=0.8,
-                    linestyle=(0, (4, 3)),
-                    alpha=0.7,
-                )

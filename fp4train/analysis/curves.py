@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 CURVES = "curves.png"
 
+UPRIGHT = 44
+"""Characters of an upright name that the panel is high enough for."""
+
 INK = "#2b2f36"
 QUIET = "#8a8f98"
 TRAIN = "#2f6db3"
@@ -46,6 +49,19 @@ def save_figure(figure: "Figure", path: Path) -> Path:
     figure.savefig(picture, format="png")
     files.write(path, picture.getvalue(), create=True, sync=False)
     return path
+
+
+def shortened(text: str, room: int) -> str:
+    """`text` in at most `room` characters: its start and its end, where names of runs differ."""
+    if len(text) <= room:
+        return text
+    end = min(room // 3, 12)
+    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+
+
+def right_end(last_step: int) -> float:
+    """Where the x axis ends: far enough behind the last step that no marker on it is cut."""
+    return max(last_step, 1) * 1.012
 
 
 def style(axes: "Axes", title: str, *, height: float | None = None) -> None:
@@ -106,13 +122,13 @@ def _figure(history: History) -> "Figure":
     spans = history.spans()
     colours = shades(spans)
     for axes in (loss, rate, norm):
-        axes.set_xlim(0, max(history.last_step, 1))
+        axes.set_xlim(0, right_end(history.last_step))
         if len(spans) > 1:
             for span in spans:
                 axes.axvspan(_left(span, spans), span.last, color=colours[span.recipe], alpha=0.45, lw=0, zorder=0)
     _draw_strip(loss, spans, history.last_step)
     _mark_events(loss, history)
-    figure.suptitle(plain(history.name), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(plain(shortened(history.name, 44)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9, color=INK)
     return figure
 
@@ -179,14 +195,20 @@ def _left(span: Span, spans: list[Span]) -> int:
 def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
     """A band above the panel with the recipe of each span; a name wider than its span is written vertically below."""
     colours = shades(spans)
+    free = 0.0  # where the next upright name may begin
     for span in spans:
-        left = _left(span, spans)
+        left, width = _left(span, spans), max(last_step, 1)
         axes.axvspan(left, span.last, 1.005, 1.045, color=colours[span.recipe], lw=0, clip_on=False)
-        fits = (span.last - left) > 0.0078 * len(span.recipe) * max(last_step, 1)
+        fits = (span.last - left) > 0.0078 * len(span.recipe) * width
+        middle = (left + span.last) / 2
+        if not fits and (middle < free or span.last - left < 0.012 * width):
+            continue
+        if not fits:
+            free = middle + 0.02 * width
         axes.text(
-            (left + span.last) / 2,
+            middle,
             1.025 if fits else 0.98,
-            plain(span.recipe),
+            plain(span.recipe if fits else shortened(span.recipe, UPRIGHT)),
             transform=axes.get_xaxis_transform(),
             rotation=0 if fits else 90,
             ha="center",

@@ -1,10 +1,15 @@
-"""`fp4train compare RUN RUN… [out=FILE.png]`: the loss gap between runs, as a table and a plot."""
+"""`fp4train compare RUN RUN… [out=FILE.png|.csv|.json]`: the loss gap between runs, as a table and a plot.
+
+Runs that differ in run.seed only are averaged.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fp4train.errors import UserError
+
+OUTPUTS = (".png", ".csv", ".json")
 
 
 def main(arguments: list[str]) -> int:
@@ -13,14 +18,14 @@ def main(arguments: list[str]) -> int:
 
     out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
     runs = [Path(a) for a in arguments if not a.startswith("out=")]
-    usage = "fp4train compare RUN RUN… [out=FILE.png]"
+    usage = "fp4train compare RUN RUN… [out=FILE.png|.csv|.json]"
     if flags := [a for a in arguments if a.startswith("-")]:
         raise UserError(f"compare knows no flag {flags[0]}: {usage}")
     if len(runs) < 2:
         raise UserError(f"compare needs two or more run directories: {usage}")
-    if out is not None and out.suffix.lower() != ".png":
-        raise UserError(f"out={out if out.name else ''}: the picture is a PNG, its name must end in .png")
+    if out is not None and out.suffix.lower() not in OUTPUTS:
+        raise UserError(f"out={out if out.name else ''}: the name must end in {' or '.join(OUTPUTS)}")
     comparison = compare(runs)
     print(comparison.render())
-    print(comparison.draw(out))
+    print(comparison.draw() if out is None else comparison.write(out))
     return 0

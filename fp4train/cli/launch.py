@@ -6,6 +6,7 @@ starts is checked before, because Hydra's own messages are for programmers.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fp4train.cli.output import discard_output
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, unknown_keys
-from fp4train.config.folders import CONFIGS, register_recipes
+from fp4train.config.folders import CONFIGS, check_folder, register_recipes
 from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
@@ -36,21 +37,39 @@ def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
     given = set(arguments)
+    overrides.check_flags(arguments)
     if given & _SWEEP and given & _SHOW:
         raise UserError("--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m")
     resumed = [a for a in arguments if a.startswith("resume=") and a != "resume=null"]
     if "resume=" in resumed:
         raise UserError("resume= names no run: resume=RUN")
+    if resumed and any(a.startswith("init=") for a in arguments):
+        raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
+    if resumed and given & _SHOW:
+        run = Path(resumed[0].removeprefix("resume="))
+        raise UserError(
+            f"--cfg and --info show what a command composes: {run / run_directory.CONFIG} is the configuration of the "
+            f"run, fp4train plan {run} what it ran"
+        )
+    for slip in (a for a in arguments if a.startswith(("resume.", "init."))):
+        key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
+        raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
+    folders = overrides.own_folders(arguments)
     if resumed:
         arguments = overrides.for_resume(arguments)
-    packages: list[str] = []
-    if not given & (_HELP | _SHOW):
-        overrides.check(arguments)
-        packages = overrides.plugins(arguments)
+    asking = bool(given & (_HELP | _SHOW))
+    for folder in folders:
+        check_folder(folder)
+    packages = [] if asking else overrides.plugins(arguments)
     swept = overrides.swept_keys(arguments)
-    if resumed and set(swept) - {"resume"} and not {"run.name", "run.dir"} & set(overrides.changed_keys(arguments)):
-        raise UserError(f"a sweep over {swept[0]} makes a branch of {resumed[0]} at each point: name them, run.name=…")
-    with plugins.using(packages, overrides.own_folders(arguments)):
+    with plugins.using(packages, folders):
+        if not asking:
+            overrides.check(arguments)
+            arguments = arguments if resumed else overrides.with_defaults(arguments, folders)
+        if resumed and set(swept) - {"resume"} and not {"run.name", "run.dir"} & set(overrides.changed_keys(arguments)):
+            raise UserError(
+                f"a sweep over {swept[0]} makes a branch of {resumed[0]} at each point: name them, run.name=…"
+            )
         return _run_hydra(arguments, swept, task)
 
 
@@ -67,11 +86,14 @@ def _run_hydra(arguments: list[str], swept: Sequence[str], task: Callable[[DictC
             codes.append(1)
         except BrokenPipeError:
             codes.append(discard_output())
-        except torch.OutOfMemoryError as error:
-            print(
-                f"fp4train: {str(error).splitlines()[0]} Try train.microbatch=… or model.recompute=true.",
-                file=sys.stderr,
-            )
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            codes.append(_out_of_memory(error))
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            codes.append(_out_of_memory(error))
+        except OSError as error:
+            print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
             codes.append(1)
         if codes[-1] > 128:  # a signal ends the whole sweep
             raise SystemExit(codes[-1])
@@ -83,6 +105,16 @@ def _run_hydra(arguments: list[str], swept: Sequence[str], task: Callable[[DictC
     finally:
         sys.argv = saved
     return max(codes, default=0)
+
+
+def _out_of_memory(error: BaseException) -> int:
+    """Say in a line how much memory was asked for, and what takes less; the exit code."""
+    text = (str(error).splitlines() or [""])[0]
+    asked = re.search(r"you tried to allocate (\d+) bytes", text)
+    why = f"{int(asked[1]) / 2**30:,.1f} GiB were asked for" if asked else text.rstrip(".") or "no more can be had"
+    advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
+    print(f"fp4train: the memory is not enough: {why}. {advice}", file=sys.stderr)
+    return 1
 
 
 def _name_point(cfg: DictConfig, swept: Sequence[str]) -> None:
@@ -123,6 +155,7 @@ def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | 
     unknown = set(unknown_keys(plain(saved), Config))
     with open_dict(saved):
         saved.run.overwrite = False
+        saved.resume_step = None
         saved.plugins = list(plugins.named())
         for key in changed:
             if key.split(".")[0] != "recipe":
@@ -134,6 +167,12 @@ def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | 
             f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: take it out of that file "
             "to go on without it"
         )
+    try:
+        bind(plain(saved), Config, "")
+    except UserError as error:
+        if str(error).endswith(" is missing"):
+            raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
+        raise
     return saved, swap
 
 

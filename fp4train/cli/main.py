@@ -22,8 +22,12 @@ USAGE = """fp4train [VERB] key=value…
   fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
   fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
   fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
+  fp4train plan runs/a                        what a run was told, what it ran, and what is planned for the rest
   fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with another recipe
+  fp4train resume=runs/a resume_step=200 …    … from a chosen one
+  fp4train init=runs/a data=text data.path=…  a new run with the weights of another
   fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is running
+  fp4train swap runs/a                        its swaps; with cancel=all, take back those that have not begun
   fp4train compare runs/a runs/b              loss gap, table and plot
   fp4train formats                            the number formats
   fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
@@ -66,11 +70,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"fp4train: {error}", file=sys.stderr)
         code = 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            code = discard_output()
+        else:
+            print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+            code = 1
     except KeyboardInterrupt:
         print("fp4train: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
-    except BrokenPipeError:
-        code = discard_output()
     sys.exit(code)
 
 

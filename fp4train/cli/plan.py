@@ -1,25 +1,34 @@
-"""`fp4train plan key=value… [full=true]`: what every GEMM of a run would run in, and why; trains nothing."""
+"""`fp4train plan key=value… [full=true]`: what every GEMM of a run would run in, and why; trains nothing.
+
+`fp4train plan RUN` shows what a run was told, what it ran, and what is planned for the rest.
+"""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
 
-from fp4train import checkpoint
 from fp4train.cli.launch import launch, settings
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
-from fp4train.hardware import Device
+from fp4train.hardware import Device, find_gpu
 from fp4train.precision.report import render, summarise
 from fp4train.run import directory as run_directory
+from fp4train.run import history
 from fp4train.run.swaps import as_swap
+from fp4train.text import columns, tabulate
 
 if TYPE_CHECKING:
     from fp4train.hardware import Gpu
     from fp4train.precision.plan import Plan
+
+_log = logging.getLogger("fp4train")
 
 FULL = {"full=true": True, "full=false": False}
 
@@ -30,29 +39,87 @@ def main(arguments: list[str]) -> int:
     if wrong := [a for a in wanted if a.lower() not in FULL]:
         raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
     full = any(FULL[a.lower()] for a in wanted)
-    return launch([a for a in arguments if a not in wanted], partial(_plan, full=full))
+    rest = [a for a in arguments if a not in wanted]
+    if (
+        rest
+        and not rest[0].startswith(("-", "~", "+"))
+        and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists())
+    ):
+        if rest[1:]:
+            raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
+        print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
+        return 0
+    return launch(rest, partial(_plan, full=full))
+
+
+def _of_run(run: Path, *, full: bool) -> str:
+    """What a run was told, what it ran, and what is planned for the rest."""
+    records = history.read_history(run)
+    if not records:
+        raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
+    done, known = history.steps_done(run), history.stretches(records)
+    steps = known[-1].stop if known else 0
+    told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
+    head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]
+    split = [part for stretch in known for part in _split(stretch, done)]
+    if full:
+        body = [f"{_state(s, done)}: {s.render(full=True)}\n" for s in split]
+        return "\n".join([*head, *body]).rstrip()
+    rows = [
+        (
+            f"{s.start}–{s.stop - 1}" if s.stop - s.start > 1 else str(s.start),
+            _state(s, done),
+            s.recipe,
+            ", ".join(f"{name} {share:.1%}" for name, share in s.shares.items()),
+            ", ".join(dict.fromkeys(row[4] for row in s.rows)),
+            s.reason,
+        )
+        for s in split
+    ]
+    table = tabulate([("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows])
+    return "\n".join([*head, *table])
+
+
+def _split(stretch: history.Stretch, done: int) -> list[history.Stretch]:
+    if not stretch.start < done < stretch.stop:
+        return [stretch]
+    return [replace(stretch, stop=done), replace(stretch, start=done)]
+
+
+def _state(stretch: history.Stretch, done: int) -> str:
+    return "ran" if stretch.stop <= done else "planned"
 
 
 def _plan(cfg: DictConfig, *, full: bool) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
-    from fp4train.hardware import find_gpu
-    from fp4train.run.build import build_model, build_plan, build_timeline, choose_device, with_swap
-    from fp4train.run.resume import find_source
+    from fp4train.run.advice import nothing_quantised, warn_of_schedule
+    from fp4train.run.build import (
+        build_model,
+        build_plan,
+        build_timeline,
+        choose_device,
+        with_swap,
+    )
+    from fp4train.run.resume import find_source, start_step
 
     chosen, swap = settings(cfg)
     config = to_config(chosen)
-    try:
-        gpu = find_gpu(config.gpu) if config.gpu else None
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    gpu = find_gpu(config.gpu) if config.gpu else None
+    warn_of_schedule(config)
     source = find_source(config, chosen) if config.resume else None
+    start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
-        done = checkpoint.steps(source / run_directory.CHECKPOINTS)
-        timeline = with_swap(timeline, as_swap(done[-1], swap[1], swap[0]))
+        timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
-    plan = build_plan(config, model, timeline, device)
+    plan = build_plan(config, model, timeline, device).since(start)
+    if warning := nothing_quantised(plan):
+        _log.warning("%s", warning)
+    if source is not None and start:
+        past = [s for each in history.stretches(history.read_history(source)) for s in _split(each, start)]
+        ran = [s.title for s in past if s.stop <= start]
+        print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     if gpu is not None:
         print("", _estimate(config, plan, gpu), sep="\n")

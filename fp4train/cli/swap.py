@@ -1,21 +1,31 @@
-"""`fp4train swap RUN recipe=NAME [at=STEP]`: change the recipe of a run, at once if it is running."""
+"""`fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]`: change the recipe of a run, at once if it is running.
+
+`fp4train swap RUN` lists recorded and pending swaps; `fp4train swap RUN cancel=ID|STEP|all` takes those back that have
+not begun. Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from fp4train import checkpoint
 from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind
-from fp4train.config.schema import plain
+from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
-from fp4train.precision import Recipe
 from fp4train.run import directory as run_directory
-from fp4train.run.swaps import request_swap
+from fp4train.run.history import steps_done
+from fp4train.run.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
+from fp4train.run.swaps import as_swap, read_swaps
+from fp4train.text import tabulate
+
+USAGE = "fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]"
+WAIT = 10.0
+NO_ANSWER = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Leave a request in the run's directory; returns the exit code."""
+    """Ask for a swap and report the answer; or list, or cancel. Returns the exit code."""
     flags, words = overrides.flags_and_words(arguments)
     folders, strange = overrides.own_folders(flags), overrides.other_flags(flags)
     if strange:
@@ -25,14 +35,24 @@ def main(arguments: list[str]) -> int:
     rest = [a for a in words if a not in paths]
     if len(paths) != 1:
         raise UserError(
-            "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"
-            + (f", not {' '.join(arguments)}" if arguments else "")
+            f"swap needs one run directory: {USAGE}" + (f", not {' '.join(arguments)}" if arguments else "")
         )
     run = run_directory.require_run(Path(paths[0]))
-    at = next((a.partition("=")[2] for a in rest if a.startswith("at=")), None)
-    if at is not None and not at.isdecimal():
-        raise UserError(f"at={at!r} must be a step (an integer ≥ 0)")
-    wanted = [a for a in rest if not a.startswith("at=")]
+    values = {key: _value(rest, key) for key in ("at", "wait", "cancel")}
+    at, wait = _step(values["at"]), _seconds(values["wait"])
+    wanted = [a for a in rest if a.partition("=")[0] not in values]
+    with plugins.using(overrides.plugins([a for a in wanted if a.startswith("plugins=")]), folders):
+        if values["cancel"] is not None:
+            if others := [a for a in rest if not a.startswith(("cancel=", "wait=", "plugins="))]:
+                raise UserError(f"swap cancel={values['cancel']} stands alone, not with {others[0]}")
+            return _cancel(run, values["cancel"], wait)
+        if not [a for a in rest if not a.startswith("plugins=")]:
+            print(_listed(run))
+            return 0
+        return _swap(run, flags, wanted, folders, at, wait)
+
+
+def _swap(run: Path, flags: list[str], wanted: list[str], folders: list[Path], at: int | None, wait: float) -> int:
     names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
@@ -40,20 +60,115 @@ def main(arguments: list[str]) -> int:
     if others:
         raise UserError(f"swap changes the recipe only, not {others[0]!r}")
     overrides.check([*flags, *wanted])
-    recipe = plain(overrides.compose(wanted, folders).recipe)
-    with plugins.using(overrides.plugins(wanted), folders):
-        bind(recipe, Recipe, "recipe")
-        steps = run_directory.read_config(run).train.steps
+    recipe = plain(overrides.compose(overrides.with_defaults(wanted, folders), folders).recipe)
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
-    if at is not None and int(at) >= steps:
+    as_swap(0, recipe, names[0])
+    steps = run_directory.read_config(run).train.steps
+    if at is not None and at >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
-    if at is not None and int(at) < done:
+    if at is not None and at < done:
         raise UserError(f"at={at} is past: {run} has done {done} steps")
-    request_swap(run, recipe, names[0], None if at is None else int(at))
+    if not run_directory.is_running(run):
+        _check(run, recipe, names[0], done if at is None else at)
+    request = request_swap(run, recipe, names[0], at)
     when = "at the next step" if at is None else f"at step {at}"
-    running = ""
     if not run_directory.is_running(run):
         more = " train.steps=…" if done >= steps else ""
-        running = f"; no process trains in {run} now, it is picked up on resume={run}{more}"
-    print(f"{run}: recipe {names[0]} {when}{running}")
+        print(f"{run}: recipe {names[0]} {when}; no process trains in {run} now, it is picked up on resume={run}{more}")
+        return 0
+    return _report(run, request, wait, f"recipe {names[0]} {when}")
+
+
+def _report(run: Path, request: str, wait: float, what: str) -> int:
+    """Wait for the training process, and say what it answered."""
+    answer = wait_for_answer(run, request, wait)
+    if answer is None:
+        ended = "" if run_directory.is_running(run) else "the process has ended; "
+        print(
+            f"{run}: {what} is asked for, no answer in {wait:g} s; {ended}it is taken between two steps, or on resume. "
+            f"fp4train swap {run} shows what became of it, cancel={request} takes it back"
+        )
+        return NO_ANSWER
+    if not answer.accepted:
+        raise UserError(f"{run} refuses {what}: {answer.text}")
+    print(f"{run}: accepted, {answer.text}")
     return 0
+
+
+def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
+    """Refuse now what the process that resumes the run would refuse."""
+    from fp4train.run.build import build_timeline, with_swap
+
+    config = to_config(run_directory.read_config(run))
+    with_swap(build_timeline(config, run), as_swap(step, recipe, name))
+
+
+def _listed(run: Path) -> str:
+    """The recorded swaps, and the requests that no process has taken."""
+    done = steps_done(run)
+    rows = [
+        (str(swap.step), swap.name, "took effect" if swap.step < done else f"recorded, cancel={swap.step}", "")
+        for swap in read_swaps(run)
+    ]
+    for request, body in pending(run).items():
+        what = f"cancel step {body['cancel']}" if "cancel" in body else str(body.get("name", "not readable"))
+        at = body.get("at")
+        rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
+    if not rows:
+        return f"{run}: no swap is recorded, none is pending"
+    return "\n".join(tabulate([("step", "recipe", "state", ""), *rows]))
+
+
+def _cancel(run: Path, what: str, wait: float) -> int:
+    """Take back a pending request, or ask the training process to forget a recorded swap."""
+    open_requests = pending(run)
+    done = steps_done(run)
+    recorded = [swap.step for swap in read_swaps(run) if swap.step >= done]
+    if what == "all":
+        taken = [request for request in open_requests if cancel_request(run, request)]
+        code = 0
+        for step in recorded:
+            code = max(code, _forget(run, step, wait))
+        if not taken and not recorded:
+            print(f"{run}: no swap is pending")
+        elif taken:
+            print(f"{run}: {len(taken)} pending request{'s are' if len(taken) > 1 else ' is'} cancelled")
+        return code
+    if what in open_requests and cancel_request(run, what):
+        print(f"{run}: request {what} is cancelled")
+        return 0
+    if what.isdecimal() and int(what) in recorded:
+        return _forget(run, int(what), wait)
+    known = [*open_requests, *map(str, recorded)]
+    raise UserError(
+        f"cancel={what}: {run} has no such pending swap; "
+        + (f"it has {', '.join(known)}" if known else "none is pending (what has begun stays)")
+    )
+
+
+def _forget(run: Path, step: int, wait: float) -> int:
+    request = request_cancel(run, step)
+    if not run_directory.is_running(run):
+        print(f"{run}: the swap at step {step} is cancelled when the run is resumed")
+        return 0
+    return _report(run, request, wait, f"to cancel the swap at step {step}")
+
+
+def _value(words: list[str], key: str) -> str | None:
+    return next((a.partition("=")[2] for a in words if a.startswith(f"{key}=")), None)
+
+
+def _step(text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise UserError(f"at={text!r} must be a step (an integer ≥ 0)")
+    return None if text is None else int(text)
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = WAIT if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"wait={text!r} must be a number of seconds (0: do not wait)")
+    return seconds

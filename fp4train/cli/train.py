@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from fp4train.cli.launch import launch, settings
-from fp4train.config.schema import to_config
+from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.track.config import METRICS
 
 if TYPE_CHECKING:
     from fp4train.train import Result
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> int:
 
 def _train(cfg: DictConfig) -> int:
     from fp4train.precision.report import summarise
+    from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import build
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.resume import find_start
@@ -39,11 +41,9 @@ def _train(cfg: DictConfig) -> int:
     with run_directory.locked(directory):
         start = find_start(config, chosen)
         if start is not None and start.step >= config.train.steps:
-            print(
-                f"{directory} is finished: {start.step} steps are done. resume={directory} train.steps=… goes on, "
-                "run.name=… starts another run, run.overwrite=true this one again"
-            )
+            print(_finished(config, start.path.parent.parent, start.step))
             return 0
+        before = None if start is None else to_config(run_directory.read_config(start.path.parent.parent))
         run = build(config, chosen, start, swap)
         code = 1
         try:
@@ -51,6 +51,8 @@ def _train(cfg: DictConfig) -> int:
             _log.info("%s\nevery layer and GEMM: %s\n", summarise(run.plan), directory / run_directory.PLAN)
             if start is not None:
                 _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
+            if start is not None and before is not None and (jump := rate_jump(before, config, run.step)):
+                _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
             result = train(run)
             code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
         finally:
@@ -60,10 +62,28 @@ def _train(cfg: DictConfig) -> int:
     return code
 
 
+def _finished(config: Config, run: Path, step: int) -> str:
+    """What can be done with a run that has done its steps, and what its learning rate would do."""
+    from fp4train.run.advice import before_cooldown, learning_rate
+
+    text = (
+        f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
+        "run.name=… starts another run, run.overwrite=true this one again"
+    )
+    cooldown = config.schedule.cooldown_start(config.train.steps)
+    if cooldown is None or step <= cooldown:
+        return text
+    last = learning_rate(config, step - 1)
+    text += f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near "
+    return f"{text}{config.optim.lr:.3g} again; {before_cooldown(run, config)}"
+
+
 def _draw(directory: Path) -> str:
     """Draw the curves of a run that has some; a failure to draw them does not change the exit code."""
     from fp4train.analysis.curves import draw_curves
 
+    if not (directory / METRICS).exists():
+        return "; no curves, because track=none keeps no metrics"
     try:
         return f"; {draw_curves(directory)}"
     except (UserError, OSError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -17,12 +18,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from fp4train.config.binding import complete
 from fp4train.config.folders import CONFIGS, check_folder, options, own_options, register_recipes
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
+_KNOWN_FLAGS = (
+    *_FOLDER_FLAGS,
+    *("-m", "--multirun", "--cfg", "-c", "--resolve", "--info", "-i", "--package", "-p"),
+    *("--help", "-h", "--hydra-help", "--version"),
+)
 _OTHER_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--info", "-i")
 
 
@@ -77,6 +84,10 @@ def parse(arguments: list[str]) -> list[Override]:
             if "=" not in word and Path(word).is_dir():
                 raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
             why = _first_lines(error).partition(" expecting ")[0]
+            if odd := re.search(r"token recognition error at: '(.)", why):
+                key, equals, value = word.partition("=")
+                quoted = f"'{key}=\"{value}\"'" if equals else "key=value"
+                raise UserError(f"{word!r}: a value with the character {odd[1]} needs quotes: {quoted}") from error
             raise UserError(f"{word!r}: {why}; write key=value, and quote values with special characters") from error
     return found
 
@@ -146,6 +157,56 @@ def for_resume(arguments: list[str]) -> list[str]:
     return marked
 
 
+def with_defaults(arguments: list[str], folders: Iterable[Path] = ()) -> list[str]:
+    """The arguments; a key that its section's class has and the YAML leaves out is marked as an addition (++).
+
+    Plugins that the sections name must be imported (`plugins.using`).
+    """
+    found = parse(arguments)
+    known = groups(folders)
+    choices = [f"{o.key_or_group}={_picked(o)[0]}" for o in found if o.key_or_group in known and not o.is_delete()]
+    only = _only_in_classes(plain(compose(choices, folders), resolve=False))
+    missing = {
+        str(o.input_line)
+        for o in found
+        if o.key_or_group in only and not (o.is_add() or o.is_force_add() or o.is_delete())
+    }
+    return [f"++{a}" if a in missing else a for a in arguments]
+
+
+def _only_in_classes(have: Mapping[str, Any]) -> set[str]:
+    """The keys that the classes of a composed configuration have and its YAML leaves out."""
+    try:
+        return set(keys(complete(have, Config))) - set(keys(have))
+    except UserError:  # a class that is not there is reported where it is bound
+        return set()
+
+
+def check_flags(arguments: list[str]) -> None:
+    """Refuse flags that are not fp4train's.
+
+    Raises:
+        UserError: an unknown flag, a key written as one, or one of Hydra's that names another configuration.
+    """
+    flags, _ = flags_and_words(arguments)
+    sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in groups()}
+    for flag in [a for a in flags if a.startswith("-")]:
+        name = flag.partition("=")[0]
+        bare = flag.lstrip("-")
+        if re.split(r"[.=/]", bare)[0] in sections:
+            raise UserError(f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}")
+        if name in ("--config-path", "-cp", "--config-name", "-cn"):
+            raise UserError(
+                f"{name}: fp4train has one configuration; a folder of your own options is --config-dir FOLDER"
+            )
+        if name not in _KNOWN_FLAGS:
+            namesakes = [f"{k}=…" for k in keys(plain(compose([]), resolve=False)) if k.rpartition(".")[2] == bare]
+            hint = f"; keys are written without dashes: {' or '.join(namesakes)}" if namesakes else ""
+            raise UserError(
+                f"unknown flag {name}{hint}{'' if hint else near_miss(name, _KNOWN_FLAGS)}; fp4train --help lists keys"
+            )
+
+
 def check(arguments: list[str]) -> None:
     """Check the arguments of a command against the configuration that they compose.
 
@@ -159,11 +220,6 @@ def check(arguments: list[str]) -> None:
     for folder in more:
         check_folder(folder)
     known = groups(more)
-    sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in known}
-    for flag in other_flags(flags):
-        name = flag.lstrip("-")
-        if re.split(r"[.=/]", name)[0] in sections:
-            raise UserError(f"{flag}: keys are written without dashes, {name if '=' in name else f'{name}=…'}")
     chosen: list[list[str]] = []
     values: list[str] = []
     swept: list[str] = []
@@ -171,10 +227,13 @@ def check(arguments: list[str]) -> None:
     for override in parse(arguments):
         key = override.key_or_group
         if key.startswith("hydra"):
+            _check_hydra(str(override.input_line))
             continue
         if override.is_sweep_override() and not sweep:
             line = override.input_line
             raise UserError(f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]")
+        if key in known and override.is_delete():
+            raise UserError(f"{override.input_line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another")
         if key not in known and not override.is_sweep_override():
             others.append(str(override.input_line))
         if key in known and not override.is_delete():
@@ -192,12 +251,26 @@ def check(arguments: list[str]) -> None:
                 swept.append(key)
     for combination in product(*chosen):
         choices = [choice for choice in combination if choice]
+        bare = plain(compose(choices, more), resolve=False)
+        added = _only_in_classes(bare)
+        marked = [f"++{line}" if line.partition("=")[0] in added else line for line in others]
         try:
-            have = list(keys(plain(compose([*choices, *others], more), resolve=False)))
+            have = [*keys(plain(compose([*choices, *marked], more), resolve=False)), *added]
         except UserError:
-            _check_keys(values, list(keys(plain(compose(choices, more), resolve=False))))
+            _check_keys(values, [*keys(bare), *added])
             raise
         _check_keys(swept, have)
+
+
+def _check_hydra(override: str) -> None:
+    """Refuse a setting of Hydra's own that it does not have."""
+    GlobalHydra.instance().clear()
+    register_recipes()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            hydra_compose("train", overrides=[override], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{override}: Hydra has no such setting ({_first_lines(error)})") from error
 
 
 def _check_keys(wanted: list[str], have: list[str]) -> None:
@@ -205,13 +278,17 @@ def _check_keys(wanted: list[str], have: list[str]) -> None:
         if key in have:
             continue
         # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
-        others = [k for k in have if not key.startswith(f"{k}.")]
+        others = [k for k in have if not key.startswith(f"{k}.") and not k.endswith("_target_")]
         namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
         section = key.rpartition(".")[0]
         beside = [k.rpartition(".")[2] for k in have if section and k.rpartition(".")[0] == section]
         beside = [name for name in beside if name != "_target_"]
         known = f" (known: {', '.join(beside)})" if beside else ""
-        hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else near_miss(key, namesakes or others)
+        near = [k for k in namesakes if section and k.startswith(f"{section}.")]
+        if 1 < len(near) <= 3:
+            hint = f"; did you mean {' or '.join(map(repr, near))}?"
+        else:
+            hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else near_miss(key, namesakes or others)
         raise UserError(f"unknown key {key!r}{hint}{known}")
 
 

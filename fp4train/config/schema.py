@@ -18,12 +18,16 @@ from fp4train.backends import CHOICES
 from fp4train.config.binding import bind
 from fp4train.data import Source
 from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
 from fp4train.models.architecture import Architecture
 from fp4train.optim.optimizer import Optimizer
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
 from fp4train.track.config import Tracking
+
+MOST_STEPS = 10**12
+"""Steps beyond this are a slip of the hand; positions in the data stay below 2**63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ class TrainSettings:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
         if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
             raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
 
@@ -138,6 +144,9 @@ class Config:
         gpu: the GPU that `fp4train plan` estimates times for; None estimates none.
         resume: the run directory to go on from.
         plugins: packages that the command line named; kept with the run for information.
+        resume_step: the kept checkpoint of `resume` to go on from; None: the newest.
+        init: the run directory whose weights a new run begins with; data, schedule and step are its own.
+        init_step: the kept checkpoint of `init`; None: the newest.
         (the rest: one object for each section of `configs/train.yaml`)
     """
 
@@ -158,9 +167,18 @@ class Config:
     gpu: str | None
     resume: str | None
     plugins: tuple[str, ...] = ()
+    resume_step: int | None = None
+    init: str | None = None
+    init_step: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)
+        if self.gpu is not None:
+            find_gpu(self.gpu)
+        for name, run in (("resume", self.resume), ("init", self.init)):
+            step = getattr(self, f"{name}_step")
+            if step is not None and (run is None or step < 0):
+                raise ValueError(f"{name}_step={step} is the step of a checkpoint of {name}=RUN: give both")
 
 
 def to_config(cfg: DictConfig) -> Config:

@@ -45,6 +45,12 @@ class HuggingFace:
                 f"data.name={self.name}, data.path={self.path}: exactly one is needed, "
                 "a hub name or a .parquet, .jsonl file or folder"
             )
+        hub = {"config": self.config, "revision": self.revision, "split": None if self.split == "train" else self.split}
+        if self.path is not None and (given := [key for key, value in hub.items() if value is not None]):
+            raise ValueError(
+                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no {given[0]}, a hub data set has "
+                "(data.name); give the files of that part as data.path"
+            )
         for key, bound in (("max_tokens", self.max_tokens), ("max_documents", self.max_documents)):
             if bound is not None and bound < 1:
                 raise ValueError(f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound")
@@ -102,6 +108,7 @@ def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Pie
         import datasets
     except ImportError as error:
         raise DataError(f"data=hf needs the package datasets ({error}): pip install datasets") from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file is raised as well
     try:
         rows = iter(datasets.load_dataset(**arguments, streaming=True))
         for number, row in enumerate(rows):

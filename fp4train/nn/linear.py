@@ -226,9 +226,12 @@ class Linear(nn.Linear):
         """
         if input.shape[-1:] != (self.in_features,):
             shape = tuple(input.shape)
-            raise ValueError(f"{self.layer.name}: input {shape} does not end in in_features={self.in_features}")
+            raise ValueError(
+                f"{self.layer.name or 'linear layer'}: input {shape} does not end in in_features={self.in_features}"
+            )
         if not input.is_floating_point():
-            raise TypeError(f"{self.layer.name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
+            name = self.layer.name or "linear layer"
+            raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
         device = input.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch_autocasts(device) else input.dtype
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)

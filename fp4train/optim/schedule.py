@@ -52,6 +52,13 @@ class Schedule:
         """The first step of the cooldown in a run of `steps`, or None if the schedule has none."""
         return None
 
+    def problems(self, steps: int) -> list[str]:
+        """What a run of `steps` is too short for, for people."""
+        warmup = _steps("warmup", self.warmup, steps)
+        if warmup and warmup >= steps:
+            return [f"schedule.warmup={self.warmup} takes all {steps} steps: the peak rate holds for none after it"]
+        return []
+
     def after_warmup(self, step: int, warmup: int, steps: int) -> float:
         return 1.0
 
@@ -97,6 +104,18 @@ class WSD(Schedule):
     def cooldown_start(self, steps: int) -> int:
         warmup, cooldown = _steps("warmup", self.warmup, steps), _steps("cooldown", self.cooldown, steps)
         return max(steps - cooldown, warmup)
+
+    def problems(self, steps: int) -> list[str]:
+        warmup, cooldown = _steps("warmup", self.warmup, steps), _steps("cooldown", self.cooldown, steps)
+        found = super().problems(steps)
+        if cooldown and steps > 1 and cooldown >= steps:
+            found.append(f"schedule.cooldown={self.cooldown} takes all {steps} steps: no step is at the peak rate")
+        elif warmup < steps < warmup + cooldown:
+            found.append(
+                f"schedule.warmup={self.warmup} and schedule.cooldown={self.cooldown} overlap in {steps} steps: the "
+                f"cooldown begins at step {warmup}, where the warm-up ends"
+            )
+        return found
 
     def after_warmup(self, step: int, warmup: int, steps: int) -> float:
         start = self.cooldown_start(steps)

@@ -33,6 +33,8 @@ class Phase:
     gemms: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"recipe={self.recipe!r} must be a recipe, for instance BF16()")
         if isinstance(self.start, str):
             if self.start != "cooldown":
                 raise ValueError(f"start={self.start!r} must be a step, a share of the run, or 'cooldown'")

@@ -8,7 +8,7 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -181,6 +181,11 @@ class Plan:
         """The stretch that contains `step`; the last one for steps beyond the end."""
         return next((s for s in self.stretches if s.start <= step < s.stop), self.stretches[-1])
 
+    def since(self, step: int) -> Plan:
+        """The plan of the steps from `step` on."""
+        rest = [replace(s, start=max(s.start, step)) for s in self.stretches if s.stop > step]
+        return replace(self, stretches=tuple(rest or self.stretches[-1:]))
+
     @property
     def quantised(self) -> bool:
         """Whether any GEMM of the run is quantised."""
@@ -281,6 +286,8 @@ def plan(
     Raises:
         ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot run a recipe.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a model (torch.nn.Module), not {type(model).__name__}")
     layers = find_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer: there is nothing to plan")

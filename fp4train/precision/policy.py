@@ -46,6 +46,8 @@ class LayerPolicy:
                 )
             if isinstance(value, float) and value > 1:
                 raise ValueError(f"{name}={value} is a share above 1.0; write a count of blocks as an integer")
+        if not isinstance(self.recipe_for_kept, Recipe):
+            raise TypeError(f"recipe_for_kept={self.recipe_for_kept!r} must be a recipe, for instance BF16()")
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
 
     def count(self, which: str, blocks: int) -> int:

@@ -26,6 +26,20 @@ def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) ->
     }
 
 
+_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (int,), "float": (int, float)}
+_WORDS = {"bool": "True or False", "str": "text", "int": "a whole number", "float": "a number"}
+
+
+def check_kinds(recipe: object) -> None:
+    """TypeError for a switch, word or number of a recipe that is none; it names the field, the value and what it is."""
+    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]
+        annotation, value = str(field.type), getattr(recipe, field.name)
+        if annotation not in _KINDS:
+            continue
+        if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation != "bool"):
+            raise TypeError(f"{field.name}={value!r} must be {_WORDS[annotation]}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Base of all recipes; subclasses define their six operands in `operands`.
@@ -39,6 +53,7 @@ class Recipe:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check_choice("dtype", self.dtype, DTYPES)
         if isinstance(self.high_precision, str):
             object.__setattr__(self, "high_precision", (self.high_precision,))

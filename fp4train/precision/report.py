@@ -11,7 +11,7 @@ Percentages are shares of the multiply-adds of all linear layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fp4train.precision.layers import Layer
@@ -40,11 +40,15 @@ def render(plan: Plan, *, full: bool = False) -> str:
     parts = []
     for stretch in plan.stretches:
         rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
-        rows = rows if full else _fold(rows)
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares(stretch.start).items())
-        lines = tabulate([COLUMNS[1:], *rows])
-        parts.append("\n".join([stretch.title, *lines, f"multiply-adds of linear layers: {shares}"]))
+        parts.append(section(stretch.title, rows, plan.shares(stretch.start), full=full))
     return "\n\n".join(parts)
+
+
+def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:
+    """One stretch: its title, the rows of `cells` without their steps, and the shares of the multiply-adds."""
+    lines = tabulate([COLUMNS[1:], *(rows if full else _fold(rows))])
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    return "\n".join([title, *lines, f"multiply-adds of linear layers: {listed}"])
 
 
 @dataclass(kw_only=True)

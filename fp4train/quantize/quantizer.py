@@ -83,6 +83,8 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
         kernel: "auto" takes the fastest that supports the spec; if that is the reference, `why` has the reason. A named
             kernel that does not support the spec raises ValueError.
     """
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"spec={spec!r} must be a QuantSpec")
     check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return Quantizer(spec)

@@ -22,8 +22,12 @@ from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
+from fp4train.run import history
+from fp4train.run.advice import nothing_quantised, warn_of_schedule
+from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.run import Run
-from fp4train.run.swaps import as_swap, check_record, read_entries, read_swaps, record_swap, write_entries
+from fp4train.run.swaps import as_swap, plain_swaps, read_entries, read_swaps, record_swap, write_entries
+from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker, mend
 from fp4train.track.config import METRICS
 
@@ -31,6 +35,10 @@ _log = logging.getLogger(__name__)
 
 COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
+
+
+VALIDATION_SEED = 0
+"""Chooses the validation sequences of every run, whatever its run.seed."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -41,6 +49,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
     return device
@@ -137,7 +147,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     device = choose_device(config.device)
     if start is not None:
-        _check_belongs(start, source, mend=not branching)
+        check_belongs(start, source, mend=not branching)
     timeline = build_timeline(config, source if start or not config.run.overwrite else None)
     if start is not None and swap is not None:
         wanted = as_swap(start.step, swap[1], swap[0])
@@ -146,29 +156,38 @@ def build(
             swap = None  # the same command again: that swap is on record
         else:
             timeline = with_swap(timeline, wanted)
-            for later in (s for s in timeline.swaps if s.step > start.step):
-                _log.warning("the swap to %s at step %d, asked for earlier, stays", later.name, later.step)
+    init = load_init(config) if start is None else None
+    warn_of_schedule(config)
     overwriting = config.run.overwrite and (start is None or branching)
     identity = None if overwriting else run_directory.identity(directory)
     if start is None and not overwriting:
         run_directory.check_restart(directory, config.checkpoint.every)
     elif start is not None and not branching:
-        identity = identity or _identity(start)
-    with run_directory.workplace(directory, aside=overwriting) as place:
-        if branching:
-            run_directory.copy_files(source, place, run_directory.TOKENIZER)
+        identity = identity or identity_of(start)
+    origin = source if init is None else init.path.parent.parent
+    with run_directory.workplace(directory, aside=overwriting or init is not None) as place:
+        if branching or init is not None:
+            run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = _build(config, place, timeline, device)
         if start is not None:
             run.restore(start)
+            run.plan = run.plan.since(run.step)
+        if init is not None:
+            load_weights(run.model, init)
         if overwriting:
             run_directory.start_over(directory)
+        if place != directory:
             run_directory.copy_files(place, directory, run_directory.TOKENIZER)
+    if warning := nothing_quantised(run.plan):
+        _log.warning("%s", warning)
+    record = _begin_record(config, cfg, source, directory, start, init, swap)
     run.identity = identity or run_directory.new_identity()
     run_directory.write_config(directory, cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, run_directory.CONFIG_LIMIT)
     found: list[str] = []
     if branching:
-        run_directory.copy_files(source, directory, (METRICS,))
+        unrecorded = run.folder.status(run_directory.HISTORY) is None
+        run_directory.copy_files(source, directory, (METRICS, *((run_directory.HISTORY,) if unrecorded else ())))
         if entries := read_entries(source):
             write_entries(directory, entries)
     if start is None:
@@ -179,6 +198,7 @@ def build(
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])
     run.swaps = read_entries(directory)
+    history.append(directory, plan=run.plan, **record)
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
@@ -187,12 +207,94 @@ def build(
             _log.warning("%s: %s", directory / METRICS, what)
         if found:
             run.tracker.log_event(start.step + 1, "metrics mended", {"found": found})
-        run.tracker.log_event(start.step + 1, "resume", {"from": start.path.name})
+        changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
+        run.tracker.log_event(
+            start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}
+        )
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
-    run.write_plan()
+        if not branching and config.resume_step is not None:
+            _abandon_later(run)
+    elif init is not None:
+        run.tracker.log_event(1, "init", {"from": str(init.path)})
+    write_plan(run)
     run.tracker.log_table("plan", *table(run.plan))
     return run
+
+
+def _abandon_later(run: Run) -> None:
+    """Write the state that the run goes on from anew, which removes the checkpoints of later steps.
+
+    None of them must be found as the newest.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    newest = checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1]
+    if newest <= run.step:
+        return
+    _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1)
+    begun = run.saver.begin(proven=True)
+    run.saver.wait()
+    outcomes = run.saver.outcomes()
+    if not begun or not outcomes or not outcomes[-1].written:
+        why = next((o.problem or f"{o.bad} is not finite" for o in reversed(outcomes)), "it is not written in time")
+        run.saver.close()
+        raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
+
+
+def _begin_record(
+    config: Config,
+    cfg: DictConfig,
+    source: Path,
+    directory: Path,
+    start: checkpoint.Checkpoint | None,
+    init: checkpoint.Checkpoint | None,
+    swap: tuple[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """What the history says of this start: event, step, where from, what changed. A resume logs its changes."""
+    if start is None:
+        return {
+            "event": "start" if init is None else "init",
+            "step": 0,
+            "config": plain(cfg),
+            **({} if init is None else {"from": str(init.path)}),
+        }
+    branching = source.resolve() != directory.resolve()
+    record: dict[str, Any] = {
+        "event": "branch" if branching else "resume",
+        "step": start.step,
+        "from": str(start.path) if branching else start.path.name,
+    }
+    records = history.read_history(source)
+    before = history.configuration(records)
+    if before is None:
+        record["config"] = plain(cfg)
+    else:
+        record["changed"] = history.changes(before, history.flat(plain(cfg)))
+    swaps = plain_swaps(source)
+    for step, recipe in swaps.items():
+        known = history.recorded_swaps(records).get(step)
+        if known != recipe:
+            _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.SWAPS, step)
+            record.setdefault("changed", {})[f"{run_directory.SWAPS}, step {step}"] = (known, recipe)
+    for key, (old, new) in record.get("changed", {}).items():
+        if key not in ("run.name", "run.dir"):
+            _log.info("changed: %s: %s → %s", key, old, new)
+    for later in (step for step in swaps if step > start.step):
+        _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", later, directory)
+    if swap is not None:
+        record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
+    return record
+
+
+def write_plan(run: Run) -> None:
+    """Keep the plan with the run: the past as the history has it, the rest as it is planned."""
+    try:
+        text = history.plan_text(run.directory, run.plan, run.step)
+        run_directory.write_text(run.directory / run_directory.PLAN, text + "\n")
+    except UserError as error:  # a copy for reading: not worth the run
+        _log.warning("%s", error)
 
 
 def _build(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
@@ -201,8 +303,9 @@ def _build(config: Config, place: Path, timeline: Timeline, device: torch.device
     _log.info("%s", data.description)
     model = build_model(config, data.vocab_size, device)
     loaders = {
-        name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed)
-        for name, tokens in (("train", data.train), ("val", data.val))
+        name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
+        # The validation sequences are the same for every seed, so that the losses of seeds compare.
+        for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
     }
     scaling = config.recipe.loss_scaling
     return Run(
@@ -222,66 +325,6 @@ def _build(config: Config, place: Path, timeline: Timeline, device: torch.device
         fingerprint=data.fingerprint,
         folder=Folder.open(config.run.dir, create=True),
     )
-
-
-def _identity(start: checkpoint.Checkpoint) -> str | None:
-    """Of the run that a checkpoint belongs to; None for one from before runs had an identity."""
-    run = start.state.get("run")
-    found = run.get("id") if isinstance(run, dict) else None
-    return found if isinstance(found, str) and found else None
-
-
-def _check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
-    """Refuse a checkpoint, or a record of swaps, that is not of the run in `source`.
-
-    Raises:
-        UserError: it is another run's; or the swaps are not those that the checkpoint was trained with.
-    """
-    own, theirs = run_directory.identity(source), _identity(start)
-    if own is not None and theirs is not None and own != theirs:
-        raise UserError(
-            f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} ({own}): another run left it "
-            "there, or it was copied from one. Move it away, or resume the run that it belongs to"
-        )
-    run = start.state.get("run")
-    if own is None and isinstance(run, dict) and run.get("config") not in (None, run_directory.config_checksum(source)):
-        _log.warning(
-            "%s has lost its first line and is not as %s was trained with",
-            source / run_directory.CONFIG,
-            start.path.name,
-        )
-    entries = start.state.get("swaps", [])
-    try:
-        if not isinstance(entries, list):
-            raise TypeError("it is no list")
-        if "swaps" in start.state:
-            check_record(source, start.step, entries, mend=mend)  # type: ignore[arg-type]
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{start.path} holds no record of swaps: {error}") from error
-
-
-def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
-    """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
-
-    Args:
-        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what the user calls it.
-        request: the key of the request that asked for it.
-
-    Raises:
-        UserError: the swap is impossible; nothing has changed then.
-    """
-    swap = as_swap(step, recipe, name)
-    if not run.step <= swap.step < run.config.train.steps:
-        raise UserError(
-            f"step {step} is past: {run.step} steps are done"
-            if swap.step < run.step
-            else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
-        )
-    timeline = with_swap(run.timeline, swap)
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device))
-    run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
-    run.timeline, run.plan = timeline, plan
-    run.write_plan()
 
 
 def with_swap(timeline: Timeline, swap: Swap) -> Timeline:

@@ -4,7 +4,8 @@
                       line holds the run's identity and the checksum of the rest
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
-    swap_requests/    recipe changes that the running process has not picked up (`swaps`)
+    history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
+    swap_requests/    recipe changes that the running process is asked for, and its answers (`requests`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
 
 A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
@@ -41,7 +42,7 @@ from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
-LOCK, HEARTBEAT = ".lock", "heartbeat.json"
+LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
@@ -300,7 +301,7 @@ def start_over(run: Path) -> None:
             _check_ours(folder)
             for name in (CHECKPOINTS, REQUESTS, "wandb"):
                 folder.remove_folder(name)
-            for name in (SWAPS, PLAN, METRICS, HEARTBEAT, "curves.png", *TOKENIZER, CONFIG):
+            for name in (SWAPS, HISTORY, PLAN, METRICS, HEARTBEAT, "curves.png", *TOKENIZER, CONFIG):
                 folder.remove(name)
             folder.sync()
     except OSError as error:

@@ -8,9 +8,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.config import Config
+from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run import history
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,29 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
         UserError: as `find_source`, or no checkpoint is usable.
     """
     source = find_source(config, cfg)
-    return None if source is None else _load(source)
+    if source is None:
+        return None
+    found = checkpoint.load(source / run_directory.CHECKPOINTS, _chosen_step(config, source))
+    for path, reason in found.skipped:
+        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
+    return found
+
+
+def start_step(config: Config, source: Path) -> int:
+    """The step that a run goes on from, by the names of the checkpoints of `source` alone.
+
+    Raises:
+        UserError: `resume_step` names no checkpoint.
+    """
+    have, wanted = checkpoint.steps(source / run_directory.CHECKPOINTS), _chosen_step(config, source)
+    if wanted is not None and wanted not in have:
+        raise UserError(f"resume_step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+    return have[-1] if wanted is None else wanted
+
+
+def _chosen_step(config: Config, source: Path) -> int | None:
+    """`resume_step`, where it is about `source`: a branch that has checkpoints of its own goes on from its newest."""
+    return config.resume_step if config.resume and Path(config.resume).resolve() == source.resolve() else None
 
 
 def find_source(config: Config, cfg: DictConfig) -> Path | None:
@@ -48,13 +71,16 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
+        _check_edits(directory, saved)
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
             return directory
         if not config.resume and saved.get("resume"):
             raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
     if config.resume is None:
         return None
-    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
+    saved = run_directory.read_config(source)
+    _check_same(saved, cfg, source, resuming=True)
+    _check_edits(source, saved)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
@@ -70,8 +96,14 @@ def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool
         raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
 
 
-def _load(run: Path) -> checkpoint.Checkpoint:
-    found = checkpoint.load(run / run_directory.CHECKPOINTS)
-    for path, reason in found.skipped:
-        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
-    return found
+def _check_edits(run: Path, saved: DictConfig) -> None:
+    """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
+    recorded = history.configuration(history.read_history(run))
+    if recorded is None:
+        return
+    edits = history.changes(recorded, history.flat(plain(saved)))
+    path = run / run_directory.CONFIG
+    for key, (old, new) in edits.items():
+        if not key.startswith(run_directory.RESUMED):
+            raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
+        _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +21,10 @@ from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
-from fp4train.precision.report import render
-from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.saving import Saver
 from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -134,13 +129,6 @@ class Run:
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
             "swaps": self.swaps,
         }
-
-    def write_plan(self) -> None:
-        """Keep the plan, every row of it, with the run."""
-        try:
-            run_directory.write_text(self.directory / run_directory.PLAN, render(self.plan, full=True) + "\n")
-        except UserError as error:  # a copy for reading: not worth the run
-            _log.warning("%s", error)
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.

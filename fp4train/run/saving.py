@@ -208,7 +208,7 @@ class Saver:
             if there not in (None, run.identity):
                 raise UserError(f"{place} holds another run ({there}): nothing is written there")
             copies = {run_directory.CONFIG: run.saved_config}
-            for name in (run_directory.SWAPS, METRICS, *run_directory.TOKENIZER):
+            for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
                     copies[name] = run.folder.read(name, METRICS_LIMIT)
             for name, data in copies.items():

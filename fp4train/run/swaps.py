@@ -1,10 +1,9 @@
-"""Recipe changes of a run: swaps.json in its directory records them, swap_requests/ asks a running process for them.
+"""RUN/swaps.json: the recipe changes of a run, each with the step from which it holds.
 
-`fp4train swap` writes one request file per swap. The training process takes it between two steps, records the swap with
-its step, and from then on it belongs to the run: a resumed run repeats it. Recipes are stored as plain configuration
-values; `as_swap` binds them, and refuses whatever is no recipe. Each entry carries the identity of its run and a
-checksum, and each checkpoint the entries that it was trained with: an entry that was changed, lost or comes from
-another run is noticed.
+A swap that is recorded belongs to the run: a resumed run repeats it. Recipes are stored as plain configuration values;
+`as_swap` binds them, and refuses whatever is no recipe. Each entry carries the identity of its run and a checksum, and
+each checkpoint the entries that it was trained with: an entry that was changed, lost or comes from another run is
+noticed. `fp4train.run.requests` is how a running process is asked for one.
 """
 
 from __future__ import annotations
@@ -12,29 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp4train import files
 from fp4train.config.binding import bind
 from fp4train.errors import UserError
-from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.run import directory as run_directory
-from fp4train.run.directory import REQUESTS, SWAPS, write_text
+from fp4train.run.directory import SWAPS, write_text
 
 Entry = dict[str, Any]
 
 LIMIT = 1 << 24
 """Bytes of swaps.json that are read."""
-REQUEST_LIMIT = 1 << 20
-"""Bytes of a request that are read."""
-AT_ONCE = 100
-"""Requests that are taken between two steps."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +68,11 @@ def read_swaps(run: Path) -> list[Swap]:
         raise UserError(said if SWAPS in said else f"{run / SWAPS} cannot be read: {error}") from error
 
 
+def plain_swaps(run: Path) -> dict[int, dict[str, Any]]:
+    """Step → plain recipe of the recorded swaps."""
+    return {e["step"]: e["recipe"] for e in read_entries(run)}
+
+
 def record_swap(run: Path, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> list[Entry]:
     """Add a swap to the run's record; it replaces an earlier one at the same step. Returns the record."""
     entry: Entry = {"step": step, "name": name, "recipe": recipe, "run": run_directory.identity(run)}
@@ -86,11 +82,16 @@ def record_swap(run: Path, step: int, recipe: dict[str, Any], name: str, request
     return write_entries(run, entries)
 
 
+def remove_swap(run: Path, step: int) -> list[Entry]:
+    """Take a swap that has not begun out of the run's record. Returns the record."""
+    return write_entries(run, [e for e in read_entries(run) if e["step"] != step])
+
+
 def write_entries(run: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Make `entries` the record of `run`, each with its identity and a checksum. Returns them."""
     known = run_directory.identity(run)
     sealed = [{**{k: v for k, v in e.items() if k != "sha256"}, "run": known} for e in entries]
-    sealed = [e | {"sha256": _checksum(e)} for e in sorted(sealed, key=lambda e: int(e["step"]))]
+    sealed = [e | {"sha256": checksum(e)} for e in sorted(sealed, key=lambda e: int(e["step"]))]
     write_text(run / SWAPS, json.dumps(sealed, indent=1))
     return sealed
 
@@ -102,7 +103,7 @@ def _check(entry: Any, known: str | None) -> None:
         raise ValueError(f"an entry holds {sorted(strange)[0]!r}")
     if set(entry) == {"step", "name", "recipe"}:
         return  # from before entries had a checksum
-    if entry.get("sha256") != _checksum({k: v for k, v in entry.items() if k != "sha256"}):
+    if entry.get("sha256") != checksum({k: v for k, v in entry.items() if k != "sha256"}):
         raise ValueError(
             f"the swap at step {entry['step']} was changed after it had been recorded (its checksum differs); remove "
             "the file to go on with the swaps of the checkpoint"
@@ -111,7 +112,8 @@ def _check(entry: Any, known: str | None) -> None:
         raise ValueError(f"it is of run {entry['run']}, not of this one ({known})")
 
 
-def _checksum(entry: Mapping[str, Any]) -> str:
+def checksum(entry: Mapping[str, Any]) -> str:
+    """Of an entry or a request without its own "sha256"."""
     text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -159,75 +161,3 @@ def as_swap(step: int, recipe: dict[str, Any], name: str) -> Swap:
             that this command names.
     """
     return Swap(step=bind(step, int, "step"), recipe=bind(recipe, Recipe, "recipe"), name=str(name))
-
-
-def request_swap(run: Path, recipe: dict[str, Any], name: str, at: int | None) -> Path:
-    """Ask the process that trains in `run` (now, or after a resume) to change the recipe at step `at`.
-
-    Args:
-        recipe: plain configuration values.
-        name: what the user calls it ("mxfp8").
-        at: None: at the next step.
-
-    Raises:
-        UserError: the request cannot be written.
-    """
-    key = f"{time.time_ns()}-{secrets.token_hex(4)}"
-    request = {"recipe": recipe, "name": name, "at": at}
-    data = json.dumps(request | {"sha256": _checksum(request)}).encode()
-    try:
-        with Folder.open(run) as folder, folder.folder(REQUESTS, create=True) as requests:
-            requests.write(f"{key}.json", data)
-    except OSError as error:
-        raise UserError(f"{run / REQUESTS} cannot be written: {error}") from error
-    return run / REQUESTS / f"{key}.json"
-
-
-def take_requests(folder: Folder, done: Sequence[Entry]) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
-    """Yield each pending request, and remove it when the caller asks for the next one.
-
-    Args:
-        folder: the run's directory.
-        done: the recorded swaps: a request that one of them answers was carried out before a kill, and only goes.
-
-    Yields:
-        (its key, the request, "") or (its key, None, why it cannot be read).
-    """
-    try:
-        requests = folder.folder(REQUESTS)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        with suppress(OSError):
-            folder.rename(REQUESTS, f"{REQUESTS}.refused")
-        yield "", None, f"requests cannot be read: {error}"
-        return
-    answered = {entry.get("request") for entry in done}
-    with requests:
-        for name in [name for name in requests.names() if name.endswith(".json")][:AT_ONCE]:
-            key = name.removesuffix(".json")
-            if key in answered:
-                _set_aside(requests, name)
-                continue
-            try:
-                request = json.loads(requests.read(name, REQUEST_LIMIT))
-                if not isinstance(request, dict) or not {"recipe", "name", "at"} <= set(request):
-                    raise ValueError("it does not hold recipe, name and at")
-                checksum = request.pop("sha256", None)
-                if checksum is not None and checksum != _checksum(request):
-                    raise ValueError("it is damaged (its checksum differs)")
-            except (OSError, ValueError, RecursionError) as error:
-                _set_aside(requests, name)
-                yield key, None, f"request {name} cannot be read: {error}"
-            else:
-                yield key, request, ""
-                _set_aside(requests, name)
-
-
-def _set_aside(requests: Folder, name: str) -> None:
-    """Remove a request, or rename it, so that it is not taken again."""
-    try:
-        requests.remove(name)
-    except OSError:
-        with suppress(OSError):
-            requests.rename(name, f"{name.removesuffix('.json')}.refused")

@@ -1,11 +1,16 @@
 """The comparison reports gaps that can be checked by hand."""
 
+import csv
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from fp4train.analysis.compare import compare
+from fp4train.analysis.curves import shortened
+from fp4train.analysis.picture import NAME, colour_of, line_of
 from fp4train.errors import UserError
 from fp4train.track import MetricsLog
 
@@ -68,7 +73,8 @@ def test_a_diverged_run_shows_as_nan_and_is_drawn(tmp_path: Path) -> None:
 def test_the_picture_goes_into_the_first_run_or_where_asked(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 2.0 + i / 50) for i, name in enumerate("abc")]
     assert compare(runs).draw() == tmp_path / "a" / "compare.png"
-    out = compare(runs).draw(tmp_path / "pictures" / "all.png")
+    (tmp_path / "pictures").mkdir()
+    out = compare(runs).write(tmp_path / "pictures" / "all.png")
     assert out.read_bytes().startswith(PNG) and len(list(out.parent.iterdir())) == 1
 
 
@@ -100,3 +106,55 @@ def test_each_mistake_has_its_message(tmp_path: Path) -> None:
         compare([a, late])
     with pytest.raises(UserError, match=r"compare\.png cannot be written"):
         compare([a]).draw(a / "metrics.jsonl" / "compare.png")
+
+
+def seeded(run: Path, level: float, seed: int, **config: object) -> Path:
+    path = write_run(run, level)
+    (path / "config.yaml").write_text(json.dumps({"run": {"name": run.name, "seed": seed}, **config}))
+    return path
+
+
+def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> None:
+    runs = [seeded(tmp_path / f"a{seed}", level, seed, lr=1) for seed, level in enumerate((1.9, 2.0, 2.1))]
+    runs += [seeded(tmp_path / f"b{seed}", level, seed, lr=2) for seed, level in enumerate((2.0, 2.2))]
+    found = compare(runs)
+    a, b = found.means
+    assert (a.runs, a.seeds, a.gap) == (("a0", "a1", "a2"), (0, 1, 2), None)
+    assert a.loss == pytest.approx((2.0, 0.1)) and b.loss == pytest.approx((2.1, math.sqrt(0.02)))
+    assert b.gap == pytest.approx(0.05)
+    shown = found.render()
+    assert "2.0000 ± 0.1000" in shown and "0 1 2" in shown and "+5.00%" in shown
+    assert compare([runs[0], runs[3]]).means == [], "other configurations are not seeds of each other"
+
+
+def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
+    runs = [seeded(tmp_path / "a", 2.0, 0), seeded(tmp_path / "b", math.nan, 1)]
+    found = compare(runs)
+    with found.write(tmp_path / "gap.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first["run"] == "a" and float(first["val_loss"]) == 2.0 and first["gap"] == "" and second["steps"] == "40"
+    written = json.loads(found.write(tmp_path / "gap.json").read_text())
+    assert (written["loss"], written["step"]) == ("val/loss", 40) and written["runs"][1]["val_loss"] is None
+    assert written["means"][0]["seeds"] == [0, 1]
+    for name, message in (("x/gap.csv", "there is no folder"), ("gap.pdf", "must end in .png, .csv or .json")):
+        with pytest.raises(UserError, match=message):
+            found.write(tmp_path / name)
+    assert not (tmp_path / "x").exists()
+
+
+def test_24_runs_are_told_apart_in_table_and_picture(tmp_path: Path) -> None:
+    name = "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.0"
+    runs = [write_run(tmp_path / f"{name}{i:02}", 2.0 + i / 50) for i in range(24)]
+    found = compare(runs)
+    assert max(map(len, found.render().splitlines()[:26])) < 150
+    assert len({(colour_of(i), str(line_of(i))) for i in range(24)}) == 24
+    assert len({shortened(row.name, NAME) for row in found.rows}) == 24
+    assert found.draw().read_bytes().startswith(PNG)
+
+
+def test_two_comparisons_at_once_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    found = compare([write_run(tmp_path / name, 2.0) for name in "ab"])
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(found.write, [tmp_path / "gap.json"] * 20))
+    assert set(written) == {tmp_path / "gap.json"} and json.loads(written[0].read_text())["step"] == 40
+    assert [p.name for p in tmp_path.glob(".*")] == []

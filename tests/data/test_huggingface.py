@@ -129,3 +129,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         HuggingFace(name="a/b", path="c")
     with pytest.raises(ValueError, match=r"data\.max_tokens=0"):
         HuggingFace(name="a/b", max_tokens=0)
+
+
+@pytest.mark.parametrize("key", ["split", "config", "revision"])
+def test_what_only_a_hub_data_set_has_is_refused_for_local_files(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"data.{key}=test: local files \(data.path\) have no {key}"):
+        HuggingFace(path="x.jsonl", **{key: "test"})

@@ -221,3 +221,12 @@ def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(monkeyp
     tokens = torch.zeros(1, TIME, dtype=torch.int64)
     with autocast(recipe, policy=policy, step=0):
         assert model(tokens, tokens).isfinite()
+
+
+def test_the_plan_of_the_rest_begins_where_it_is_asked_for() -> None:
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(2)])})
+    whole = f4.plan(model, NVFP4(), phases=[Phase(start=4, recipe=BF16())], steps=8)
+    assert [(s.start, s.stop) for s in whole.stretches] == [(0, 4), (4, 8)]
+    assert [(s.start, s.stop) for s in whole.since(2).stretches] == [(2, 4), (4, 8)]
+    assert [(s.start, s.stop) for s in whole.since(6).stretches] == [(6, 8)]
+    assert whole.since(6).at(7).recipe == whole.at(7).recipe and whole.since(0) == whole

@@ -59,6 +59,14 @@ WRONG = {
     "a path for a name": (["run.name=/nowhere/x"], "run.name='/nowhere/x' must name a folder among the runs"),
     "all runs for a name": (["run.name=."], "run.name='.' must name a folder among the runs"),
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
+    "steps beyond counting": (["train.steps=99999999999999999999"], "must be at most 1000000000000"),
+    "an unknown GPU": (["gpu=H1000"], "gpu='H1000' is not a GPU whose peak rates are known; did you mean 'H100'?"),
+    "a device without kernels": (["device=meta"], "device='meta' is not one of auto, cpu, cuda"),
+    "a model beyond the memory": (["model.width=1000000", "model.heads=2"], "the memory is not enough: "),
+    "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
+    "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
+    "a launcher that is not there": (["hydra/launcher=joblib"], "hydra/launcher=joblib: Hydra has no such setting"),
+    "a name without its quotes": (["run.name=ünï"], """a value with the character ü needs quotes: 'run.name="ünï"'"""),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
     "a word for a share": (["policy.last=most"], "policy.last='most' must be"),
@@ -297,21 +305,27 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["--recipe=bf16"], "--recipe=bf16: keys are written without dashes, recipe=bf16"),
         (["--recipe", "bf16"], "--recipe: keys are written without dashes, recipe=…"),
         (["-train.steps=5"], "keys are written without dashes, train.steps=5"),
+        (["--config-name", "foo"], "--config-name: fp4train has one configuration"),
+        (["--config-path", "foo"], "--config-path: fp4train has one configuration"),
+        (["-x"], "unknown flag -x"),
+        (["--steps", "5"], "unknown flag --steps; keys are written without dashes: train.steps=…"),
+        (["track.foo=1"], "did you mean 'track.mode'?"),
+        (["--cfg", "job", "resume=runs/a"], "runs/a/config.yaml is the configuration of the run"),
         (["recipe", "=", "bf16"], "unknown verb 'recipe'"),
         (["train", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values: -m sweeps over them"),
         (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
         (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
-        (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.formula'? (known: hadamard"),
+        (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.dtype'? (known: hadamard"),
         (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
         (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
         (["plan", "--config-dir"], "--config-dir needs a folder"),
         (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
         (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
         (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
-        (["compare", "runs/a", "runs/b", "out="], "out=: the picture is a PNG"),
-        (["compare", "runs/a", "runs/b", "out=gap.pdf"], "out=gap.pdf: the picture is a PNG"),
+        (["compare", "runs/a", "runs/b", "out="], "out=: the name must end in .png or .csv or .json"),
+        (["compare", "runs/a", "runs/b", "out=gap.pdf"], "out=gap.pdf: the name must end in .png or .csv or .json"),
     ],
 )
 def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) -> None:
@@ -323,7 +337,7 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=1").code == 0
     below = "runs/a/checkpoints/step_00000001"
     assert cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
-    assert "no key=value; a run goes on with resume=runs/a" in cli.raw("plan", "runs/a").message
+    assert "no key=value; a run goes on with resume=runs/a" in cli.raw("train", "runs/a").message
     said = cli.raw("compare", "runs/a", "runs/aa").message
     assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
     assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
@@ -333,3 +347,42 @@ def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=2").code == 0
     assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0
     assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["a", "b-recipe=bf16", "b-recipe=mxfp8"]
+
+
+def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
+    ended = cli("plan", "recipe.dtype=float32")
+    assert ended.code == 0 and "FP32·FP32" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["phases.cooldown.start=6"], "phase cooldown never starts: its first step would be 6 of a run of 6"),
+        (["schedule.warmup=6"], "schedule.warmup=6 takes all 6 steps"),
+        (["schedule.cooldown=6"], "schedule.cooldown=6 takes all 6 steps"),
+        (["schedule.warmup=4", "schedule.cooldown=4"], "overlap in 6 steps: the cooldown begins at step 4"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_steps_is_said(cli: Cli, options: list[str], message: str) -> None:
+    ended = cli("plan", *options)
+    assert ended.code == 0 and message in ended.err
+    assert cli("plan").err == ""
+
+
+def test_a_batch_beyond_the_memory_is_one_line(cli: Cli) -> None:
+    said = cli("run.name=a", "train.batch_size=1000000000").message
+    assert said.startswith("the memory is not enough: ") and "train.microbatch=…" in said
+
+
+def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) -> None:
+    ended = cli("run.name=a", "train.steps=1", "track=none")
+    assert ended.code == 0 and "track=none keeps no metrics" in ended.out and "not a run directory" not in ended.out
+
+
+def test_a_folder_that_cannot_be_read_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> list[int]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    assert cli("run.name=a", "train.steps=1").code == 0
+    monkeypatch.setattr(checkpoint, "steps", refuse)
+    assert cli("resume=runs/a", "train.steps=2").message == "runs/a/checkpoints: Permission denied"

@@ -65,6 +65,7 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     run = Path("runs/a")
     assert {p.name for p in run.iterdir()} == {
         *(".lock", "config.yaml", "plan.txt", "metrics.jsonl", "curves.png", "checkpoints", "heartbeat.json"),
+        "history.jsonl",
     }
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["recipe"]["_target_"] == "fp4train.precision.NVFP4" and config["train"]["steps"] == 6
@@ -119,6 +120,8 @@ def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
     ended = cli("plan", "recipe=mxfp8", "full=true")
     assert ended.code == 0 and ended.err == ""
     assert "MXFP8" in ended.out and "blocks.1.mlp.down" in ended.out and "multiply-adds of linear layers" in ended.out
+    folded = cli("plan", "recipe=mxfp8")
+    assert folded.code == 0 and "block 0" in folded.out and "blocks.1.mlp.down" not in folded.out
     assert list(cli.folder.iterdir()) == []
 
 

@@ -41,8 +41,8 @@ def recorded(run: str) -> list[tuple[int, str]]:
 def test_a_swap_takes_effect_at_once_or_at_its_step_and_survives_a_resume(
     cli: Cli, stop_at: StopAt, before_step: Callable[[int, Callable[[], Any]], None]
 ) -> None:
-    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=mxfp8"))
-    before_step(2, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "at=4"))
+    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=mxfp8", "wait=0"))
+    before_step(2, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "at=4", "wait=0"))
     stop_at(5)
     assert cli("run.name=a", "checkpoint.every=3", *STEADY).code == 137
     stop_at(-1)
@@ -61,8 +61,8 @@ def test_a_later_request_for_the_same_step_replaces_the_earlier(
     cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]
 ) -> None:
     def ask() -> None:
-        cli.raw("swap", "runs/a", "recipe=mxfp8", "at=2")
-        cli.raw("swap", "runs/a", "recipe=mxfp8", "recipe.element=hybrid", "at=2")
+        cli.raw("swap", "runs/a", "recipe=mxfp8", "at=2", "wait=0")
+        cli.raw("swap", "runs/a", "recipe=mxfp8", "recipe.element=hybrid", "at=2", "wait=0")
 
     before_step(1, ask)
     assert cli("run.name=a", "train.steps=3", *STEADY).code == 0
@@ -132,7 +132,10 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
     ("arguments", "message"),
     [
         (["runs/a", "recipe=nvfp5"], "did you mean 'nvfp4'?"),
-        (["runs/a"], "swap needs recipe=NAME"),
+        (["runs/a", "at=1"], "swap needs recipe=NAME"),
+        (["runs/a", "recipe=bf16", "wait=long"], "wait='long' must be a number of seconds"),
+        (["runs/a", "cancel=7"], "cancel=7: runs/a has no such pending swap; none is pending"),
+        (["runs/a", "cancel=7", "recipe=bf16"], "stands alone, not with recipe=bf16"),
         (["recipe=bf16"], "swap needs one run directory"),
         (["runs/b", "recipe=bf16"], "runs/b is not a run directory (it has no config.yaml); runs holds a"),
         (["runs/a", "recipe=bf16", "at=soon"], "must be a step"),
@@ -199,7 +202,7 @@ def test_a_full_disk_refuses_the_swap_and_not_the_run(
             raise OSError(28, "No space left on device")
         original(folder, old, new)
 
-    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16"))
+    before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
     monkeypatch.setattr(Folder, "rename", rename)
     ended = cli("run.name=a", "train.steps=3", *STEADY)
     assert ended.code == 0 and "No space left" in events("runs/a", "swap refused")[0]["reason"]
@@ -211,7 +214,16 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
     try:
         wait_for(lambda: Path("runs/a/metrics.jsonl").exists() and len(lines("runs/a")) > 3)
         asked = cli.raw("swap", "runs/a", "recipe=bf16")
-        assert asked.code == 0 and asked.out == "runs/a: recipe bf16 at the next step\n"
+        assert asked.code == 0 and asked.out.startswith("runs/a: accepted, recipe bf16 from step ")
+        refused = cli.raw("swap", "runs/a", "recipe=fp16")
+        assert refused.code == 1 and "runs/a refuses recipe fp16 at the next step: a float16 run" in refused.message
+        assert cli.raw("swap", "runs/a", "recipe=mxfp8", "at=99999").code == 0
+        listed = cli.raw("swap", "runs/a").out
+        assert "bf16    took effect" in listed and "99999  mxfp8   recorded, cancel=99999" in listed
+        assert "the swap at step 99999 is cancelled" in cli.raw("swap", "runs/a", "cancel=99999").out
+        assert "99999" not in cli.raw("swap", "runs/a").out
+        begun = cli.raw("swap", "runs/a", f"cancel={recorded('runs/a')[0][0]}").message
+        assert "none is pending (what has begun stays)" in begun
         assert "is in use" in cli("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY).message
         wait_for(lambda: any(line.get("precision/recipe") == "BF16" for line in lines("runs/a")))
         process.terminate()
@@ -223,3 +235,53 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
     assert "stopped by SIGTERM" in out and "Traceback" not in err
     done = lines("runs/a")[-1]["step"]
     assert list(Path("runs/a/checkpoints").iterdir()) == [Path(f"runs/a/checkpoints/step_{done:08}")]
+
+
+def test_a_swap_that_the_resumed_run_would_refuse_is_refused_at_once(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    assert "a float16 run has a loss scale" in cli.raw("swap", "runs/a", "recipe=fp16").message
+    assert not Path("runs/a/swap_requests").exists()
+
+
+def test_pending_requests_are_listed_and_cancelled(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    assert cli.raw("swap", "runs/a").out == "runs/a: no swap is recorded, none is pending\n"
+    for recipe in ("bf16", "mxfp8"):
+        assert cli.raw("swap", "runs/a", f"recipe={recipe}").code == 0
+    listed = cli.raw("swap", "runs/a").out.splitlines()
+    assert [line.split()[:3] for line in listed[2:]] == [["next", "bf16", "pending"], ["next", "mxfp8", "pending"]]
+    request = listed[3].partition("cancel=")[2]
+    assert f"request {request} is cancelled" in cli.raw("swap", "runs/a", f"cancel={request}").out
+    assert "1 pending request is cancelled" in cli.raw("swap", "runs/a", "cancel=all").out
+    assert cli("resume=runs/a", "train.steps=3").code == 0
+    assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
+
+
+def test_a_recorded_swap_is_cancelled_by_the_run_that_resumes(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=1", "train.steps=4", *STEADY).code == 137
+    assert cli.raw("swap", "runs/a", "recipe=bf16", "at=3").code == 0
+    assert cli("resume=runs/a").code == 137, "takes the request, and stops at once"
+    stop_at(-1)
+    assert recorded("runs/a") == [(3, "bf16")]
+    assert "cancelled when the run is resumed" in cli.raw("swap", "runs/a", "cancel=3").out
+    assert cli("resume=runs/a").code == 0
+    assert recorded("runs/a") == [] and {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
+
+
+def test_nobody_waits_longer_than_asked(cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]) -> None:
+    """The loop stands while the command waits, so no answer can come."""
+    asked: list[Any] = []
+    before_step(1, lambda: asked.append(cli.raw("swap", "runs/a", "recipe=bf16", "wait=0.2")))
+    assert cli("run.name=a", "train.steps=3", *STEADY).code == 0
+    assert asked[0].code == 2 and "no answer in 0.2 s" in asked[0].out
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4", "BF16", "BF16"]
+
+
+def test_a_request_that_a_killed_process_had_taken_is_taken_again(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    assert cli.raw("swap", "runs/a", "recipe=bf16").code == 0
+    (request,) = Path("runs/a/swap_requests").iterdir()
+    request.rename(request.with_suffix(".taken"))
+    assert cli("resume=runs/a", "train.steps=2").code == 0
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4", "BF16"]

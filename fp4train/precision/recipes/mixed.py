@@ -17,6 +17,12 @@ class Mixed(Recipe):
     dgrad: Recipe = field(default_factory=BF16)
     wgrad: Recipe = field(default_factory=BF16)
 
+    def __post_init__(self) -> None:
+        for gemm in GEMMS:
+            if not isinstance(part := getattr(self, gemm), Recipe):
+                raise TypeError(f"{gemm}={part!r} must be a recipe, for instance NVFP4()")
+        super().__post_init__()
+
     @property
     def name(self) -> str:
         return "Mixed(" + ", ".join(f"{g}={getattr(self, g).name}" for g in GEMMS) + ")" + self._exceptions()
@@ -42,6 +48,13 @@ class Custom(Recipe):
     fprop: Operands = HIGH_PRECISION
     dgrad: Operands = HIGH_PRECISION
     wgrad: Operands = HIGH_PRECISION
+
+    def __post_init__(self) -> None:
+        for gemm in GEMMS:
+            if not isinstance(operands := getattr(self, gemm), Operands):
+                hint = "; Mixed takes a recipe for each GEMM" if isinstance(operands, Recipe) else ""
+                raise TypeError(f"{gemm}={operands!r} must be Operands(first=…, second=…) of QuantSpecs{hint}")
+        super().__post_init__()
 
     @property
     def name(self) -> str:

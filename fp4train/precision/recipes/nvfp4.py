@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands
-from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipe import Recipe, check_kinds
 from fp4train.quantize import Hadamard, QuantSpec
 from fp4train.text import check_choice
 
@@ -51,6 +51,7 @@ class NVFP4(Recipe):
         check_choice("four_over_six", self.four_over_six, scopes)
         check_choice("four_over_six_bound", self.four_over_six_bound, scopes)
         check_choice("four_over_six_error", self.four_over_six_error, ("mae", "mse"))
+        check_kinds(self)
         if self.four_over_six in ("activations", "all") and self.hadamard:
             raise ValueError(
                 f"four_over_six={self.four_over_six!r} with hadamard=True: choose hadamard=false "

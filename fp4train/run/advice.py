@@ -1,0 +1,69 @@
+"""What is said of a run that is possible and may not be what was meant: its rate, its schedule, its plan."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from fp4train import checkpoint
+from fp4train.config import Config
+from fp4train.precision.plan import Plan
+from fp4train.run import directory as run_directory
+
+_log = logging.getLogger(__name__)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of step `step` (steps count from 0)."""
+    return config.optim.lr * config.schedule.factor(step, config.train.steps)
+
+
+def rate_jump(before: Config, after: Config, step: int) -> str | None:
+    """What the learning rate does where a run whose cooldown had begun goes on at `step`; None: nothing unexpected.
+
+    The checkpoint from before the cooldown is proposed where it is kept.
+    """
+    cooldown = before.schedule.cooldown_start(before.train.steps)
+    if cooldown is None or step <= cooldown:
+        return None
+    old, new = learning_rate(before, step - 1), learning_rate(after, step)
+    if new <= 1.05 * old:
+        return None
+    return (
+        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that began at step {cooldown}) to "
+        f"{new:.3g} (step {step})"
+    )
+
+
+def before_cooldown(run: Path, config: Config) -> str:
+    """Which kept checkpoint of a run is from before its cooldown, and how to go on from it."""
+    cooldown = config.schedule.cooldown_start(config.train.steps)
+    if cooldown is None:
+        return ""
+    kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
+    if not kept:
+        return "no checkpoint from before the cooldown is kept (checkpoint.keep, checkpoint.every)"
+    return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
+
+
+def nothing_quantised(plan: Plan) -> str | None:
+    """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
+    recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
+    if not recipes or plan.quantised:
+        return None
+    return (
+        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are kept in high precision "
+        "(policy.first, policy.last, policy.keep; the plan gives the reason of each layer)"
+    )
+
+
+def warn_of_schedule(config: Config) -> None:
+    """Say what a schedule cannot do in so few steps."""
+    steps = config.train.steps
+    for text in config.schedule.problems(steps):
+        _log.warning("%s", text)
+    cooldown = config.schedule.cooldown_start(steps)
+    for name, phase in config.phases.items():
+        start = phase.step(steps, cooldown)
+        if start is not None and start >= steps:
+            _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)

@@ -1,0 +1,67 @@
+"""What changes in a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from fp4train.errors import UserError
+from fp4train.hardware import Device
+from fp4train.precision import Timeline
+from fp4train.precision.plan import Plan
+from fp4train.run import history
+from fp4train.run.build import build_plan, with_swap, write_plan
+from fp4train.run.run import Run
+from fp4train.run.swaps import as_swap, record_swap, remove_swap
+
+_log = logging.getLogger(__name__)
+
+
+def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
+    """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
+
+    Args:
+        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what the user calls it.
+        request: the ID of the request that asked for it.
+
+    Raises:
+        UserError: the swap is impossible; nothing has changed then.
+    """
+    swap = as_swap(step, recipe, name)
+    if not run.step <= swap.step < run.config.train.steps:
+        raise UserError(
+            f"step {step} is past: {run.step} steps are done"
+            if swap.step < run.step
+            else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
+        )
+    timeline = with_swap(run.timeline, swap)
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
+    _record_change(run, timeline, plan, "swap", name=name, at=swap.step, recipe=recipe)
+
+
+def cancel_swap(run: Run, step: int) -> None:
+    """Take back the recorded swap at `step`, which has not begun.
+
+    Raises:
+        UserError: there is none, or it has begun.
+    """
+    if step not in {swap.step for swap in run.timeline.swaps}:
+        raise UserError(f"there is no swap at step {step}")
+    if step < run.step:
+        raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
+    timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    run.swaps = remove_swap(run.directory, step)
+    _record_change(run, timeline, plan, "swap cancelled", at=step)
+
+
+def _record_change(run: Run, timeline: Timeline, plan: Plan, event: str, **values: Any) -> None:
+    """The run goes on by `timeline` and `plan`. What is lost with a full disk is the record, not the swap."""
+    try:
+        history.append(run.directory, event, run.step, plan, **values)
+    except UserError as error:
+        _log.error("%s", error)
+    run.timeline, run.plan = timeline, plan
+    write_plan(run)

@@ -1,0 +1,232 @@
+"""RUN/swap_requests/: how the process that trains in a run directory is asked to change the recipe, and answers.
+
+`fp4train swap` writes one file per request, ID.json. The training process takes it between two steps: it renames it to
+ID.taken, so that it can no longer be cancelled, records the swap with its step and the ID, and writes ID.answer.
+
+A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not begun; requests and
+answers carry a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.run.directory import REQUESTS, is_running
+from fp4train.run.swaps import Entry, checksum
+
+REQUEST_LIMIT = 1 << 20
+"""Bytes of a request, or of an answer, that are read."""
+AT_ONCE = 100
+"""Requests that are taken between two steps."""
+KEPT_ANSWERS = AT_ONCE
+"""Answers that nobody has read and that are kept."""
+POLL = 0.05
+"""Seconds between two looks for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request that the training process has taken.
+
+    Args:
+        folder: where the answer goes, open until the next request is taken; None where it cannot be opened.
+        id: its file's name without the suffix.
+        body: what it asks for; None where it cannot be read.
+        problem: why it cannot be read.
+    """
+
+    folder: Folder | None
+    id: str
+    body: dict[str, Any] | None
+    problem: str = ""
+
+    def answer(self, accepted: bool, text: str) -> None:
+        """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
+        if self.folder is None:
+            return
+        with suppress(OSError):
+            self.folder.write(f"{self.id}.answer", _sealed({"accepted": accepted, "text": text}))
+            for old in [name for name in self.folder.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
+                self.folder.remove(old)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the training process made of a request."""
+
+    accepted: bool
+    text: str
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def request_swap(run: Path, recipe: dict[str, Any], name: str, at: int | None) -> str:
+    """Ask the process that trains in `run` (now, or after a resume) to change the recipe at step `at`; returns an ID.
+
+    Args:
+        recipe: plain configuration values.
+        name: what the user calls it ("mxfp8").
+        at: None: at the next step.
+
+    Raises:
+        UserError: the request cannot be written.
+    """
+    return _ask(run, {"recipe": recipe, "name": name, "at": at})
+
+
+def request_cancel(run: Path, step: int) -> str:
+    """Ask the process that trains in `run` to forget the recorded swap at `step`; returns the request's ID.
+
+    Raises:
+        UserError: the request cannot be written.
+    """
+    return _ask(run, {"cancel": step})
+
+
+def _ask(run: Path, body: dict[str, Any]) -> str:
+    key = f"{time.time_ns()}-{secrets.token_hex(4)}"
+    try:
+        with Folder.open(run) as folder, folder.folder(REQUESTS, create=True) as requests:
+            requests.write(f"{key}.json", _sealed(body))
+    except OSError as error:
+        raise UserError(f"{run / REQUESTS} cannot be written: {error}") from error
+    return key
+
+
+def wait_for_answer(run: Path, request: str, seconds: float) -> Answer | None:
+    """The answer of the process that trains in `run`; None: it gave none in time, or ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        running = is_running(run)
+        try:
+            with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
+                found = _unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))
+                with suppress(OSError):
+                    requests.remove(f"{request}.answer")
+            return Answer(accepted=bool(found["accepted"]), text=str(found["text"]))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, RecursionError):
+            return None
+        if not running or time.monotonic() >= deadline:
+            return None
+        time.sleep(POLL)
+
+
+def pending(run: Path) -> dict[str, dict[str, Any]]:
+    """The requests that no process has taken yet, by ID; one that cannot be read is empty.
+
+    Raises:
+        UserError: the folder of the requests cannot be read, or is a link.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
+            for name in [name for name in requests.names() if name.endswith(".json")]:
+                try:
+                    found[name.removesuffix(".json")] = _unsealed(requests.read(name, REQUEST_LIMIT))
+                except FileNotFoundError:  # taken since
+                    continue
+                except (OSError, ValueError, RecursionError):
+                    found[name.removesuffix(".json")] = {}
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UserError(f"requests cannot be read: {error}") from error
+    return found
+
+
+def cancel_request(run: Path, request: str) -> bool:
+    """Remove a pending request; False: it has been taken.
+
+    Raises:
+        UserError: it cannot be removed.
+    """
+    withdrawn = f"{request}.withdrawn"
+    try:
+        with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
+            requests.rename(f"{request}.json", withdrawn)  # either this or the training process's rename succeeds
+            requests.remove(withdrawn)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UserError(f"request {request} cannot be removed: {error}") from error
+    return True
+
+
+# -- answering --------------------------------------------------------------------------------------------------------
+
+
+def take_requests(folder: Folder, done: Sequence[Entry]) -> Iterator[Request]:
+    """Take and yield each pending request, oldest first, and those that a killed process had taken.
+
+    A request is removed when the caller asks for the next one.
+
+    Args:
+        folder: the run's directory.
+        done: the recorded swaps: a request that one of them answers was carried out before a kill, and only goes.
+    """
+    try:
+        requests = folder.folder(REQUESTS)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        with suppress(OSError):
+            folder.rename(REQUESTS, f"{REQUESTS}.refused")
+        yield Request(folder=None, id="", body=None, problem=f"requests cannot be read: {error}")
+        return
+    answered = {entry.get("request") for entry in done}
+    with requests:
+        for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
+            key = name.rpartition(".")[0]
+            taken = f"{key}.taken"
+            if key in answered:
+                _set_aside(requests, name)
+                continue
+            try:
+                requests.rename(name, taken)
+                body = _unsealed(requests.read(taken, REQUEST_LIMIT))
+                if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
+                    raise ValueError("it does not hold recipe, name and at, nor cancel alone")
+            except FileNotFoundError:  # cancelled since
+                continue
+            except (OSError, ValueError, RecursionError) as error:
+                _set_aside(requests, taken if requests.status(taken) is not None else name)
+                problem = f"request {key}.json cannot be read: {error}"
+                yield Request(folder=requests, id=key, body=None, problem=problem)
+            else:
+                yield Request(folder=requests, id=key, body=body)
+                _set_aside(requests, taken)
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    return json.dumps(body | {"sha256": checksum(body)}).encode()
+
+
+def _unsealed(data: bytes) -> dict[str, Any]:
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise ValueError("it is no JSON object")
+    given = body.pop("sha256", None)
+    if given is not None and given != checksum(body):
+        raise ValueError("it is damaged (its checksum differs)")
+    return body
+
+
+def _set_aside(requests: Folder, name: str) -> None:
+    """Remove a request, or rename it, so that it is not taken again."""
+    try:
+        requests.remove(name)
+    except OSError:
+        with suppress(OSError):
+            requests.rename(name, f"{name.rpartition('.')[0]}.refused")
