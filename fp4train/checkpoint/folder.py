@@ -278,7 +278,10 @@ def _read(folder: Folder, step: int) -> tuple[dict[str, Tensor], dict[str, JSON]
         try:
             if (size := os.fstat(descriptor).st_size) != described["bytes"]:
                 raise _Unusable(f"{TENSORS} has {size} bytes instead of {described['bytes']}")
-            tensors, checksum = read_tensors(descriptor, size)
+            try:
+                tensors, checksum = read_tensors(descriptor, size)
+            except ValueError as error:
+                raise _Unusable(f"{TENSORS} is damaged ({error})") from error
         finally:
             os.close(descriptor)
         if checksum != described["sha256"]:

@@ -153,7 +153,7 @@ def test_a_crafted_tensor_file_is_unusable_and_nothing_worse(tmp_path: Path, hea
     file.write_bytes(header + bytes(4))
     described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
     reseal(path / "state.json", lambda body: body.update(tensors=described))
-    with pytest.raises(UserError, match=r"no usable checkpoint in .*: step_00000001: unreadable"):
+    with pytest.raises(UserError, match=r"no usable checkpoint in .*: step_00000001: tensors\.safetensors is damaged"):
         load(tmp_path)
 
 
