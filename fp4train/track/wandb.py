@@ -99,7 +99,8 @@ class WandbTracker:
                 _log.info("wandb: %s", self._run.url)
             except Exception as error:  # any of wandb's, its server's and the network's
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
-                wandb.teardown()  # its service holds on to the id of the run that failed to start
+                with suppress(ConnectionError):  # a service that has died needs no end
+                    wandb.teardown()  # it keeps the id of the run that failed to start
                 with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder("wandb") as folder:
                     for failed in folder.names():
                         if failed.startswith("run-") and failed.endswith(f"-{run_id}"):

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from command_line import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_small_storm_finds_nothing() -> None:
     command = [sys.executable, "scripts/storm.py", "kills=1", "damages=12", "hostile=2", "inputs=6", "seed=7"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

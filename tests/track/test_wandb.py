@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,18 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / f"wandb_{kind.lower()}"))
 
 
+def end_service() -> None:
+    """End wandb's service, which a test may have stopped or killed already."""
+    with suppress(ConnectionError):
+        wandb.teardown()
+
+
 @pytest.fixture
 def wandb_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
     """Point wandb at a server (logged in) or at none (logged out), whatever this machine's user has set up."""
 
     def point(url: str | None) -> None:
-        wandb.teardown()
+        end_service()
         netrc = tmp_path / "netrc"
         netrc.write_text(f"machine {url.removeprefix('http://')} login user password {KEY}\n" if url else "")
         monkeypatch.setenv("NETRC", str(netrc))
@@ -45,7 +52,7 @@ def wandb_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield point
-    wandb.teardown()
+    end_service()
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
