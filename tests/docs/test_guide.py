@@ -44,6 +44,7 @@ def small(words: list[str]) -> list[str]:
     return [*words[:flags], *words[flags:], *(word for word in SMALL if not (own and word.startswith("model.")))]
 
 
+@pytest.mark.long
 def test_every_command_of_the_guide_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

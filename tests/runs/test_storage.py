@@ -515,6 +515,7 @@ def test_an_exception_amid_an_update_saves_no_torn_weights(cli: Cli, before: Bef
     assert steps() == [2]
 
 
+@pytest.mark.long
 def test_a_damaged_record_of_swaps_refuses_a_swap_and_not_the_run(cli: Cli, before: Before) -> None:
     def ask(run: Any) -> None:
         cli.raw("swap", "runs/a", "recipe=bf16")

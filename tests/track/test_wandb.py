@@ -217,6 +217,7 @@ STOPS_THE_SERVICE = KILLS_THE_SERVICE.replace("SIGKILL", "SIGSTOP").replace(
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+@pytest.mark.long
 def test_a_service_that_is_stopped_stalls_neither_the_steps_nor_the_end(tmp_path: Path) -> None:
     root = Path(fp4train.track.__file__).parents[2]
     child = subprocess.run(
