@@ -221,6 +221,8 @@ def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
     except OSError as error:
         raise UserError(f"{path} cannot be read as a configuration: {error}") from error
     header = _HEADER.match(data)
+    if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
+        raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data
     return (header[1].decode(), header[2].decode()), data[header.end() :]

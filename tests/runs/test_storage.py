@@ -266,12 +266,15 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
-    for place in range(90, len(good), 97):
+    header = good.index(b"\n")
+    for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
         bad = bytearray(good)
         bad[place] ^= 1
         path.write_bytes(bad)
         ended = cli.raw("resume=runs/a", "train.steps=2")
-        assert ended.code == 1 and "was changed after the run had written it" in ended.message, place
+        assert ended.code == 1, place
+        told = "was changed after the run had written it" in ended.message
+        assert told or (place < header and "is a checkpoint of run" in ended.message), place
     path.write_bytes(good)
     assert cli("resume=runs/a", "train.steps=2").code == 0
 
