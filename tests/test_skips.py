@@ -12,6 +12,7 @@ import sysconfig
 
 import pytest
 
+from fp4train.backends import native
 from fp4train.backends.te import availability
 from fp4train.kernels import cpu
 from fp4train.precision import compile_context
@@ -59,3 +60,10 @@ def test_packages_that_tests_are_skipped_without_are_installed_in_ci(package: st
 def test_transformer_engines_wheel_is_installed_in_ci() -> None:
     if os.environ.get("CI") and (availability.version() or ()) < (2, 19):
         pytest.fail(f"CI={os.environ['CI']} and no transformer_engine from 2.19 on is there: its tests are skipped")
+
+
+def test_what_needs_this_torch_is_not_skipped_in_ci() -> None:
+    """Tests of compiled layers and of row-scaled products on CPUs are left out on an older torch only."""
+    if os.environ.get("CI"):
+        assert compile_context.UNAVAILABLE is None, compile_context.UNAVAILABLE
+        assert native.cpu_multiplies_rows(), "this torch multiplies no rows on CPUs: scaled_mm by row goes untested"
