@@ -15,7 +15,7 @@ from fp4train.precision.recipe import Recipe
 from fp4train.text import columns, tabulate
 
 WIDTH = 120
-HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "native on")
+HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class Report:
     def notes(self) -> list[str]:
         """What something else lacks."""
         found = [f"{part.name}: {part.note}" for part in self.machine if part.note]
-        return found + [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name != self.default]
+        found += [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name != self.default]
+        return found + [f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -84,8 +85,14 @@ def _wrapped(text: str) -> str:
 
 def _row(each: Checked) -> tuple[str, ...]:
     codes = {None: "-", True: "equal", False: "DIFFERENT"}[each.codes]
-    products = "FAILED" if each.distance is None else f"{each.distance:.0e}" if each.distance else "equal"
-    return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, ", ".join(each.native_on) or "-")
+    products = "FAILED" if each.distance is None else _distance(each.distance)
+    scaled = "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
+    on = ", ".join(each.native_on) or "-"
+    return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, scaled, on)
+
+
+def _distance(found: float) -> str:
+    return f"{found:.0e}" if found else "equal"
 
 
 def examine(
