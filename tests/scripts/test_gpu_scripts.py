@@ -179,3 +179,23 @@ def test_every_script_still_imports_what_it_uses(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("pack_gpu")
+    folder = tmp_path / "wheels"
+
+    def download(command: list[str], *, check: bool) -> None:
+        if "download" in command:
+            for name in ("numpy-2.4", "torch-2.13", "nvidia_nccl_cu13-2.30", "hf_xet-1.8", "wandb-0.31"):
+                (folder / f"{name}-py3-none-any.whl").write_bytes(b"0" * 1_500_000)
+
+    monkeypatch.setattr(script.subprocess, "run", download)
+    assert script.main([str(folder), "--limit", "1"]) == 1
+    assert [path.name for path in folder.iterdir()] == ["wandb-0.31-py3-none-any.whl"]
+    said = capsys.readouterr()
+    assert "1 wheels, 1.5 MB" in said.out and f"pip install --no-index --no-deps {folder}/*.whl" in said.out
+    assert "more than 1 MB (--limit)" in said.err
+    assert script.main([str(folder)]) == 2, "a folder that holds something is left alone"
