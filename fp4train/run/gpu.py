@@ -12,12 +12,11 @@ import re
 
 import torch
 
-from fp4train import checkpoint
 from fp4train.costs.roofline import stored_bytes
 from fp4train.errors import UserError
 from fp4train.hardware import OLDEST_GPU, driver_version, why_no_gpu
 from fp4train.precision.plan import LayerPlan
-from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.rescue import steps_saved
 from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -97,10 +96,6 @@ def _kept(layer: LayerPlan, tokens: int) -> float:
 
 def _there(run: Run, how: str = "") -> str:
     """The checkpoint that is there, and how to go on."""
-    try:
-        steps = checkpoint.steps(run.directory / CHECKPOINTS)
-    except UserError:
-        steps = []
-    if steps:
+    if steps := steps_saved(run):
         return f"The checkpoint of step {steps[-1]} stays: resume={run.directory} goes on{how}"
     return f"There is no checkpoint: begin again{how}"

@@ -22,7 +22,7 @@ from fp4train.precision import NVFP4
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
 from fp4train.quantize import QuantSpec, quantizer
-from fp4train.run import gpu
+from fp4train.run import gpu, rescue
 from fp4train.run.build import choose_device
 
 STEADY = ("phases=none", "schedule=constant", "checkpoint.every=2", "eval.every=0")
@@ -59,7 +59,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool],
 
         monkeypatch.setattr(loop, "forward_and_backward", forward_and_backward)
         monkeypatch.setattr(loop.Run, "load_scaling", touch(scaling))
-        monkeypatch.setattr(loop, "finite_weights", touch(loop.finite_weights))
+        monkeypatch.setattr(rescue, "finite_weights", touch(rescue.finite_weights))
 
     return set_up
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recorded_products import Recorder
 
+from fp4train.backends.native import blocks
 from fp4train.config import overrides
 from fp4train.quantize import triton as kernels
 
@@ -145,6 +147,22 @@ def test_native_products_of_a_cpu_agree_and_others_are_left_out(
     problem = script.selfcheck.Problem.draw(32, 64, 32, "cpu")
     row = script.compare(name, script.RECIPES[name], problem, timed=False)
     assert row["agrees"] is agrees, row
+
+
+def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `scaled_mm` as a CPU can run it: what is left for the GPU is cuBLAS's answer."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script, recorder = load("gpu_native"), Recorder()
+    monkeypatch.setattr(blocks, "why_not", lambda *arguments: None)
+    monkeypatch.setattr(blocks.F, "scaled_mm", recorder)
+    problem = script.selfcheck.Problem.draw(128, 256, 128, "cpu")
+    names = [name for name in script.RECIPES if not name.startswith("fp8") or "blocks" in name]
+    for name in names:
+        recorder.calls.clear()
+        row = script.compare(name, script.RECIPES[name], problem, timed=False)
+        assert row["agrees"], row
+        assert len(recorder.calls) == 6, "three GEMMs in each of two steps"
+    assert len(names) >= 8
 
 
 def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
