@@ -63,7 +63,7 @@ class Writing:
                 raise OSError(problem) from raised
             return [json.loads(each) for each in self.ranks.exchange(json.dumps(given))]
         except RuntimeError as error:
-            raise OSError(f"a rank has ended, or does not answer ({error})") from error
+            raise OSError("a rank has ended, or does not answer") from error
 
     def _begin(self) -> None:
         if self.ranks.first:

@@ -124,8 +124,8 @@ class Saver:
                 worst = first_non_finite({n: copies[n].tensor for n in held})
             try:
                 worst = self.ranks.agree(worst)
-            except RuntimeError as error:
-                self._outcomes.put(Outcome(step=step, problem=f"a rank has ended, or does not answer ({error})"))
+            except RuntimeError:
+                self._outcomes.put(Outcome(step=step, problem="a rank has ended, or does not answer"))
                 return
             self._outcomes.put(
                 Outcome(step=step, bad=worst) if worst else self._write(step, copies, state, unproven=not proven)

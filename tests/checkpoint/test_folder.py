@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
+from fp4train.checkpoint.tensors import DTYPES
 from fp4train.errors import UserError
 from fp4train.files import Folder
 
@@ -447,3 +448,26 @@ def test_a_really_full_disk(tiny_disk: Path) -> None:
         save(tiny_disk / "c", 2, {"w": torch.zeros(1_000_000)}, {}, keep=1)
     assert load(tiny_disk / "c").step == 1
     assert os.listdir(tiny_disk / "c") == ["step_00000001"]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_any_box_of_a_stored_tensor_is_read_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every dtype, against slices of the whole, with reads of a few rows at a time."""
+    dtype = DTYPES[name]
+    raw = torch.randint(0, 2, (5, 4, 6 * dtype.itemsize), generator=torch.Generator().manual_seed(0))
+    whole = raw.to(torch.uint8).view(dtype)
+    save(tmp_path, 1, {"t": whole, "row": whole[0, 0]}, {}, keep=1)
+    monkeypatch.setattr(checkpoint.tensors, "_CHUNK", 2 * whole[0].nbytes)
+    stored = load(tmp_path).tensors
+    for offsets, sizes in (
+        ((0, 0, 0), (5, 4, 6)),
+        ((1, 0, 0), (3, 4, 6)),
+        ((2, 1, 3), (3, 2, 2)),
+        ((4, 3, 5), (1, 1, 1)),
+    ):
+        expected = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].contiguous()
+        found = stored.read("t", offsets, sizes)
+        assert found.dtype == dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert stored.read("t", (5, 0, 0), (0, 4, 6)).numel() == 0
+    with pytest.raises(ValueError, match="1 of 2 elements"):
+        stored.read("row", (5,), (2,))
