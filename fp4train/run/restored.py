@@ -32,7 +32,7 @@ def restored(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 class _Placed(Mapping[str, Tensor]):
-    """Stored tensors, each as the tensor of its name in `layout` lies, or as the parameter in `moments` it belongs to."""
+    """Stored tensors, each as the one of its name in `layout` lies, or as the parameter in `moments` that has it."""
 
     def __init__(self, stored: StoredTensors, layout: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         self.stored, self.layout, self.moments = stored, layout, moments

@@ -3,6 +3,7 @@
 Each task prints one line of JSON. `whole/` beside a checkpoint holds the same state as one rank wrote it.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -22,6 +23,9 @@ from fp4train import checkpoint, shards
 from fp4train.checkpoint import Ranks
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.models.common.initialise import materialise
+from fp4train.models.llama import Llama
+from fp4train.nn import convert
 from fp4train.run.fit import check_model, check_optimizer
 from fp4train.run.restored import restored
 
@@ -221,6 +225,34 @@ def task_apart(folder: Path, ranks: Ranks) -> Any:
         except checkpoint.CheckpointError as error:
             return str(error)
     return "written"
+
+
+def task_born(folder: Path, ranks: Ranks) -> Any:
+    """Checksums of the weights that ranks drew as shards, by how they are drawn and cut; and the first loss."""
+    grid = init_device_mesh("cpu", (ranks.size // 2 or 1, min(2, ranks.size)), mesh_dim_names=("dp", "tp"))
+    told: dict[str, Any] = {}
+    for draw in ("torch", "counter"):
+        for cut in ("sharded", "hybrid", "both") if ranks.size > 1 else ("sharded",):
+            with torch.device("meta"):
+                shape = Llama(width=32, layers=2, heads=4, kv_heads=2, hidden=48, draw=draw)
+                model = convert(shape.build(vocab_size=60, seq_len=16))
+            if cut == "both":
+                for block in model.blocks:
+                    plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+                    parallelize_module(block, grid["tp"], plan)
+            mesh = {"sharded": init_device_mesh("cpu", (ranks.size,)), "hybrid": grid, "both": grid["dp"]}[cut]
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            materialise(model, torch.device("cpu"), seed=5, draw=draw)
+            assert model.head.weight is model.embed.weight
+            digest = hashlib.sha256()
+            for name, tensor in sorted(model.state_dict().items()):
+                digest.update(name.encode() + full(tensor).contiguous().numpy().tobytes())
+            tokens = torch.arange(16)[None]
+            loss = None if cut == "both" else float(model(tokens, tokens.roll(1)).detach())
+            told[f"{draw} {cut}"] = [digest.hexdigest(), loss]
+    return told
 
 
 if __name__ == "__main__":

@@ -178,3 +178,16 @@ def test_ranks_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
 def test_a_part_lies_inside_of_its_tensor() -> None:
     with pytest.raises(ValueError, match=r"a part of shape \[2\] at \[3\] does not lie in a tensor of \[4\]"):
         shards.Part(shape=(4,), offsets=(3,), tensor=torch.zeros(2))
+
+
+@pytest.mark.long
+def test_every_way_to_cut_a_model_draws_the_same_weights(tmp_path: Path) -> None:
+    """FSDP, HSDP, and FSDP with tensor parallel, on 1, 2 and 4 ranks; the weights are never whole on a rank."""
+    (alone,) = ranks("born", tmp_path, 1)
+    for size in (2, 4):
+        for told in ranks("born", tmp_path, size):
+            for how, (weights, loss) in told.items():
+                expected, first_loss = alone[f"{how.split()[0]} sharded"]
+                assert weights == expected, f"{how} on {size}"
+                assert loss in (None, pytest.approx(first_loss, rel=1e-6))
+    assert alone["torch sharded"][0] != alone["counter sharded"][0]

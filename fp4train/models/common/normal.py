@@ -6,8 +6,8 @@ for the element in column c (of the last dimension) and row r (of all others, fl
 probability are 2⁻³².
 
 Φ⁻¹ is Wichura's PPND16 (Algorithm AS 241, Applied Statistics 37, 1988; relative error 1e-16) in float64. It needs only
-+ − × ÷ √ and a logarithm, which is summed here from its series; each of these is rounded once by IEEE 754 and done by an
-operation of its own. So a value has the same bits on every CPU and GPU, which a library's logarithm or cosine has not.
++ − × ÷ √ and a logarithm, which is summed here from its series. Each of these is an operation of its own that IEEE 754
+rounds once, so that a value has the same bits on every device, which a library's logarithm or cosine need not have.
 """
 
 from __future__ import annotations
