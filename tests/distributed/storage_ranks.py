@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.run.fit import check_model, check_optimizer
 from fp4train.run.restored import restored
+from fp4train.track import NullTracker
 
 
 class Tied(nn.Module):
@@ -225,6 +227,53 @@ def task_apart(folder: Path, ranks: Ranks) -> Any:
         except checkpoint.CheckpointError as error:
             return str(error)
     return "written"
+
+
+def task_async(folder: Path, ranks: Ranks) -> Any:
+    """Checkpoints are written while training goes on, with collectives of its own; one fails, one is not finite."""
+    from fp4train.checkpoint import tensors
+    from fp4train.run.saving import Saver
+
+    model, optimizer = built(mesh=init_device_mesh("cpu", (ranks.size,)))
+    train(model, optimizer)
+    place = Folder.open(folder / "run", create=True)
+    run = SimpleNamespace(
+        model=model,
+        step=0,
+        device=torch.device("cpu"),
+        tracker=NullTracker(),
+        folder=place,
+        identity="",
+        saved_config=b"",
+    )
+    run.state = lambda: state(model, optimizer)
+    settings = SimpleNamespace(keep=10, also=folder / "also")
+    run.config = SimpleNamespace(checkpoint=settings, run=SimpleNamespace(name="a"))
+    saver, told, held = Saver(run, ranks), [], None  # type: ignore[arg-type]
+    original = tensors.write_all
+    for step in (1, 2, 3, 4):
+        run.step = step
+        last = ranks.rank == ranks.size - 1
+        settings.also = folder / "also" if step == 1 else None
+        if step == 2 and last:
+            failing("full")
+        if step == 3 and last:
+            held = shards.local(optimizer.state_dict()["state"][2]["exp_avg"])
+            held[0] = torch.nan
+        tree = {name: full(tensor).clone() for name, tensor in checkpoint.flatten(state(model, optimizer))[0].items()}
+        assert saver.begin(proven=True)
+        if step < 3:
+            train(model, optimizer)  # the copies are made: what is written is the state before
+        elif held is not None:
+            held[0] = 0.0
+        saver.wait()
+        tensors.write_all = original
+        told += [[each.step, each.problem, each.bad] for each in saver.outcomes()]
+        if told[-1][1:] == [None, None]:
+            found = checkpoint.load(folder / "run" / "checkpoints", step, ranks=ranks)
+            assert all(same(found.tensors[name], tensor) for name, tensor in tree.items())
+    saver.close()
+    return told
 
 
 def task_born(folder: Path, ranks: Ranks) -> Any:

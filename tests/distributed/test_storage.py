@@ -169,6 +169,18 @@ def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(tmp_pat
 
 
 @pytest.mark.long
+def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(tmp_path: Path) -> None:
+    first, second = ranks("async", tmp_path, 2)
+    assert first == second, "every rank has the same outcome"
+    assert [step for step, *_ in first] == [1, 2, 3, 4]
+    assert first[0][1:] == first[3][1:] == [None, None]
+    assert "rank 1 on " in first[1][1] and "No space left on device" in first[1][1]
+    assert "rank 1 on " in first[2][2] and "optimizer/state/2/exp_avg" in first[2][2]
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1, 4]
+    assert checkpoint.load(tmp_path / "also" / "a" / "checkpoints").step == 1, "the second place has one, too"
+
+
+@pytest.mark.long
 def test_ranks_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
     for told in ranks("apart", tmp_path, 2):
         assert "rank 1 on " in told and "is it on a disk that all machines share?" in told
