@@ -90,8 +90,8 @@ def save(
         step: optimiser steps done.
         tensors: any device, dtype, strides and sharing, DTensors included; each is brought to the CPU. Or the parts
             that this rank writes (`shards.owned`).
-        state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer keys); the first
-            rank's is kept.
+        state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer keys); of several
+            ranks the first one's, joined with those of the ranks that lead a stage.
         keep: how many to keep, this one included; at least 1.
         unproven: nothing has been computed from this state yet, so that it does not count among the `keep`: `prune`
             removes what is too many once it is known to be good.

@@ -24,7 +24,7 @@ from fp4train.checkpoint.layout import (
 )
 from fp4train.checkpoint.ranks import Ranks
 from fp4train.checkpoint.tensors import write_parts
-from fp4train.checkpoint.tree import JSON, to_strict
+from fp4train.checkpoint.tree import JSON, from_strict, merged, to_strict
 from fp4train.files import Folder
 from fp4train.shards import Part, owned, separate
 
@@ -40,8 +40,10 @@ class Writing:
     def write(self, tensors: Mapping[str, Tensor] | Mapping[str, Part], state: Mapping[str, JSON]) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
         try:
-            self._together(self._begin)
-            described: list[dict[str, Any]] = self._together(lambda: self._own(tensors))
+            begun = self._together(self._begin)
+            if set(begun) != {self.step}:
+                raise OSError(f"ranks save different steps: {begun}")
+            described: list[dict[str, Any]] = self._together(lambda: self._own(tensors, state))
             self._together(lambda: self._end(state, described))
         except BaseException:  # a signal turned into an exception too: leave no half-written directory
             if self.ranks.first:
@@ -65,20 +67,23 @@ class Writing:
         except RuntimeError as error:
             raise OSError("a rank has ended, or does not answer") from error
 
-    def _begin(self) -> None:
+    def _begin(self) -> int:
+        """The step, so that ranks which save different ones are found."""
         if self.ranks.first:
             with opened_folder(self.folder, create=True) as opened:
                 _clean(opened)
                 opened.folder(self.temporary, create=True).close()
+        return self.step
 
-    def _own(self, tensors: Mapping[str, Tensor] | Mapping[str, Part]) -> dict[str, Any]:
-        """Write this rank's file."""
+    def _own(self, tensors: Mapping[str, Tensor] | Mapping[str, Part], state: Mapping[str, JSON]) -> dict[str, Any]:
+        """Write this rank's file; what it says of the state where it leads a stage of its own."""
+        stage = {"state": to_strict(dict(state))} if self.ranks.leads and not self.ranks.first else {}
         parts = {name: each for name, each in tensors.items() if isinstance(each, Part)}
         whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         parts |= owned(whole, leads=self.ranks.leads)
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})
         if not stored and self.ranks.size > 1:
-            return {"aliases": {}}
+            return {"aliases": {}, **stage}
         size, several = 0, self.ranks.size > 1
         file = f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}.safetensors" if several else TENSORS
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
@@ -88,7 +93,7 @@ class Writing:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        return {"file": file, "bytes": size, "sha256": sha256, "aliases": aliases}
+        return {"file": file, "bytes": size, "sha256": sha256, "aliases": aliases, **stage}
 
     def _shared(self, opened: Folder) -> Folder:
         try:
@@ -107,13 +112,17 @@ class Writing:
             return
         aliases = {name: target for each in described for name, target in each["aliases"].items()}
         files = {each["file"]: {key: each[key] for key in ("bytes", "sha256")} for each in described if "file" in each}
+        union: JSON = dict(state)
+        for each in described:
+            if "state" in each:
+                union = merged(union, from_strict(each["state"]))
         tensors = {"files": files} if self.ranks.size > 1 else files[TENSORS]
         body = {
             "format": FORMAT,
             "version": SHARDED if self.ranks.size > 1 else VERSION,
             "step": self.step,
             "tensors": {**tensors, "aliases": aliases},
-            "state": to_strict(dict(state)),
+            "state": to_strict(union),
         }
         text = json.dumps({**body, "sha256": checksum_of(body)}, indent=1, allow_nan=False)
         with opened_folder(self.folder) as opened:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
 from fp4train.checkpoint.tensors import DTYPES
+from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError
 from fp4train.files import Folder
 
@@ -471,3 +472,19 @@ def test_any_box_of_a_stored_tensor_is_read_alone(tmp_path: Path, name: str, mon
     assert stored.read("t", (5, 0, 0), (0, 4, 6)).numel() == 0
     with pytest.raises(ValueError, match="1 of 2 elements"):
         stored.read("row", (5,), (2,))
+
+
+def test_what_two_stages_say_of_one_state_is_joined() -> None:
+    one, other = (
+        flatten(
+            {"model": {name: torch.ones(1)}, "optimizer": {"state": {n: {"lr": math.inf}}, "groups": [{"p": [0, 1]}]}}
+        )
+        for n, name in enumerate(("a", "b"))
+    )
+    joined = merged(one[1], other[1])
+    assert isinstance(joined, dict)
+    back = unflatten(one[0] | other[0], joined)
+    assert set(back["model"]) == {"a", "b"} and back["optimizer"]["state"] == {0: {"lr": math.inf}, 1: {"lr": math.inf}}
+    assert merged(joined, joined) == joined and back["optimizer"]["groups"] == [{"p": [0, 1]}]
+    with pytest.raises(ValueError, match=r"state/run/step is 1 on one rank and 2 on another"):
+        merged({"run": {"step": 1}}, {"run": {"step": 2}})

@@ -229,6 +229,23 @@ def task_apart(folder: Path, ranks: Ranks) -> Any:
     return "written"
 
 
+def task_stages(folder: Path, ranks: Ranks) -> Any:
+    """Two stages of a pipeline: each rank leads one and has weights, and a step count, that the other lacks."""
+    stage = Ranks(ranks.group, leads=True)
+    n = ranks.rank
+    tree = {"model": {f"block{n}": torch.arange(4.0) + n}, "optimizer": {"state": {n: {"step": torch.tensor(7.0)}}}}
+    checkpoint.save(folder, 1, *checkpoint.flatten(tree), keep=1, ranks=stage)
+    try:
+        checkpoint.save(folder, 2, *checkpoint.flatten({**tree, "loss_scale": float(n)}), keep=1, ranks=stage)
+    except checkpoint.CheckpointError as error:
+        told = str(error)
+    try:
+        checkpoint.save(folder, 3 + n, *checkpoint.flatten(tree), keep=1, ranks=stage)
+    except checkpoint.CheckpointError as error:
+        return [told, str(error)]
+    return [told, "written"]
+
+
 def task_async(folder: Path, ranks: Ranks) -> Any:
     """Checkpoints are written while training goes on, with collectives of its own; one fails, one is not finite."""
     from fp4train.checkpoint import tensors

@@ -193,6 +193,17 @@ def test_a_part_lies_inside_of_its_tensor() -> None:
 
 
 @pytest.mark.long
+def test_stages_of_a_pipeline_make_one_checkpoint(tmp_path: Path) -> None:
+    for contradiction, apart in ranks("stages", tmp_path / "c", 2):
+        assert "state/loss_scale is 0.0 on one rank and 1.0 on another" in contradiction
+        assert "ranks save different steps: [3, 4]" in apart
+    found = checkpoint.load(tmp_path / "c")
+    back = checkpoint.unflatten(found.tensors, found.state)
+    assert found.step == 1 and torch.equal(back["model"]["block1"], torch.arange(4.0) + 1)
+    assert float(back["optimizer"]["state"][0]["step"]) == float(back["optimizer"]["state"][1]["step"]) == 7.0
+
+
+@pytest.mark.long
 def test_every_way_to_cut_a_model_draws_the_same_weights(tmp_path: Path) -> None:
     """FSDP, HSDP, and FSDP with tensor parallel, on 1, 2 and 4 ranks; the weights are never whole on a rank."""
     (alone,) = ranks("born", tmp_path, 1)
