@@ -67,7 +67,7 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute"),
+    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
     *("data.path", "data.val_path"),
 )
 """Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
