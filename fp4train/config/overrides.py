@@ -239,11 +239,7 @@ def check(arguments: list[str]) -> None:
         if key in known and not override.is_delete():
             picked = _picked(override)
             for option in picked:
-                if option not in (*known[key], *(["null", "None"] if key == "experiment" else [])):
-                    listed = ", ".join(known[key])
-                    raise UserError(
-                        f"{key}={option}: there is no such {key}{near_miss(option, known[key])} (known: {listed})"
-                    )
+                check_option(key, option, known[key])
             chosen.append([f"{key}={option}" for option in picked if option not in ("null", "None")] or [""])
         elif not (override.is_add() or override.is_force_add()):
             values.append(key)
@@ -260,6 +256,18 @@ def check(arguments: list[str]) -> None:
             _check_keys(values, [*keys(bare), *added])
             raise
         _check_keys(swept, have)
+
+
+def check_option(group: str, option: str, known: list[str]) -> None:
+    """Refuse an option that the group `group` does not have.
+
+    Raises:
+        UserError: it is none of `known`; the message suggests one.
+    """
+    if option not in (*known, *(["null", "None"] if group == "experiment" else [])):
+        raise UserError(
+            f"{group}={option}: there is no such {group}{near_miss(option, known)} (known: {', '.join(known)})"
+        )
 
 
 def _check_hydra(override: str) -> None:
