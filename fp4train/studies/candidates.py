@@ -27,7 +27,7 @@ from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
 
 SECTIONS = ("recipe", "policy", "phases")
-FLOOR = ("bf16", "fp32")
+FLOOR = {"bf16": {"_target_": "fp4train.precision.BF16"}, "fp32": {"_target_": "fp4train.precision.FP32"}}
 """Recipes that every ranking has: their gap is what differences of rounding alone come to."""
 
 
@@ -92,15 +92,11 @@ def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
         found.append(Candidate(name=" ".join(name) or "the run's own", **sections))
-    return [*found, *floor(saved, folders)]
-
-
-def floor(saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[Candidate]:
-    """The candidates that every ranking has."""
-    return [
-        Candidate(name=name, recipe=_section("recipe", name, folders), policy=saved["policy"], phases={}, asked=False)
-        for name in FLOOR
+    floor = [
+        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        for name, recipe in FLOOR.items()
     ]
+    return [*found, *floor]
 
 
 def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str, Any]]]:

@@ -138,7 +138,7 @@ class Ranking:
         return f"{self.run}, step {self.step}: {count}, {rate}\ngap to {self.reference.name}, nats per token"
 
     def _table(self) -> list[str]:
-        header = ["", "", "in the recipe", "high precision", "t", "p", f"from {self.reference.name}", "group"]
+        header = ["", "", "in the recipe", "high precision", "t", "p", "verdict", "group"]
         rows = []
         for place, entry in enumerate(self.ranked, start=1):
             pair = self.against_reference(entry)
@@ -173,11 +173,11 @@ class Ranking:
         if not looks(self.forks):
             return [*lines, f"{self.forks} forks: no tests, the first are made after 4"]
         count = len(self.pairs)
-        lines.append(
+        lines += [
             f"p: corrected for {count} comparison{'s' * (count != 1)} and for looks after "
-            f"{', '.join(map(str, looks(self.forks)))} forks; told apart: p ≤ {ALPHA}, so that any "
-            f"false one has a probability of at most {ALPHA:.0%}"
-        )
+            f"{', '.join(map(str, looks(self.forks)))} forks",
+            f"told apart: p ≤ {ALPHA}; the probability of any false one among them all is at most {ALPHA:.0%}",
+        ]
         if any(pair.verdict == "alike" for pair in self.pairs):
             lines.append(f"alike: the difference lies within ±{self.margin:g}")
         if self.forks < self.most:

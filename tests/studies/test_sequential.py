@@ -49,7 +49,7 @@ def test_equal_candidates_are_told_apart_in_at_most_five_per_cent_of_the_ranking
 
 
 def test_a_stop_when_the_answer_looks_clear_does_not_break_the_promise() -> None:
-    """One candidate differs, two are equal: those two may be told apart, at any look, in at most 5 % of the rankings."""
+    """One candidate differs, two are equal: at any look, those are told apart in at most 5 % of the rankings."""
     rng, trials, false = random.Random(2), 250, 0
     for _ in range(trials):
         losses = draw(rng, 12, [0.0, 0.0, 5.0])
@@ -73,7 +73,7 @@ def test_intervals_of_all_pairs_hold_together() -> None:
 
 
 def test_a_difference_of_six_standard_deviations_is_found_with_six_forks() -> None:
-    """Four candidates, one standard deviation of the differences .14, steps of .85: in at least 80 % of the rankings."""
+    """Four candidates, one standard deviation of the differences .14, steps of .85: in at least 80 %."""
     rng, trials = random.Random(4), 40
     found = sum(
         all(pair.verdict == "apart" for pair in compare(draw(rng, 6, [0, 0.85, 1.7, 2.55]), margin=0))
