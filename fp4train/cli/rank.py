@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
 def _request(arguments: list[str]) -> Request:
     from fp4train.studies.rank import Request
 
+    arguments = overrides.with_files(arguments)
     flags, words = overrides.flags_and_words(arguments)
     if other := overrides.other_flags(flags):
         raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
