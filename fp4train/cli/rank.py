@@ -28,7 +28,7 @@ DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
 RANKING, PICTURE = "rank.json", "rank.png"
 
-_OPTIONS: Mapping[str, Any] = {
+OPTIONS: Mapping[str, Any] = {
     "step": int | None,
     "steps": int | None,
     "forks": int,
@@ -85,14 +85,14 @@ def _request(arguments: list[str]) -> Request:
         key = override.key_or_group
         if key.partition(".")[0] in _SWEPT:
             sweep.append(str(override.input_line))
-        elif key in _OPTIONS:
+        elif key in OPTIONS:
             if key in values:
                 raise UserError(f"{key}= is given twice")
             if override.is_sweep_override():
                 raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
-            values[key] = bind(override.value(), _OPTIONS[key], key)
+            values[key] = bind(override.value(), OPTIONS[key], key)
         elif key != "plugins":
-            known = (*_SWEPT, *_OPTIONS, "plugins")
+            known = (*_SWEPT, *OPTIONS, "plugins")
             raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
     if values.get("out") is not None:
         values["out"] = Path(values["out"])
