@@ -27,7 +27,7 @@ from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
 
 SECTIONS = ("recipe", "policy", "phases")
-FLOOR = {"bf16": {"_target_": "fp4train.precision.BF16"}, "fp32": {"_target_": "fp4train.precision.FP32"}}
+FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "fp4train.precision.FP32"}}
 """Recipes that every ranking has: their gap is what differences of rounding alone come to."""
 
 

@@ -168,16 +168,16 @@ def _distinct(branches: Sequence[Branch]) -> tuple[list[Branch], list[list[str]]
             others.append(each.candidate.name)
     kept = list(found.values())
     if sum(each.candidate.asked for each, _ in kept) == 1:
-        (only,) = (each for each, _ in kept if each.candidate.asked)
+        (others,) = (others for each, others in kept if each.candidate.asked)
         asked = [each for each in branches if each.candidate.asked]
-        if len(asked) > 1 or only.candidate.name == "bf16":
+        if len(asked) > 1 or "BF16" in others:
             names = ", ".join(dict.fromkeys(each.candidate.name for each in asked))
             reasons = [why for each in asked if (why := nothing_quantised(each.plan))]
             what = "run every GEMM of this model alike" if len(asked) > 1 else "is one candidate"
             raise UserError(f"there is nothing to rank: {names} {what}" + (f"; {reasons[0]}" if reasons else ""))
         # One recipe is compared with the floor's BF16.
         kept = [
-            (replace(b, candidate=replace(b.candidate, asked=True)) if b.candidate.name == "bf16" else b, others)
+            (replace(b, candidate=replace(b.candidate, asked=True)) if b.candidate.name == "BF16" else b, others)
             for b, others in kept
         ]
     return [each for each, _ in kept], [others for _, others in kept]

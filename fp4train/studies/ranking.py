@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from fp4train.studies.candidates import FLOOR
 from fp4train.studies.forks import Fork, ForkSettings
 from fp4train.studies.sequential import ALPHA, Pair, compare, groups, looks
 from fp4train.studies.statistics import Estimate, paired
@@ -25,13 +26,18 @@ class Entry:
         name: what the tables call it.
         forks: in the order of their seeds.
         asked: False: it is there for the floor of the noise only.
-        same: other candidates of the sweep that run every GEMM as this one does.
+        same: other candidates that run every GEMM as this one does.
     """
 
     name: str
     forks: Sequence[Fork]
     asked: bool = True
     same: Sequence[str] = ()
+
+    @property
+    def stands_for(self) -> list[str]:
+        """Those of `same` that were asked for."""
+        return [name for name in self.same if name not in FLOOR]
 
     @property
     def diverged(self) -> list[str]:
@@ -95,7 +101,7 @@ class Ranking:
     def floor(self) -> Estimate | None:
         """FP32 − BF16: what rounding alone does. None where one of them diverged."""
         by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.same)}
-        bf16, fp32 = by_name["bf16"], by_name["fp32"]
+        bf16, fp32 = (by_name[name] for name in FLOOR)
         return None if bf16.diverged or fp32.diverged else paired(bf16.losses("recipe"), fp32.losses("recipe"))
 
     def gap(self, entry: Entry, measure: str = "recipe") -> Estimate:
@@ -124,9 +130,9 @@ class Ranking:
                     f"the first: {entry.diverged[0]}"
                 )
         parts += [
-            f"{entry.name} stands for {', '.join(entry.same)}, too: every GEMM runs alike"
+            f"{entry.name} stands for {', '.join(entry.stands_for)}, too: every GEMM runs alike"
             for entry in self.entries
-            if entry.same
+            if entry.stands_for
         ]
         parts += ["", *self._order(), *self._floor(), *self._words()]
         return "\n".join(parts)
@@ -164,7 +170,7 @@ class Ranking:
         return ["neighbours in the order", *columns(rows, right=(1,)), ""]
 
     def _floor(self) -> list[str]:
-        return [] if self.floor is None else [f"floor of the noise: fp32 − bf16 = {show(self.floor)}"]
+        return [] if self.floor is None else [f"floor of the noise: FP32 − BF16 = {show(self.floor)}"]
 
     def _words(self) -> list[str]:
         if self.forks == 1:

@@ -26,8 +26,8 @@ def test_every_combination_is_a_candidate_in_the_order_of_the_sweep_and_the_floo
         ("mxfp8 policy=last15", True),
         ("nvfp4 policy=all", True),
         ("mxfp8 policy=all", True),
-        ("bf16", False),
-        ("fp32", False),
+        ("BF16", False),
+        ("FP32", False),
     ]
     made = found[3].applied(config(trained))
     assert made.recipe == MXFP8() and made.policy.last == 0

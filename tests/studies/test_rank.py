@@ -33,7 +33,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def fork(subject: Any, branch: Any, settings: Any, number: int) -> Fork:
         name = branch.candidate.name
         made.append((name, number))
-        place = {"bf16": 0, "fp32": 0, "mxfp8": 1, "nvfp4": 2, "mxfp4": 3}[name.partition(" ")[0]]
+        place = {"bf16": 0, "fp32": 0, "mxfp8": 1, "nvfp4": 2, "mxfp4": 3}[name.lower().partition(" ")[0]]
         loss = 5 + 0.1 * number + 0.01 * place + 1e-4 * ((7 * number + 3 * place) % 5)
         return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.01)
 
@@ -63,10 +63,10 @@ def said(outcome: Outcome) -> str:
 def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> None:
     shown = said(cli.raw("rank", str(trained), *FAST, "out=first"))
     assert f"{trained}, step 3: 2 forks of 2 steps each, learning rate" in shown
-    assert "gap to bf16, nats per token" in shown and "floor of the noise: fp32 − bf16 = " in shown
+    assert "gap to bf16, nats per token" in shown and "floor of the noise: FP32 − BF16 = " in shown
     assert max(map(len, shown.splitlines())) < 130 and len(shown.splitlines()) < 40, "one screen"
     found = numbers(Path("first"))
-    assert [each["name"] for each in found["candidates"]] == ["bf16", "mxfp8", "fp32"]
+    assert [each["name"] for each in found["candidates"]] == ["bf16", "mxfp8", "FP32"]
     assert Path("first/rank.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     # once more, in another place: everything is measured anew, to the same bits
     said(cli.raw("rank", str(trained), *FAST, "out=second"))
@@ -120,7 +120,7 @@ def test_the_same_command_measures_nothing_and_more_forks_go_on(
     assert len(pretend) == 16
     assert said(cli.raw(*command, "forks=4")) == first and len(pretend) == 16
     said(cli.raw(*command, "forks=6"))
-    assert sorted(pretend[16:]) == sorted((n, k) for n in ("bf16", "mxfp8", "nvfp4", "fp32") for k in (4, 5))
+    assert sorted(pretend[16:]) == sorted((n, k) for n in ("bf16", "mxfp8", "nvfp4", "FP32") for k in (4, 5))
     said(cli.raw(*command[:4], "recipe=bf16,nvfp4,mxfp4", "out=a", "forks=4"))
     assert {name for name, _ in pretend[24:]} == {"mxfp4"}, "the others are known"
 
@@ -143,19 +143,23 @@ def test_candidates_that_run_alike_are_measured_once_and_told(
     sweep = ("recipe=bf16,nvfp4", "policy=last15,all", "forks=1", "out=a")
     shown = said(cli.raw("rank", str(trained), "step=3", *sweep))
     assert sorted(pretend) == [
+        ("FP32", 0),
         ("bf16 policy=last15", 0),
-        ("fp32", 0),
         ("nvfp4 policy=all", 0),
         ("nvfp4 policy=last15", 0),
     ]
-    assert "bf16 policy=last15 stands for bf16, bf16 policy=all, too: every GEMM runs alike" in shown.replace(
-        "bf16 policy=all, bf16,", "bf16, bf16 policy=all,"
-    )
+    assert "bf16 policy=last15 stands for bf16 policy=all, too: every GEMM runs alike" in shown
+
+
+def test_a_policy_file_is_a_candidate(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
+    Path("mine.yaml").write_text("_target_: fp4train.precision.LayerPolicy\nfirst: 1\nlast: 0\n")
+    said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "policy=all,mine.yaml", "forks=1", "out=a"))
+    assert ("nvfp4 policy=mine", 0) in pretend
 
 
 def test_one_recipe_is_compared_with_bf16(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
     shown = said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "forks=4", "out=a"))
-    assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["bf16", "nvfp4"]
+    assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
 
 
 def test_one_fork_has_no_interval_and_says_so(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:

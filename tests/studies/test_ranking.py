@@ -23,10 +23,10 @@ def ranking(forks: int, gaps: dict[str, float] | None = None, **changes: object)
     def entry(name: str, gap: float, scatter: float, asked: bool = True) -> Entry:
         losses = [c + gap + rng.gauss(0, scatter) for c in common]
         made = [Fork(recipe=x, high=x - gap / 2, train=x, problem=None, seconds=7.0) for x in losses]
-        return Entry(name=name, forks=made, asked=asked)
+        return Entry(name=name, forks=made, asked=asked, same=["BF16"] if name == "bf16" else [])
 
     entries = [entry(name, gap, 0.0004) for name, gap in gaps.items()]
-    entries += [entry(name, -1e-4, 3e-5, asked=False) for name in ("bf16", "fp32") if name not in gaps]
+    entries += [entry(name, -1e-4, 3e-5, asked=False) for name in ("BF16", "FP32") if name.lower() not in gaps]
     settings = ForkSettings(steps=24, schedule="linear", lr=3e-3, batches=8)
     found = Ranking(run="runs/a", step=200, settings=settings, entries=entries, margin=5e-4, most=forks)
     return replace(found, **changes)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_the_floor_is_there_whatever_the_reference_is() -> None:
     found = ranking(6, {"nvfp4": 0.006, "mxfp4": 0.009})
     assert found.reference.name == "nvfp4" and found.floor is not None
     assert [entry.name for entry in found.ranked] == ["nvfp4", "mxfp4"], "what nobody asked for is not ranked"
-    assert len(found.pairs) == 1 and "floor of the noise: fp32 − bf16 = " in found.render()
+    assert len(found.pairs) == 1 and "floor of the noise: FP32 − BF16 = " in found.render()
 
 
 def test_a_reference_that_is_not_the_best_has_better_ones_before_it() -> None:
