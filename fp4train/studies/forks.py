@@ -6,7 +6,7 @@ training batches and the random bits of stochastic rounding. All candidates of a
 order, so what the batches do to the loss cancels in their difference: whole runs of different recipes scatter by
 .01-.03 nats per token, differences of forks by .0001-.001.
 
-A fork is a `Run` like any other, trained by `train_step`; it shares the model of the checkpoint with the other forks
+A fork is a `Run` like any other, trained by the same steps; it shares the model of the checkpoint with the other forks
 and writes no file.
 """
 
@@ -27,12 +27,13 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
 from fp4train.run.build import build_plan, build_timeline
-from fp4train.run.guard import NonFiniteError
+from fp4train.run.guard import NonFiniteError, check_evaluation
+from fp4train.run.ledger import Ledger, Values
 from fp4train.run.run import Run
 from fp4train.studies.candidates import Candidate
 from fp4train.studies.subject import Subject, open_subject
 from fp4train.text import check_choice
-from fp4train.train import train_step, validation_losses
+from fp4train.train import blame, step_or_restore, validation_losses
 
 SCHEDULES = ("linear", "own")
 
@@ -138,7 +139,7 @@ def branch(subject: Subject, candidate: Candidate, settings: ForkSettings) -> Br
         UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot run the recipe.
     """
     config = candidate.applied(subject.config)
-    config = replace(config, eval=replace(config.eval, batches=settings.batches))
+    config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
         config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
@@ -171,6 +172,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         timeline=branch.timeline,
         plan=branch.plan,
         torn=False,
+        failed=None,
     )
     # The optimizer takes the moments themselves, and a fork changes them.
     tensors = {name: tensor.clone() for name, tensor in subject.start.tensors.items()}
@@ -183,26 +185,42 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     return run
 
 
+class _Losses:
+    """Hears of a fork's steps in place of a bar and a watch."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.total = 0.0
+
+    def advance(self, loss: float, recipe: str, at: float) -> Values:
+        self.total += loss
+        return {}
+
+
 def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
     """Train and evaluate fork `number` of a candidate."""
-    began, total, problem = time.perf_counter(), 0.0, None
-    run, stretch = begin(subject, branch, settings, number), None
-    high = recipe = None
+    began = time.perf_counter()
+    run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
+    ledger = Ledger(run, heard, heard, blame)
+    high = recipe = problem = None
     try:
         for _ in range(settings.steps):
             if (now := run.plan.at(run.step)) is not stretch:
                 stretch = now
                 run.apply(stretch)
-            total += float(train_step(run, stretch.recipe)["train/loss"])
+            step = step_or_restore(run, stretch.recipe)
             run.step, run.torn = run.step + 1, False
+            ledger.add(step)
+        ledger.settle()
         assert stretch is not None
         high, recipe = validation_losses(run, stretch.recipe)
-        if not math.isfinite(high + recipe):
-            problem = f"after {settings.steps} steps: the validation loss is {recipe}, in high precision {high}"
+        check_evaluation(run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
     except NonFiniteError as error:
         problem = str(error)
+    finally:
+        run.feed.close()
     run.optimizer.zero_grad(set_to_none=True)
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
-    return Fork(recipe=recipe, high=high, train=total / settings.steps, problem=None, seconds=seconds)
+    return Fork(recipe=recipe, high=high, train=heard.total / settings.steps, problem=None, seconds=seconds)
