@@ -128,7 +128,7 @@ def as_policy(parts: Parts, kept: Sequence[Unit]) -> LayerPolicy:
     patterns: list[str] = []
     for block in sorted({plan.layer.block for plan in parts.layers.values() if plan.layer.block is not None}):
         mine = [name for name, plan in parts.layers.items() if plan.layer.block == block]
-        prefix = _prefix(mine)
+        prefix = common_prefix(mine)
         if len(mine) > 1 and prefix and set(mine) <= full and mine == [n for n in parts.layers if matches(prefix, n)]:
             patterns.append(prefix)
             continue
@@ -137,8 +137,8 @@ def as_policy(parts: Parts, kept: Sequence[Unit]) -> LayerPolicy:
     return LayerPolicy(first=0, last=0, keep=patterns)
 
 
-def _prefix(names: Sequence[str]) -> str:
-    """The components that all names begin with."""
+def common_prefix(names: Sequence[str]) -> str:
+    """The components that all names begin with: "blocks.0"."""
     shared: list[str] = []
     for parts in zip(*(name.split(".") for name in names), strict=False):
         if len(set(parts)) > 1:
