@@ -51,7 +51,7 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     from fp4train.studies.parts import CHOSEN, Parts
     from fp4train.studies.progress import StudyProgress
     from fp4train.studies.record import open_record
-    from fp4train.studies.sensitivity import Effort, Study, identity_of
+    from fp4train.studies.sensitivity import Effort, Study, groups_of, identity_of
     from fp4train.studies.subject import STUDIES, open_subject
     from fp4train.studies.summary import Report
     from fp4train.studies.tradeoff import trade_off
@@ -80,7 +80,10 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     if swap is not None:
         recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
     subject = open_subject(config, chosen, fresh=command.fresh)
-    Parts(subject, recipe, repeats=effort.repeats)  # refuses what cannot be studied before a folder is made
+    Parts(
+        subject, recipe, repeats=effort.repeats
+    )  # this and the next refuse what is impossible before a folder is made
+    groups_of(subject, effort)
     folder = Path(options["out"]) if "out" in options else command.run / STUDIES / f"sensitivity-{name}-{subject.step}"
     with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, StudyProgress() as shown:
         study = Study(subject, recipe, effort, record)

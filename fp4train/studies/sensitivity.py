@@ -59,6 +59,19 @@ def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, A
     return {"study": "sensitivity", **subject.identity, "recipe": repr(recipe), "repeats": effort.repeats}
 
 
+def groups_of(subject: Subject, effort: Effort) -> list[range]:
+    """The groups of batches in the order in which they are measured; batch 0 is the one that the run trains on next.
+
+    Raises:
+        UserError: the data has too few batches.
+    """
+    most = max(1, subject.train_data.batches_per_epoch)
+    if effort.batches is not None and effort.batches > most:
+        raise UserError(f"batches={effort.batches}: the training data has {most} different batches of this size")
+    batches = most if effort.batches is None else effort.batches
+    return [range(i, min(i + GROUP, batches)) for i in range(0, batches, GROUP)]
+
+
 class Study:
     """Measures parts on batches, and keeps what is measured in the record.
 
@@ -74,11 +87,7 @@ class Study:
         self.effort, self.record = effort, record
         self.parts = Parts(subject, recipe, repeats=effort.repeats)
         self._gradients = Gradients(subject, self.parts.reference, list(self.parts.layers))
-        most = max(1, subject.train_data.batches_per_epoch)
-        if effort.batches is not None and effort.batches > most:
-            raise UserError(f"batches={effort.batches}: the training data has {most} different batches of this size")
-        batches = most if effort.batches is None else effort.batches
-        self._groups = [range(i, min(i + GROUP, batches)) for i in range(0, batches, GROUP)]
+        self._groups = groups_of(subject, effort)
         self._measured: dict[str, list[Values]] = {REFERENCE: []}
         self._listed = list(self.parts.all(cells=effort.cells))
 
