@@ -32,7 +32,7 @@ from fp4train.errors import UserError
 from fp4train.nn import Linear
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
-from fp4train.run.guard import first_non_finite_gradient, first_non_finite_output
+from fp4train.run.guard import first_non_finite, first_non_finite_output
 from fp4train.studies.parts import CELL, LAYER, Part
 from fp4train.studies.record import Values
 from fp4train.studies.subject import Subject
@@ -217,7 +217,9 @@ class Gradients:
                 raise UserError(f"{where}: {name} gets no gradient; is its weight frozen?")
             gradient[name] = grad.detach().float() / scale
         if not math.isfinite(_squared(gradient)):
-            raise UserError(f"{where}: {first_non_finite_gradient(model)} is not finite")
+            # Backward reaches the last layers first.
+            bad = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
+            raise UserError(f"{where}: the gradient of {bad or 'the layers together'} is not finite")
         model.zero_grad(set_to_none=True)
         return Pass(total, gradient, torch.cat(outputs) if outputs else None)
 
