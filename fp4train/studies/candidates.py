@@ -8,8 +8,6 @@ Options and values are those of the command line of `fp4train`; several are sepa
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -46,12 +44,6 @@ class Candidate:
     policy: Mapping[str, Any]
     phases: Mapping[str, Any]
     asked: bool = True
-
-    @property
-    def key(self) -> str:
-        """Names its measurements in a record, whatever it is called."""
-        text = json.dumps([self.recipe, self.policy, self.phases], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def applied(self, config: Config) -> Config:
         """`config` with this candidate's recipe, policy and phases.

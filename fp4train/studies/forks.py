@@ -12,6 +12,7 @@ and writes no file.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -116,6 +117,11 @@ class Branch:
             for name, layer in s.layers.items()
             for gemm in layer.gemms
         )
+
+    @property
+    def key(self) -> str:
+        """Names its forks in a record, whatever it is called."""
+        return hashlib.sha256(repr(self.signature).encode()).hexdigest()[:16]
 
 
 def open_checkpoint(source: Path, step: int) -> Subject:

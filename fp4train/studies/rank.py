@@ -260,7 +260,7 @@ class _Forks:
 
 
 def _key(branch: Branch, number: int) -> str:
-    return f"{branch.candidate.key}/{number}"
+    return f"{branch.key}/{number}"
 
 
 class _Progress:

@@ -1,12 +1,14 @@
 """A tiny trained run that studies look at."""
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from command_line import TINY
+from command_line import TINY, Cli
 
 from fp4train.cli import main
 
@@ -41,3 +43,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cli(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Cli:
+    """The command line in a working directory that has a copy of the trained run, runs/a."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "runs/a")
+    return Cli(text, tmp_path, capsys)

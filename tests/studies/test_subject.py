@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from subjects import subject_of
 
 from fp4train import checkpoint
 from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
-from fp4train.studies.subject import Subject, open_subject
-
-
-def subject_of(run: Path, *, step: int | None = None, fresh: bool = False, optimizer: bool = False) -> Subject:
-    cfg = run_directory.read_config(run)
-    cfg.resume, cfg.resume_step, cfg.run.dir = str(run), step, str(run)
-    return open_subject(to_config(cfg), cfg, fresh=fresh, optimizer=optimizer)
+from fp4train.studies.subject import open_subject
 
 
 def digests(run: Path) -> dict[str, str]:
