@@ -127,9 +127,7 @@ def test_a_gradient_that_is_not_finite_is_named(trained: Path) -> None:
     gradients, _, named = opened(subject)
     gradients.of_reference(range(1))
     subject.model.get_parameter("blocks.0.mlp.down.weight").register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(
-        UserError, match=r"everything in NVFP4, batch 0: the gradient of blocks\.0\.mlp\.down is not"
-    ):
+    with pytest.raises(UserError, match=r"everything in NVFP4, batch 0: the gradient of blocks\.0\.mlp\.down is not"):
         gradients.measure(named["everything"], range(1))
 
 
