@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fp4train.studies.parts import CELL, GEMM, LAYER, NOTHING, OPERAND, REFERENCE, WHOLE, Part, Parts
+from fp4train.studies.parts import BASELINE, CELL, GEMM, LAYER, NOTHING, OPERAND, WHOLE, Part, Parts
 from fp4train.studies.record import Values
 from fp4train.studies.statistics import Estimate, estimate, jackknife
 
@@ -111,7 +111,7 @@ def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Seque
         listed: the parts that are measured. measured: name of part → the values of its groups of batches, in order;
             those of the reference cover the groups of all.
     """
-    reference = measured[REFERENCE]
+    reference = measured[BASELINE]
     grams = [group["gram"] for group in reference]
     kinds = {kind: [each.name for each in listed if each.kind == kind] for kind in (GEMM, OPERAND, LAYER)}
     return Sensitivity(

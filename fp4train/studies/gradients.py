@@ -218,8 +218,8 @@ class Gradients:
             gradient[name] = grad.detach().float() / scale
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
-            bad = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
-            raise UserError(f"{where}: the gradient of {bad or 'the layers together'} is not finite")
+            first = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
+            raise UserError(f"{where}: the gradient of {first or 'the layers together'} is not finite")
         model.zero_grad(set_to_none=True)
         return Pass(total, gradient, torch.cat(outputs) if outputs else None)
 

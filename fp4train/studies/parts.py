@@ -24,7 +24,7 @@ from fp4train.studies.subject import Subject
 
 EVERY_LAYER = LayerPolicy(first=0, last=0)
 """Every layer of the blocks follows the recipe."""
-WHOLE, NOTHING, REFERENCE, OF_THE_RUN = "everything", "nothing", "reference", "policy of the run"
+WHOLE, NOTHING, BASELINE, OF_THE_RUN = "everything", "nothing", "reference", "policy of the run"
 CHOSEN = "chosen policy"
 GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
 """Kinds of parts; the name of a part is its kind, "/" and what is quantised, or the words above."""
@@ -86,7 +86,7 @@ class Parts:
         self._layers = list(find_layers(subject.model).values())
         config = subject.config.train
         self._tokens = (config.microbatch or config.batch_size) * config.seq_len
-        self.reference = self._part(REFERENCE, FP32(), self.resolved(FP32()))
+        self.reference = self._part(BASELINE, FP32(), self.resolved(FP32()))
         self._high = self.resolved(recipe.with_high_precision(*GEMMS))
         self._whole = self.resolved(recipe)
         self.layers = {name: plan for name, plan in self._whole.items() if plan.quantised}

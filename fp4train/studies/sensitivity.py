@@ -16,7 +16,7 @@ from fp4train.errors import UserError
 from fp4train.precision import Recipe
 from fp4train.studies.findings import Finding, Sensitivity, finding, summarise
 from fp4train.studies.gradients import Gradients
-from fp4train.studies.parts import LAYER, REFERENCE, WHOLE, Part, Parts
+from fp4train.studies.parts import BASELINE, LAYER, WHOLE, Part, Parts
 from fp4train.studies.record import StudyRecord, Values
 from fp4train.studies.statistics import estimate
 from fp4train.studies.subject import Subject
@@ -88,7 +88,7 @@ class Study:
         self.parts = Parts(subject, recipe, repeats=effort.repeats)
         self._gradients = Gradients(subject, self.parts.reference, list(self.parts.layers))
         self._groups = groups_of(subject, effort)
-        self._measured: dict[str, list[Values]] = {REFERENCE: []}
+        self._measured: dict[str, list[Values]] = {BASELINE: []}
         self._listed = list(self.parts.all(cells=effort.cells))
 
     def run(self, shown: Shown) -> Sensitivity:
@@ -110,7 +110,7 @@ class Study:
         """Measure one more part, on the batches of the whole recipe."""
         while len(self._measured.get(part.name, ())) < len(self._measured[WHOLE]):
             self._measure(part)
-        return finding(part, self._measured[part.name], self._measured[REFERENCE])
+        return finding(part, self._measured[part.name], self._measured[BASELINE])
 
     def end(self) -> None:
         """Leave the subject as it was."""
@@ -121,9 +121,9 @@ class Study:
         done = self._measured.setdefault(part.name, [])
         number = len(done)
         group = self._groups[number]
-        if number == len(self._measured[REFERENCE]):
-            values = self._recorded(REFERENCE, group, lambda: self._gradients.of_reference(group))
-            self._measured[REFERENCE].append(values)
+        if number == len(self._measured[BASELINE]):
+            values = self._recorded(BASELINE, group, lambda: self._gradients.of_reference(group))
+            self._measured[BASELINE].append(values)
         done.append(self._recorded(part.key, group, lambda: self._gradients.measure(part, group)))
 
     def _recorded(self, key: str, group: range, measure: Callable[[], Values]) -> Values:

@@ -83,7 +83,7 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
         gpu: for times; None gives none.
 
     Raises:
-        UserError: `cost` is below the time with nothing kept.
+        UserError: `cost` is below the shortest time.
     """
     parts = found.parts
     seconds, base, bf16 = _seconds(parts, gpu) if gpu is not None else ({}, 0.0, 0.0)
@@ -100,19 +100,19 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
         macs = math.fsum(unit.macs for unit in kept)
         return Point(kept=kept, macs=macs, nmse=found.floor + (found.whole.nmse.mean - found.floor) * left, time=time)
 
-    if cost is not None and base / bf16 > cost:
-        raise UserError(
-            f"cost={cost:g}: on {gpu} the layers take {base / bf16:.3f} of their time in BF16 with nothing kept; give "
-            "at least that"
-        )
     limit = keep if cost is None else cost * bf16 - base
     assert limit is not None
     chosen: list[int] = []
     spent = 0.0
     for i in order:
-        if spent + price[i] <= limit + 1e-12 * max(1.0, bf16):
+        if price[i] <= 0 or spent + price[i] <= limit * (1 + 1e-12):
             chosen.append(i)
             spent += price[i]
+    if spent > limit * (1 + 1e-12) + 1e-15:
+        raise UserError(
+            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of their time in BF16; give "
+            "that or more"
+        )
     curve = [point(order[:count]) for count in range(len(order) + 1)]
     picked = point(chosen)
     return Tradeoff(curve=curve, chosen=picked, policy=as_policy(parts, picked.kept), gpu=gpu)

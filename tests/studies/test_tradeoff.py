@@ -114,5 +114,7 @@ def test_a_cost_is_a_time_on_a_gpu(parts: Parts) -> None:
     assert nothing is not None and nothing > 1
     faster = trade_off(found, keep=None, cost=nothing, gpu=gpu).chosen
     assert faster.time is not None and faster.time < nothing and len(faster.kept) == 1
-    with pytest.raises(UserError, match=rf"cost=0\.5: on .*B200.* the layers take {nothing:.3f} of their time in BF16"):
+    assert trade_off(found, keep=None, cost=faster.time, gpu=gpu).chosen == faster
+    message = rf"cost=0\.5: on .*B200.* the layers take at least {faster.time:.3f} of their time in BF16"
+    with pytest.raises(UserError, match=message):
         trade_off(found, keep=None, cost=0.5, gpu=gpu)
