@@ -25,6 +25,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, plain_swaps, read_entries, read_swaps, record_swap, write_entries
 from fp4train.run.weights import load_init, load_weights
@@ -43,6 +44,7 @@ VALIDATION_SEED = 0
 
 def choose_device(name: str) -> torch.device:
     """ "auto" is a GPU where there is one."""
+    check_gpu(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
