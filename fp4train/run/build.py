@@ -170,7 +170,7 @@ def build(
     with run_directory.workplace(directory, aside=overwriting or init is not None) as place:
         if branching or init is not None:
             run_directory.copy_files(origin, place, run_directory.TOKENIZER)
-        run = _build(config, place, timeline, device)
+        run = assemble(config, place, timeline, device)
         if start is not None:
             run.restore(start)
             run.plan = run.plan.since(run.step)
@@ -299,8 +299,12 @@ def write_plan(run: Run) -> None:
         _log.warning("%s", error)
 
 
-def _build(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
-    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`."""
+def assemble(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
+    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
+
+    Raises:
+        UserError: data, model or plan are not possible.
+    """
     data = config.data.build(place, config.train.seq_len, config.run.seed)
     _log.info("%s", data.description)
     model = build_model(config, data.vocab_size, device)

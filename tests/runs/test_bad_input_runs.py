@@ -265,7 +265,7 @@ def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeyp
 
 def test_a_run_directory_that_cannot_be_written(cli: Cli) -> None:
     Path("runs").write_text("a file")
-    assert "run directory runs/a cannot be written" in cli("run.name=a").message
+    assert "runs/a cannot be written" in cli("run.name=a").message
 
 
 def test_two_processes_do_not_train_in_one_directory(cli: Cli) -> None:
