@@ -180,9 +180,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         torn=False,
         failed=None,
     )
-    # The optimizer takes the moments themselves, and a fork changes them.
-    tensors = {name: tensor.clone() for name, tensor in subject.start.tensors.items()}
-    run.restore(replace(subject.start, tensors=tensors))
+    run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
     scaling = config.recipe.loss_scaling
     if subject.config.recipe.loss_scaling is None or scaling is None:
         run.loss_scale, run.good_steps = scaling.initial if scaling else 1.0, 0

@@ -146,8 +146,6 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         load_weights(run.model, init)
     if not optimizer:
         run.optimizer.state.clear()
-        if start is not None:
-            start.tensors.clear()
     run.model.train()
     return Subject(
         source=source, run=run, start=start, weights=_checksum_of_weights(run.model), settings=_checksum_of(cfg)
