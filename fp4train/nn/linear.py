@@ -251,6 +251,10 @@ class Linear(nn.Linear):
             step, weights = self._calls, PreparedWeights()
         return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
 
+    def drop_forms(self) -> None:
+        """Free the prepared forms of the weight, where the weight itself is freed between forward and backward."""
+        self._weights.drop()
+
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""
         if is_stray_recomputation(now):

@@ -6,6 +6,7 @@ the fused optimizers change weights without incrementing it. For square blocks t
 the row-wise form, a view.
 
 The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
+Where a weight is gathered for its layer only (FSDP), the forms are dropped with it: they would be a whole model.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class PreparedWeights:
         """Copies and pickles start empty: the forms belong to the original tensor."""
         return PreparedWeights, ()
 
+    def drop(self) -> None:
+        """Free the forms; a later call in the same step makes them again, from the same amax and random bits."""
+        self._forms.clear()
+
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
         position = (call.seed, call.step)
@@ -101,6 +106,7 @@ class PreparedWeights:
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""
         if self._amax is None or (call.training and not self._entered):
-            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=call.training and not self._entered)
+            enter, position = call.training and not self._entered, (call.seed, call.step)
+            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)
             self._entered = self._entered or call.training
         return self._amax
