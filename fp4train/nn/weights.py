@@ -6,7 +6,8 @@ the fused optimizers change weights without incrementing it. For square blocks t
 the row-wise form, a view.
 
 The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
-Where a weight is gathered for its layer only (FSDP), the forms are dropped with it: they would be a whole model.
+Where a weight is gathered for the time of a call only (FSDP), no form is kept: those of all layers would be a whole
+model on every rank.
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ class WeightForm:
 
 
 class PreparedWeights:
-    """The prepared forms of one weight [N, K] in one step."""
+    """The prepared forms of one weight [N, K] in one step.
 
-    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_of", "_position", "_version")
+    Args:
+        keep: whether forms are kept for later calls of the step; else each call makes its own, from the same amax and
+            random bits.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_keep", "_of", "_position", "_version")
+
+    def __init__(self, keep: bool = True) -> None:
+        self._keep = keep
         self._position: tuple[int, int] | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._version = 0
@@ -58,13 +65,9 @@ class PreparedWeights:
         self._amax: Tensor | None = None
         self._entered = False
 
-    def __reduce__(self) -> tuple[type[PreparedWeights], tuple[()]]:
+    def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
         """Copies and pickles start empty: the forms belong to the original tensor."""
-        return PreparedWeights, ()
-
-    def drop(self) -> None:
-        """Free the forms; a later call in the same step makes them again, from the same amax and random bits."""
-        self._forms.clear()
+        return PreparedWeights, (self._keep,)
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
@@ -89,7 +92,8 @@ class PreparedWeights:
                 break
         if prepared is None:
             prepared = self._prepare(w_NK.detach(), form, call, amax)
-            self._forms.append((form.key, prepared))
+            if self._keep:
+                self._forms.append((form.key, prepared))
         if form.transposed:
             assert isinstance(prepared, Decoded)
             return Decoded(prepared.values.T, prepared.scale)
