@@ -17,7 +17,7 @@ import torch
 import fp4train
 from fp4train import files
 from fp4train.errors import UserError
-from fp4train.parallel.world import World
+from fp4train.parallel.world import AgreedError, World
 
 NONCE = ".ranks"
 """A file by which ranks see that they share the run's directory."""
@@ -58,7 +58,7 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
     """Compare plain values by name over the ranks.
 
     Raises:
-        UserError: on every rank; it names the first that differs, and whose it is.
+        AgreedError: on every rank; it names the first that differs, and whose it is.
     """
     if world.size == 1:
         return
@@ -70,7 +70,7 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
     all_values = world.gathered({key: str(value) for key, value in what.items()})
     first, other = all_values[0], all_values[odd]
     key = next((k for k in {**first, **other} if first.get(k) != other.get(k)), "something")
-    raise UserError(
+    raise AgreedError(
         f"the ranks do not run the same thing: {key} is {first.get(key)} on rank 0 and {other.get(key)} on rank {odd}. "
         "Give every rank the same command, the same code and the same data"
     )

@@ -93,7 +93,9 @@ def _of_slurm(environment: Mapping[str, str]) -> Place:
         raise UserError(f"{tasks}={size}, but neither MASTER_ADDR nor SLURM_NODELIST says which host leads")
     job = _number(environment, "SLURM_JOB_ID", default=0)
     # SLURM_TASKS_PER_NODE has forms like 4(x2),3: the count of this machine is not needed but for messages.
-    local_size = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")))
+    local_size = re.match(
+        r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+    )
     local_rank = _number(environment, "SLURM_LOCALID", default=0)
     return Place(
         rank=rank,
