@@ -281,9 +281,8 @@ class Linear(nn.Linear):
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`."""
-        self._weights = PreparedWeights(
-            self._keep_forms
-        )  # it records whether the weight's amax has entered the history in this step
+        # It records whether the weight's amax has entered the history in this step.
+        self._weights = PreparedWeights(self._keep_forms)
         rest = dict(state)
         for name, kernels in self.kernels.items():
             mine = [key for key in rest if key.startswith(f"{name}.")]

@@ -1,9 +1,9 @@
 """Cut a converted model over the data ranks: FSDP2, or HSDP where several groups of ranks hold a model each.
 
-Every block, and what is outside of the blocks, is one unit: its float32 masters lie in parts on the ranks of `dp_shard`,
-are gathered for its forward and again for its backward pass, and freed after each. Gradients are summed, not averaged:
-the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks give the bits
-of two microbatches.
+Every block, and what is outside of the blocks, is one unit. Its float32 masters lie in parts on the ranks of
+`dp_shard`, are gathered for its forward and again for its backward pass, and freed after each. Gradients are summed,
+not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
+give the bits of two microbatches.
 
 Weights are gathered in float32: each layer quantises the master, once, as on one rank. A gather in BF16 would round
 them before (losses 1e-3 off in NVFP4).
@@ -28,11 +28,11 @@ def distribute(model: nn.Module, world: World) -> None:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.shards > 1
-    for unit in (*find_blocks(model), model):
-        fully_shard(unit, mesh=world.mesh, reshard_after_forward=several if unit is not model else False)
-        if several and unit is not model:
-            for layer in _layers(unit):
-                layer.keep_forms(False)
+    for block in find_blocks(model):
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
+        for layer in _layers(block):
+            layer.keep_forms(not several)
+    fully_shard(model, mesh=world.mesh, reshard_after_forward=False)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

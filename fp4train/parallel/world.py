@@ -1,6 +1,7 @@
 """The ranks of a run: who leads, the mesh, and the few collectives that the rest of the package uses.
 
-A world of one is the same object, whose collectives return what they were given: no caller asks for the number of ranks.
+A world of one is the same object, whose collectives return what they were given: no caller asks how many ranks there
+are.
 
 Two kinds of messages. Tensors of the model travel over the device's own backend. Decisions (numbers, texts) travel
 over gloo between the CPUs, so that they never wait for a device.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,8 +33,14 @@ T = TypeVar("T")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 """Names of the mesh's dimensions."""
 _FAILED = "failed"
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
+"""Of the messages of collectives that another rank has left."""
 _GRACE = timedelta(seconds=3)
 """How long a rank that lost the others waits for the word of the one that failed."""
+
+
+class AgreedError(UserError):
+    """An error that every rank raises at the same place: the lead tells it, and all can part in peace."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +60,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
+    store: Any = None
     norm64: bool = False
 
     @classmethod
@@ -68,6 +76,8 @@ class World:
             raise UserError(str(error)) from error
         if place.size == 1:
             return cls(place=place, device=device, norm64=parallel.norm == "float64")
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
         timeout = timedelta(seconds=parallel.timeout)
         cuda = device.type == "cuda"
         try:
@@ -75,8 +85,8 @@ class World:
             # one before.
             own = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             assert place.address is not None
-            found = dist.TCPStore(place.address, place.port, None, own, timeout, wait_for_workers=False)
-            store = dist.PrefixStore(f"fp4train/{place.attempt}", found)
+            found = TCPStore(place.address, place.port, None, own, timeout, wait_for_workers=False)
+            store = PrefixStore(f"fp4train/{place.attempt}", found)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=store,
@@ -190,12 +200,13 @@ class World:
         """What every rank does at once: if it fails on one, it has failed on all.
 
         Raises:
-            UserError: on every rank, with the text of the first rank whose error it was.
+            AgreedError: on every rank, with the text of the first rank whose error it was.
         """
         if self.size == 1:
             yield
             return
-        problem, own = None, None
+        problem: str | None = None
+        own: Exception | None = None
         try:
             yield
         except UserError as error:
@@ -205,7 +216,7 @@ class World:
         found = [(rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None]
         if found:
             rank, text = found[0]
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}") from own
+            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own
 
     def in_turns(self, make: Callable[[], T]) -> T:
         """`make()` on the lead, then on one rank of each other machine, then on the rest: the first fill the caches."""
@@ -221,29 +232,34 @@ class World:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank at once, and so the job: leave its last word, which the lead prints.
+        """End this rank at once, and so the job: the others may be in a collective that this one will never join.
 
-        The other ranks may be in a collective that this one will never join: nothing can be agreed any more.
+        The first rank that fails says so. What others then see, a collective that breaks, follows from it and is not
+        told, unless no rank gave a word: then one was killed.
         """
-        place = f"rank {self.place.rank} on {socket.gethostname()}"
-        said = (str(error).splitlines() or [""])[0]
-        word = f"{place} failed: {type(error).__name__}: {said}"
-        if self.store is not None:
+        who = f"rank {self.place.rank} on {socket.gethostname()}"
+        said = (str(error).strip().splitlines() or [""])[0]
+        broken = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
+        word = (
+            f"{who} ended: {said}" if isinstance(error, UserError) else f"{who} ended: {type(error).__name__}: {said}"
+        )
+        if broken:
+            word = f"{who} lost another rank, which ended without a word (killed, or out of memory?): {said}"
+        if not broken or self._last_word() is None:
+            first = word
             with suppress(Exception):
-                # Only the first word counts: what follows on other ranks follows from it.
                 first = self.store.compare_set(_FAILED, "", word).decode()
-                if first != word:
-                    self.store.wait([_FAILED], _GRACE)
-                    word = first
+            if first == word:
+                if not broken and not isinstance(error, UserError):
+                    traceback.print_exception(error)
+                print(f"fp4train: {word}", file=sys.stderr)
         self._leave(1)
 
-    def last_word(self) -> str | None:
+    def _last_word(self) -> str | None:
         """What a rank that failed has left, after a moment in which it may do so."""
-        if self.store is None:
-            return None
         try:
             self.store.wait([_FAILED], _GRACE)
-            return self.store.get(_FAILED).decode()
+            return str(self.store.get(_FAILED).decode())
         except Exception:
             return None
 
