@@ -190,6 +190,10 @@ class World:
         dist.all_gather_object(found, value, group=self.control)
         return found
 
+    def first(self, value: T | None) -> T | None:
+        """The `value` (plain data) of the first rank that has one."""
+        return next((each for each in self.gathered(value) if each is not None), None)
+
     def wait(self) -> None:
         """Until every rank is here."""
         if self.size > 1:
