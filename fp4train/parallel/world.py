@@ -171,7 +171,7 @@ class World:
 
     def everywhere(self, holds: bool) -> bool:
         """Whether `holds` on every rank."""
-        return self.size == 1 or not self.largest_numbers(int(not holds))[0]
+        return not self.largest_numbers(int(not holds))[0]
 
     def of_lead(self, value: T) -> T:
         """The lead's `value` (plain data), on every rank."""
