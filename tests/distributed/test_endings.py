@@ -90,7 +90,14 @@ def training(ranks: Ranks, run: str) -> bool:
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks: Ranks, number: int, rank: int) -> None:
-    options = ("train.steps=900", "phases=none", "schedule=constant", "schedule.warmup=0", "eval.every=0", "recipe=bf16")
+    options = (
+        "train.steps=900",
+        "phases=none",
+        "schedule=constant",
+        "schedule.warmup=0",
+        "eval.every=0",
+        "recipe=bf16",
+    )
     job = ranks.start(2, "run.name=a", *options, patch=SLOW)
     ranks.until(lambda: training(ranks, "a"))
     os.kill(job.processes[rank], number)
