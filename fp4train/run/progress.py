@@ -20,7 +20,7 @@ class Progress:
 
     Args:
         step: steps done; steps: of the whole run; tokens: a step.
-        peak: tokens a second at the peak of all devices, where that is known.
+        peak: tokens a second at the device's peak, where that is known.
         ranks: that share the tokens.
         quietly: show no bar (of several ranks one does).
     """
@@ -70,7 +70,7 @@ class Progress:
         values: dict[str, float | str] = {"perf/tokens_per_s": speed}
         if self.ranks > 1:
             values["perf/tokens_per_s_per_rank"] = speed / self.ranks
-        return values if self.peak is None else values | {"perf/mfu": speed / self.peak}
+        return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""

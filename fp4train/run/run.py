@@ -118,14 +118,14 @@ class Run:
         return [m for m in self.model.modules() if isinstance(m, Linear)]
 
     def peak_tokens_per_s(self) -> float | None:
-        """Tokens per second if the GPUs did nothing but this model's linear layers at its BF16 peak; None if unknown.
+        """Tokens per second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
 
         The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
         recipes compare; 6 FLOP per weight and token, attention products and recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         flops = 6 * sum(m.in_features * m.out_features for m in self.linears())
-        return None if gpu is None else self.world.size * peak_flops(gpu, "BF16") / flops
+        return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """By layer, what delayed scaling has seen; empty dicts without it."""
