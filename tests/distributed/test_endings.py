@@ -36,8 +36,8 @@ def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
     other.write_text(ranks.text.read_text().replace("fox", "cat"))
     patch = "import os\nimport fp4train.data.text as t\n"
     patch += "original = t.Text.build\n"
-    patch += "def build(self, *rest):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
-    patch += "    return original(self, *rest)\n"
+    patch += "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
+    patch += "    return original(self, run_dir, seq_len, seed)\n"
     patch += "t.Text.build = build"
     said = ranks(2, "run.name=b", patch=patch).message
     assert "the data is" in said and not (ranks.folder / "runs/b/config.yaml").exists()
