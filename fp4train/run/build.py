@@ -30,6 +30,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
@@ -47,6 +48,7 @@ VALIDATION_SEED = 0
 
 def choose_device(name: str, place: Place | None = None) -> torch.device:
     """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number."""
+    check_gpu(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -67,7 +67,8 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.compile", "model.recompute", "data.path", "data.val_path"),
+    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute"),
+    *("data.path", "data.val_path"),
     "parallel.",
 )
 """Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because

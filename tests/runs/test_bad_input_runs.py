@@ -371,7 +371,7 @@ def test_a_schedule_that_does_not_fit_the_steps_is_said(cli: Cli, options: list[
 
 def test_a_batch_beyond_the_memory_is_one_line(cli: Cli) -> None:
     said = cli("run.name=a", "train.batch_size=1000000000").message
-    assert said.startswith("the memory is not enough: ") and "train.microbatch=…" in said
+    assert said.startswith("runs/a: step 0 does not fit into memory: ") and "train.microbatch=500000000" in said
 
 
 def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) -> None:
