@@ -218,7 +218,9 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
         ledger.settle()
         assert stretch is not None
         high, recipe = validation_losses(run, stretch.recipe)
-        check_evaluation(run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
+        check_evaluation(
+            run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name, run.world
+        )
     except NonFiniteError as error:
         problem = str(error)
     finally:
