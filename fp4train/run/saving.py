@@ -1,8 +1,12 @@
 """Checkpoints that are written while the next steps run.
 
-The loop pays for a copy of the state in main memory, whose buffers are kept from one checkpoint to the next; a thread
-checks that it is finite, writes it, and reports. Two never overlap: the loop waits, within bounds, for one that is not
-done when the next is due. One that fails is tried again after 1, 2, 4, … steps, and at the end after a pause.
+The loop pays for a copy of the state in main memory; a thread checks that it is finite, writes it, and reports. Two
+never overlap: the loop waits, within bounds, for one that is not done when the next is due. One that fails is tried
+again after 1, 2, 4, … steps, and at the end after a pause.
+
+The buffers of the copy are kept from one checkpoint to the next. Memory that a process has never touched costs a page
+fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes and touches the buffers after the first
+step. A checkpoint that is due before it is done waits for it.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
 proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss.
@@ -11,10 +15,13 @@ proven: weights may be finite and useless. It pushes out no other until the next
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +77,7 @@ class Saver:
         """The newest step that is written."""
         self.last: Outcome | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._prepared = False
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -116,7 +124,14 @@ class Saver:
         return True
 
     def prove(self, step: int) -> None:
-        """A finite loss has been computed from the state of `step`: what is too many by now may go."""
+        """A finite loss has been computed from the state of `step`: what is too many by now may go.
+
+        After the first step of a run that saves now and then, the buffers of the copy are begun, too.
+        """
+        if self.run.config.checkpoint.every and not self._prepared:
+            self._prepared = True  # the optimizer has its moments since the first step
+            stored, _ = separate(checkpoint.flatten(self.run.state())[0])
+            self._do(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
         if self._begun == step:
             keep = self.run.config.checkpoint.keep
 
@@ -163,19 +178,32 @@ class Saver:
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stored, aliases = separate(tensors)
-        pin = self.run.device.type == "cuda"
         copies: dict[str, Tensor] = {}
         for name, tensor in stored.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            copies[name] = buffer.copy_(tensor, non_blocking=pin)
-        if pin:
+                buffer = self._buffer(tensor.shape, tensor.dtype)
+            copies[name] = buffer.copy_(tensor, non_blocking=self._pin)
+        if self._pin:
             torch.cuda.synchronize(self.run.device)
         self._buffers = dict(copies)
         return copies | {name: copies[target] for name, target in aliases.items()}
 
+    @property
+    def _pin(self) -> bool:
+        return self.run.device.type == "cuda"
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+
     # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make the buffers and touch each page of them; the loop does not use them before this is done."""
+        with torch.cuda.device(self.run.device) if self._pin else nullcontext():
+            for name, (shape, dtype) in wanted.items():
+                buffer = self._buffers[name] = self._buffer(shape, dtype)
+                buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
         run, problems = self.run, []
@@ -233,8 +261,8 @@ class Saver:
                 return
             try:
                 job()
-            except Exception as error:  # pruning; what is written reports by itself
-                _log.warning("old checkpoints could not be removed: %s", error)
+            except Exception as error:  # pruning, buffers; what is written reports by itself
+                _log.warning("checkpoints, beside the loop: %s", error)
             with self._lock:
                 self._pending -= 1
                 if not self._pending:
