@@ -30,7 +30,6 @@ from fp4train.run.guard import (
 )
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
-from fp4train.run.requests import take_requests
 from fp4train.run.run import Run
 from fp4train.run.saving import PAUSES
 from fp4train.run.signals import stop_on_signals
@@ -237,7 +236,7 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def pick_up_swaps(run: Run) -> None:
     """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way."""
-    for request in take_requests(run.folder, run.swaps):
+    for request in run.inbox.take(run.swaps):
         body = request.body or {}
         name = str(body.get("name", ""))
         try:

@@ -34,6 +34,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
 from fp4train.run.directory import CHECKPOINTS, HISTORY, write_text
 from fp4train.track.config import METRICS
+from fp4train.track.metrics import parse_line
 
 LIMIT = 1 << 28
 """Bytes of a history that are read."""
@@ -190,8 +191,8 @@ def steps_done(run: Path) -> int:
     except OSError:
         tail = []
     for raw in reversed(tail):
-        with suppress(ValueError, KeyError, TypeError):
-            line = json.loads(raw)
+        with suppress(ValueError, RecursionError):
+            line = parse_line(raw)
             if "train/loss" in line:
                 done.append(int(line["step"]))
                 break

@@ -22,6 +22,7 @@ from fp4train.nn import Linear
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
+from fp4train.run.requests import Inbox
 from fp4train.run.saving import Saver
 from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
@@ -61,6 +62,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.saver = Saver(self)
+        self.inbox = Inbox(self.folder)
 
     @property
     def policy(self) -> LayerPolicy:

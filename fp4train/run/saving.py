@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import mmap
 import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from fp4train.run.guard import first_non_finite
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.tracker import mark, sync
+from fp4train.worker import Worker
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -78,12 +78,8 @@ class Saver:
         self.last: Outcome | None = None
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._pending, self._lock = 0, threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("checkpoints", _report)
         self._begun: int | None = None
         self._failures = 0
         self._retry_at: int | None = None
@@ -102,7 +98,7 @@ class Saver:
         Args:
             proven: a finite loss has been computed from this state.
         """
-        if not self._idle.wait(WAIT_SECONDS):
+        if not self._worker.wait(WAIT_SECONDS):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
             return False
         run, step = self.run, self.run.step
@@ -120,7 +116,7 @@ class Saver:
                 Outcome(step=step, bad=worst) if worst else self._write(step, copies, state, unproven=not proven)
             )
 
-        self._do(job)
+        self._worker.put(job)
         return True
 
     def prove(self, step: int) -> None:
@@ -131,7 +127,7 @@ class Saver:
         if self.run.config.checkpoint.every and not self._prepared:
             self._prepared = True  # the optimizer has its moments since the first step
             stored, _ = separate(checkpoint.flatten(self.run.state())[0])
-            self._do(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
+            self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
         if self._begun == step:
             keep = self.run.config.checkpoint.keep
 
@@ -140,7 +136,7 @@ class Saver:
                     with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
                         checkpoint.prune(folder, step, keep)
 
-            self._do(job)
+            self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
         """What has ended since the last call."""
@@ -161,17 +157,14 @@ class Saver:
 
     def wait(self) -> None:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
-        if not self._idle.wait(WAIT_SECONDS):
+        if not self._worker.wait(WAIT_SECONDS):
             _log.error(
                 "the checkpoint of step %s is not written after %g s; it is left behind", self._begun, WAIT_SECONDS
             )
 
     def close(self) -> None:
         """End the thread when it has done what it was given, and free the copy."""
-        if self._thread is not None:
-            self._jobs.put(self._leave)
-            self._thread.join(WAIT_SECONDS)
-            self._thread = None
+        self._worker.leave(WAIT_SECONDS)
         self._buffers.clear()
 
     # -- the loop's part ------------------------------------------------------------------------------------------
@@ -245,28 +238,7 @@ class Saver:
             with also.folder(run_directory.CHECKPOINTS, create=True) as folder:
                 checkpoint.save(folder, step, tensors, state, keep=run.config.checkpoint.keep, unproven=unproven)
 
-    def _do(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._pending += 1
-            self._idle.clear()
-        self._jobs.put(job)
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job == self._leave:
-                return
-            try:
-                job()
-            except Exception as error:  # pruning, buffers; what is written reports by itself
-                _log.warning("checkpoints, beside the loop: %s", error)
-            with self._lock:
-                self._pending -= 1
-                if not self._pending:
-                    self._idle.set()
-
-    def _leave(self) -> None:
-        """Marks the end of the thread's work."""
+def _report(error: Exception) -> None:
+    """Of pruning, and of the buffers; what is written reports by itself."""
+    _log.warning("checkpoints, beside the loop: %s", error)
