@@ -9,7 +9,8 @@ fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes an
 step. A checkpoint that is due before it is done waits for it.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
-proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss.
+proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss. With
+`checkpoint.keep_before_cooldown` the last one from before the cooldown stays, too: a longer run goes on from it.
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ class Saver:
             stored, _ = separate(checkpoint.flatten(self.run.state())[0])
             self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
         if self._begun == step:
-            keep = self.run.config.checkpoint.keep
+            keep, spare = self.run.config.checkpoint.keep, self._spare()
 
             def job() -> None:
                 if self.saved == step:
                     with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
-                        checkpoint.prune(folder, step, keep)
+                        checkpoint.prune(folder, step, keep, spare=spare)
 
             self._worker.put(job)
 
@@ -189,6 +190,13 @@ class Saver:
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
+    def _spare(self) -> int | None:
+        """The step up to which the newest checkpoint is kept for runs that go on from before the cooldown."""
+        config = self.run.config
+        if not config.checkpoint.keep_before_cooldown:
+            return None
+        return config.schedule.cooldown_start(config.train.steps)
+
     # -- the thread's ---------------------------------------------------------------------------------------------
 
     def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
@@ -200,11 +208,11 @@ class Saver:
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
         run, problems = self.run, []
-        keep = run.config.checkpoint.keep
+        keep, spare = run.config.checkpoint.keep, self._spare()
         try:
             sync(run.tracker)  # the lines that the checkpoint counts on
             with run.folder.folder(run_directory.CHECKPOINTS, create=True) as folder:
-                checkpoint.save(folder, step, tensors, state, keep=keep, unproven=unproven)
+                checkpoint.save(folder, step, tensors, state, keep=keep, unproven=unproven, spare=spare)
         except Exception as error:
             problems.append(str(error))
         if run.config.checkpoint.also is not None:
@@ -236,7 +244,8 @@ class Saver:
                 if data is not None:
                     also.write(name, data)
             with also.folder(run_directory.CHECKPOINTS, create=True) as folder:
-                checkpoint.save(folder, step, tensors, state, keep=run.config.checkpoint.keep, unproven=unproven)
+                keep = run.config.checkpoint.keep
+                checkpoint.save(folder, step, tensors, state, keep=keep, unproven=unproven, spare=self._spare())
 
 
 def _report(error: Exception) -> None:
