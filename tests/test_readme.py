@@ -55,7 +55,10 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str],
         assert words.pop(0) in {"plan", "swap", "compare", "formats", "doctor"}
     flags, words = overrides.flags_and_words(words)
     overrides.check(
-        [*flags, *(word for word in words if "=" in word and not word.startswith(("resume=", "at=", "full=", "cancel=")))]
+        [
+            *flags,
+            *(word for word in words if "=" in word and not word.startswith(("resume=", "at=", "full=", "cancel="))),
+        ]
     )
 
 

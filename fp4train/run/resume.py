@@ -100,6 +100,9 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
     recorded = history.configuration(history.read_history(run))
     if recorded is None:
+        if run_directory.identity(run) is not None:
+            missing = run / run_directory.HISTORY
+            _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
         return
     edits = history.changes(recorded, history.flat(plain(saved)))
     path = run / run_directory.CONFIG
