@@ -487,7 +487,7 @@ def write_report(lines: list[str], failures: list[str], trials: int) -> None:
     rest = rest[rest.index("\n## ") :]
     head = f"""# Fault tests
 
-`python scripts/storm.py --all` with torch {torch.__version__} on a CPU: {trials:,} trials, {len(failures)} failed. Each row
+`python scripts/storm.py --all`, torch {torch.__version__} on a CPU: {trials:,} trials, {len(failures)} failed. Each row
 counts the trials of one kind; `scripts/storm.py` says what a trial does and when it passes.
 """
     REPORT.write_text("\n".join([head, *lines, "", *(f"- {each}" for each in failures)]).rstrip() + "\n" + rest)

@@ -15,6 +15,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.data import Loader
+from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
@@ -157,7 +158,7 @@ class Run:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             said = f"{said} is missing" if isinstance(error, LookupError) else said
             raise UserError(f"{found.path} does not fit this model: {said}") from error
-        if data != self.fingerprint:
+        if not same_data(data, self.fingerprint):
             raise UserError(
                 f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"
