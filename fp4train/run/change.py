@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from fp4train.config.binding import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import Timeline
@@ -16,6 +17,34 @@ from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, record_swap, remove_swap
 
 _log = logging.getLogger(__name__)
+
+
+def pick_up_swaps(run: Run) -> None:
+    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way."""
+    for request in run.inbox.take(run.swaps):
+        body = request.body or {}
+        name = str(body.get("name", ""))
+        try:
+            if request.body is None:
+                raise UserError(request.problem)
+            if "cancel" in body:
+                at = bind(body["cancel"], int, "cancel")
+                cancel_swap(run, at)
+                event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
+            else:
+                at = run.step if body["at"] is None else body["at"]
+                swap_recipe(run, at, body["recipe"], name, request.id)
+                event, text, values = "swap", f"recipe {name} from step {at} on", {"recipe": name, "at": at}
+        except UserError as error:
+            _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
+            refused = {"recipe": name, "reason": str(error), "request": request.id}
+            run.tracker.log_event(run.step + 1, "swap refused", refused)
+            request.answer(False, str(error))
+        else:
+            values["request"] = request.id
+            _log.warning("swap: %s", text)
+            run.tracker.log_event(run.step + 1, event, values)
+            request.answer(True, text)
 
 
 def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:

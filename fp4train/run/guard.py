@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -70,8 +71,10 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
     return "the loss itself"
 
 
-def first_non_finite_gradient(model: nn.Module) -> str:
-    """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
-    named = list(model.named_parameters())
-    bad = [name for name, p in reversed(named) if p.grad is not None and not bool(p.grad.isfinite().all())]
-    return f"gradient of {bad[0]}" if bad else "the norm itself (finite gradients, overflowing sum)"
+def check_evaluation(model: nn.Module, step: int, values: Mapping[str, float | str], recipe: str) -> None:
+    """Raises NonFiniteError where a validation loss is not finite."""
+    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
+        if not math.isfinite(value := float(values[key])):
+            bad = first_non_finite({f"weight {name}": p for name, p in model.named_parameters()})
+            where = bad or "no weight: the evaluation itself"
+            raise NonFiniteError(step, what, value, where, recipe, of_state=True)

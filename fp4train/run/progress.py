@@ -42,11 +42,10 @@ class Progress:
         self.last = time.perf_counter()
         return self
 
-    def advance(self, loss: float, recipe: str) -> dict[str, float | str]:
-        """One more step is done; returns its speed."""
-        now = time.perf_counter()
-        speed = self.tokens / (now - self.last)
-        self.last = now
+    def advance(self, loss: float, recipe: str, at: float) -> dict[str, float | str]:
+        """One more step was done at `at`, by `time.perf_counter`; returns its speed."""
+        speed = self.tokens / (at - self.last)
+        self.last = at
         self.step += 1
         self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
         with suppress(OSError):  # a terminal that was closed is no reason to end a run

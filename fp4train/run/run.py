@@ -15,6 +15,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.data import Loader
+from fp4train.data.feed import Feed
 from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -38,6 +39,8 @@ class Run:
         identity: the random number that the run's parts carry.
         swaps: the record of swaps.
         torn: the weights are being updated; an exception now leaves them between two steps.
+        failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
+            ones after it change none either. None: all that were read were good.
         saved_config: config.yaml as it was written.
     """
 
@@ -59,11 +62,13 @@ class Run:
     identity: str = ""
     swaps: list[Entry] = field(default_factory=list)
     torn: bool = False
+    failed: torch.Tensor | None = None
     saved_config: bytes | None = None
 
     def __post_init__(self) -> None:
         self.saver = Saver(self)
         self.inbox = Inbox(self.folder)
+        self.feed = Feed(self.train_data, self.device)
 
     @property
     def policy(self) -> LayerPolicy:

@@ -19,9 +19,9 @@ from command_line import (
     wait_for,
 )
 
-import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
+from fp4train.run import rescue
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
 
@@ -44,7 +44,7 @@ def test_a_signal_whose_save_fails_promises_nothing(cli: Cli, before: Before, mo
         raise CheckpointError("No space left on device.")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    monkeypatch.setattr(loop, "PAUSES", ())
+    monkeypatch.setattr(rescue, "PAUSES", ())
     before(2, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     ended = cli("run.name=a", *STEADY)
     assert ended.code == 128 + signal.SIGTERM

@@ -19,7 +19,7 @@ from command_line import (
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-from fp4train.run import saving
+from fp4train.run import rescue, saving
 
 
 def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
@@ -92,7 +92,7 @@ def test_a_disk_that_does_not_answer_is_left_behind(cli: Cli, monkeypatch: pytes
 
     monkeypatch.setattr(checkpoint, "save", stuck)
     monkeypatch.setattr(saving, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(loop, "PAUSES", ())
+    monkeypatch.setattr(rescue, "PAUSES", ())
     ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
     assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
     assert sorted(losses("runs/a")) == list(range(1, 7))
