@@ -8,9 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+IDLE_SECONDS = 5.0
+"""A thread that is given nothing for so long ends; the next call begins another."""
+
 
 class Worker:
-    """A thread that begins with the first call that it is given.
+    """Does one call after another, in a thread that there is only while there is something to do.
 
     A call that raises is reported to `failed`, in the thread, and the next one follows.
 
@@ -59,16 +62,18 @@ class Worker:
             self._leaving = True
             if not done:
                 self._calls.clear()
+            thread = self._thread
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, deadline - time.monotonic()) if not done else 1.0)
+        if thread is not None and done:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return done
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._leaving)
+                self._changed.wait_for(lambda: self._calls or self._leaving, IDLE_SECONDS)
                 if not self._calls:
+                    self._thread = None
                     return
                 call, self._busy = self._calls.popleft(), True
             try:

@@ -229,6 +229,7 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.track.metrics import mend, read_metrics
 
     if kind == "config.yaml":
+        check_belongs(checkpoint.load(run / "checkpoints"), run, mend=True)
         return plain(directory.read_config(run)), directory.identity(run)
     if kind == "history.jsonl":
         resume._check_edits(run, directory.read_config(run))

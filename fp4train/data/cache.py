@@ -71,7 +71,7 @@ def _read(path: Path) -> Ids | None:
             raise ValueError(f"{bad} of {len(found)} chunks are not as they were written")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:  # JSON errors are ValueErrors
+    except (ValueError, KeyError, TypeError, SyntaxError) as error:  # SyntaxError: of a damaged name of a type
         log.warning("tokenised data in %s is damaged (%s): tokenising again", path, error)
         return None
     return ids

@@ -205,3 +205,12 @@ def test_text_shorter_than_a_sequence_is_refused_for_either_part(tmp_path: Path)
 def test_a_tokenizer_given_by_name_says_how_to_choose_one() -> None:
     with pytest.raises(ValueError, match=r"data\.tokenizer='bpe': .* data/tokenizer=bpe"):
         Text(path="x", tokenizer="bpe")  # type: ignore[arg-type]
+
+
+def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINES)
+    first = build(tmp_path / "a.txt", tmp_path)
+    (info,) = (path for path in tmp_path.rglob("*.json") if '"digests"' in path.read_text())
+    info.write_text(info.read_text().replace('"dtype": "|', '"dtype": "\x7f|'))
+    info.write_text(info.read_text().replace('"dtype": "<', '"dtype": ",<'))
+    assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint
