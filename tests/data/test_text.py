@@ -211,6 +211,7 @@ def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text(LINES)
     first = build(tmp_path / "a.txt", tmp_path)
     (info,) = (path for path in tmp_path.rglob("*.json") if '"digests"' in path.read_text())
-    info.write_text(info.read_text().replace('"dtype": "|', '"dtype": "\x7f|'))
-    info.write_text(info.read_text().replace('"dtype": "<', '"dtype": ",<'))
+    before = info.read_text()
+    info.write_text(before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace('"dtype": "<u2"', '"dtype": ",u2"'))
+    assert info.read_text() != before
     assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint
