@@ -223,6 +223,13 @@ def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, 
 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """Validation loss in high precision and, beside it, in the recipe."""
+    high, in_recipe = validation_losses(run, recipe)
+    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
+    return {"val/loss": high, "val/loss_recipe": in_recipe}
+
+
+def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
+    """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     rows = run.config.train.microbatch or run.config.train.batch_size
     starts = range(0, batches * run.config.train.batch_size, rows)
@@ -235,8 +242,7 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
             for each in dict.fromkeys((high, recipe))
         }
     run.model.train()
-    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, found[high], found[recipe])
-    return {"val/loss": found[high], "val/loss_recipe": found[recipe]}
+    return found[high], found[recipe]
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:

@@ -30,6 +30,8 @@ def _train(cfg: DictConfig) -> int:
     from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import build
+    from fp4train.run.determinism import determinism
+    from fp4train.run.gpu import explain
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.resume import find_start
     from fp4train.train import train
@@ -38,7 +40,7 @@ def _train(cfg: DictConfig) -> int:
     chosen, swap = settings(cfg)
     config = to_config(chosen)
     directory = config.run.dir
-    with run_directory.locked(directory):
+    with run_directory.locked(directory), determinism(config.train.deterministic):
         start = find_start(config, chosen)
         if start is not None and start.step >= config.train.steps:
             print(_finished(config, start.path.parent.parent, start.step))
@@ -53,7 +55,12 @@ def _train(cfg: DictConfig) -> int:
                 _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
             if start is not None and before is not None and (jump := rate_jump(before, config, run.step)):
                 _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
-            result = train(run)
+            try:
+                result = train(run)
+            except (RuntimeError, MemoryError) as error:
+                if (text := explain(error, run)) is None:
+                    raise
+                raise UserError(text) from error
             code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
         finally:
             run.tracker.finish(code)

@@ -25,6 +25,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, plain_swaps, read_entries, read_swaps, record_swap, write_entries
 from fp4train.run.weights import load_init, load_weights
@@ -43,6 +44,7 @@ VALIDATION_SEED = 0
 
 def choose_device(name: str) -> torch.device:
     """ "auto" is a GPU where there is one."""
+    check_gpu(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -168,7 +170,7 @@ def build(
     with run_directory.workplace(directory, aside=overwriting or init is not None) as place:
         if branching or init is not None:
             run_directory.copy_files(origin, place, run_directory.TOKENIZER)
-        run = _build(config, place, timeline, device)
+        run = assemble(config, place, timeline, device)
         if start is not None:
             run.restore(start)
             run.plan = run.plan.since(run.step)
@@ -297,8 +299,12 @@ def write_plan(run: Run) -> None:
         _log.warning("%s", error)
 
 
-def _build(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
-    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`."""
+def assemble(config: Config, place: Path, timeline: Timeline, device: torch.device) -> Run:
+    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
+
+    Raises:
+        UserError: data, model or plan are not possible.
+    """
     data = config.data.build(place, config.train.seq_len, config.run.seed)
     _log.info("%s", data.description)
     model = build_model(config, data.vocab_size, device)

@@ -137,7 +137,7 @@ def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
         **values,
         "stretches": _compact(plan),
     }
-    line["sum"] = _sum(line, lines[-1]["sum"] if lines else "")
+    line["sum"] = chained_sum(line, lines[-1]["sum"] if lines else "")
     text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
     try:
         with files.parent(run / HISTORY) as (folder, name):
@@ -258,7 +258,7 @@ def _lines(run: Path) -> tuple[list[dict[str, Any]], int]:
     for number, raw in enumerate(whole, start=1):
         try:
             line = json.loads(raw)
-            if line["sum"] != _sum(line, before):
+            if line["sum"] != chained_sum(line, before):
                 raise ValueError("its checksum differs")
             _record(line)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -274,7 +274,7 @@ def _lines(run: Path) -> tuple[list[dict[str, Any]], int]:
     return found, len(data) - len(torn)
 
 
-def _sum(line: Mapping[str, Any], before: str) -> str:
+def chained_sum(line: Mapping[str, Any], before: str) -> str:
     body = {key: value for key, value in line.items() if key != "sum"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]

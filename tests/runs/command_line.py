@@ -16,9 +16,10 @@ import safetensors.torch
 
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.checkpoint.folder import _checksum
-from fp4train.checkpoint.tensors import write_tensors
+from fp4train.checkpoint.layout import checksum_of
+from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
+from fp4train.shards import part_of
 
 StopAt = Callable[[int], None]
 Before = Callable[[int, Callable[[Any], Any]], None]
@@ -159,11 +160,11 @@ def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callabl
     state(body["state"])
     (path / "tensors.safetensors").unlink()
     descriptor = os.open(path / "tensors.safetensors", os.O_WRONLY | os.O_CREAT)
-    size, checksum = write_tensors(descriptor, held)
+    size, checksum = write_parts(descriptor, {name: part_of(tensor) for name, tensor in held.items()})
     os.close(descriptor)
     body["tensors"].update(bytes=size, sha256=checksum)
     del body["sha256"]
-    (path / "state.json").write_text(json.dumps({**body, "sha256": _checksum(body)}))
+    (path / "state.json").write_text(json.dumps({**body, "sha256": checksum_of(body)}))
 
 
 def left(run: str) -> list[str]:
