@@ -93,6 +93,5 @@ class Call:
         if self.amaxes is None:
             self.amaxes = {}
         if name not in self.amaxes:
-            place = self.gemms.place
-            self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training, place=place)
+            self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training)
         return self.amaxes[name]

@@ -161,8 +161,9 @@ class Linear(nn.Linear):
         self._forget_plans()
 
     def move(self, place: Place) -> None:
-        """Make this layer the shard at `place`; its parameters must be that shard, as DTensors or plain tensors."""
-        self.out_features, self.in_features = local(self.weight).shape
+        """Make this layer the shard at `place`; its parameters must be that shard, as DTensors if the layer is cut."""
+        shard = self.weight if place.tensor is None else local(self.weight)
+        self.out_features, self.in_features = shard.shape
         self.place = place
         parts = 1 if place.tensor is None else place.tensor.size
         self.settle(
@@ -246,8 +247,9 @@ class Linear(nn.Linear):
             call = self.new_call(context, gemms, training)
         w_NK, bias_N = self.weight, self.bias
         if place is not None:
-            call.parameter, w_NK = w_NK, local(w_NK)
-            bias_N = None if bias_N is None else local(bias_N)
+            if place.tensor is not None:
+                call.parameter, w_NK = w_NK, local(w_NK)
+                bias_N = None if bias_N is None else local(bias_N)
             if gemms.device == "meta":
                 return place.shape_of(x_MK, w_NK).to(gemms.dtype)
         y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]

@@ -104,8 +104,8 @@ class Place:
         first: index of this rank's first out feature ("out") or in feature ("in").
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
-            also those of `data`; "local": this rank's alone, and the result depends on the cut. Delayed scaling covers
-            all of them in any case.
+            also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
+            scaling are joined over all ranks in any case (`nn.scaling`).
     """
 
     tensor: Ranks | None = None
@@ -145,20 +145,14 @@ class Place:
         extent = amax_extent(spec)
         if extent is None or self.amax == "local":
             return ()
-        everything = extent == "tensor"
-        found = self._parts(tensor, rows=everything or transposed, columns=everything or not transposed)
-        return found if self.amax == "data" else tuple(ranks for ranks in found if ranks is not self.data)
-
-    def all_holders(self, tensor: str) -> tuple[Ranks, ...]:
-        """The ranks that hold other parts of a tensor, in groups: those of the amax of delayed scaling."""
-        return self._parts(tensor, rows=True, columns=True)
-
-    def _parts(self, tensor: str, *, rows: bool, columns: bool) -> tuple[Ranks, ...]:
-        axis = _CUT_AXIS.get((tensor, self.cut))
-        found = [self.tensor] if self.tensor is not None and {"rows": rows, "columns": columns}.get(axis or "") else []
-        if self.data is not None and tensor != "w" and rows:
+        covers = {"rows": extent == "tensor" or transposed, "columns": extent == "tensor" or not transposed}
+        found = []
+        if self.tensor is not None and covers.get(_CUT_AXIS.get((tensor, self.cut), "")):
+            found.append(self.tensor)
+        if self.amax == "data" and self.data is not None and tensor != "w" and covers["rows"]:
             found.append(self.data)
         return tuple(found)
+
 
     def whole_input(self, x_MK: Tensor) -> Tensor:
         """x of all tokens, before fprop."""
@@ -193,9 +187,8 @@ class Place:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The shard of a DTensor, with its gradient in the same placement; a plain tensor itself."""
-    to_local = getattr(parameter, "to_local", None)
-    result: Tensor = parameter if to_local is None else to_local()
+    """The shard that a parameter of a layer with a place holds: a DTensor's, with its gradient in the same placement."""
+    result: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return result
 
 

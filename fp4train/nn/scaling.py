@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.nn.place import Place
 from fp4train.quantize import QuantSpec
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax, push_amax
 
@@ -23,16 +22,13 @@ class DelayedScaling:
         self.histories: dict[str, Tensor] = {}
         self.used: dict[str, Tensor] = {}
 
-    def amax(
-        self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, place: Place | None = None
-    ) -> Tensor:
+    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool) -> Tensor:
         """The amax that scales `tensor`, a 0-d float32.
 
         Args:
             name: "x", "w" or "dy".
             spec: its spec, with `delayed` set.
             enter: whether the tensor's own amax enters the history (in training, not in evaluation).
-            place: says which ranks hold other parts of the tensor; None: all ranks of the default process group do.
         """
         assert spec.delayed is not None
         history, previous = self.histories.get(name), self.used.get(name)
@@ -43,12 +39,7 @@ class DelayedScaling:
         amax = delayed_amax(history, previous, spec.delayed)
         if enter:
             own = tensor.detach().abs().amax().float() if tensor.numel() else amax.new_zeros(())
-            if place is None:
-                own = largest_over_ranks(own)
-            else:
-                for ranks in place.all_holders(name):
-                    own = ranks.largest(own)
-            self.histories[name], self.used[name] = push_amax(history, own), amax
+            self.histories[name], self.used[name] = push_amax(history, largest_over_ranks(own)), amax
         return amax
 
     def state(self) -> dict[str, Tensor]:

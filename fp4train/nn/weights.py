@@ -118,7 +118,6 @@ class PreparedWeights:
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""
         if self._amax is None or (call.training and not self._entered):
-            enter = call.training and not self._entered
-            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, place=call.gemms.place)
+            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=call.training and not self._entered)
             self._entered = self._entered or call.training
         return self._amax

@@ -58,10 +58,9 @@ def cut_tensors(
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
     for module in model.modules():
         _distribute(module, mesh, None, own)
-    if sequence:
-        for name in cut.tokens:
-            model.get_submodule(name).ranks = ranks  # type: ignore[assignment]
-    parallel.tensor = TokenRanks(ranks=ranks, sequence=sequence)
+    parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
+    for name in cut.tokens:
+        model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)
     return model
 

@@ -18,8 +18,8 @@ class TensorCut:
         out: linear layers [N, K] cut into [N/p, K]; they read activations that every rank has whole.
         in_: linear layers cut into [N, K/p]; they read what the layers of `out` made.
         vocabulary: modules with a weight [vocabulary, width], cut along the vocabulary.
-        tokens: modules that act on each token alone (norms). Their parameters stay whole. Their attribute `ranks` is
-            set if tokens are cut, because their gradients are then sums over the ranks.
+        tokens: modules that act on each token alone (norms). Their parameters stay whole, and their attribute `tensor`
+            is set: if tokens are cut, their gradients are sums over the ranks.
         counts: (module, attribute, key of the configuration) of numbers that are divided by p.
     """
 

@@ -123,5 +123,5 @@ def chunked_cross_entropy(
     """
     dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
     ranks = None if tensor is None else tensor.ranks
-    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, local(w_VD), targets_M, dtype, ranks)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, w_VD if ranks is None else local(w_VD), targets_M, dtype, ranks)  # type: ignore[no-untyped-call]
     return loss

@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.nn.place import Ranks, local, with_summed_gradient
+from fp4train.models.common.cut import TokenRanks
+from fp4train.nn.place import local, with_summed_gradient
 
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
 
-    ranks: Ranks | None = None
-    """The ranks that normalise the other tokens; None: this rank has all."""
+    tensor: TokenRanks | None = None
+    """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """y, with the shape and dtype of x [..., width]."""
-        weight = local(self.weight)
-        if self.ranks is not None:
-            weight = with_summed_gradient(weight, self.ranks)
+        weight = self.weight
+        if self.tensor is not None:
+            weight = local(weight)
+            if self.tensor.sequence:
+                weight = with_summed_gradient(weight, self.tensor.ranks)
         y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
         return y
