@@ -147,6 +147,7 @@ class Linear(nn.Linear):
         self._calls = 0
         self.place: Place | None = None
         """Where the layer's shard lies, set by `move`; None: the layer is whole, and no rank shares its amaxes."""
+        self._keep_forms = True
         self._was_in_context = False
         self.settle(layer, backend)
 
@@ -157,7 +158,7 @@ class Linear(nn.Linear):
         for kernels in self.kernels.values():
             kernels.name = layer.name
         self._layer_key = zlib.crc32(layer.name.encode())
-        self._weights = PreparedWeights()
+        self._weights = PreparedWeights(self._keep_forms)
         self._forget_plans()
 
     def move(self, place: Place) -> None:
@@ -289,6 +290,11 @@ class Linear(nn.Linear):
             step, weights = self._calls, PreparedWeights()
         return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
 
+    def keep_forms(self, keep: bool) -> None:
+        """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
+        self._keep_forms = keep
+        self._weights = PreparedWeights(keep)
+
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""
         if is_stray_recomputation(now):
@@ -313,7 +319,8 @@ class Linear(nn.Linear):
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`."""
-        self._weights = PreparedWeights()  # it records whether the weight's amax has entered the history in this step
+        # It records whether the weight's amax has entered the history in this step.
+        self._weights = PreparedWeights(self._keep_forms)
         rest = dict(state)
         for name, kernels in self.kernels.items():
             mine = [key for key in rest if key.startswith(f"{name}.")]

@@ -1,1 +1,1 @@
-"""Training on many ranks: how the work is cut, and what keeps the result independent of the cut."""
+"""One run on several ranks: the mesh, what is agreed between ranks, and how a model is cut over them."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.precision import Timeline
+from fp4train.precision import Swap, Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run import history
-from fp4train.run.build import build_plan, with_swap, write_plan
+from fp4train.run.begin import write_plan
+from fp4train.run.build import build_plan, with_swap
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, record_swap, remove_swap
 
@@ -36,7 +38,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
     timeline = with_swap(run.timeline, swap)
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    plan = _plan(run, timeline)
     run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
     _record_change(run, timeline, plan, "swap", name=name, at=swap.step, recipe=recipe)
 
@@ -52,9 +54,20 @@ def cancel_swap(run: Run, step: int) -> None:
     if step < run.step:
         raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
     timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    plan = _plan(run, timeline)
     run.swaps = remove_swap(run.directory, step)
     _record_change(run, timeline, plan, "swap cancelled", at=step)
+
+
+def follow(run: Run, swaps: Sequence[Swap]) -> None:
+    """On a rank that records nothing: go on by the swaps that the lead has."""
+    timeline = replace(run.timeline, swaps=tuple(swaps))
+    run.timeline, run.plan = timeline, _plan(run, timeline)
+
+
+def _plan(run: Run, timeline: Timeline) -> Plan:
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device), run.world.data_ranks)
+    return plan.since(run.step)
 
 
 def _record_change(run: Run, timeline: Timeline, plan: Plan, event: str, **values: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fp4train.nn.place import Ranks
+from fp4train.nn.place import Ranks, local, with_summed_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +49,17 @@ class TensorParallel(Protocol):
         ...
 
     def get_submodule(self, target: str) -> nn.Module: ...
+
+
+def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
+    """A parameter that every rank has whole, for use on this rank's tokens; differentiable.
+
+    torch.compile breaks the graph here: the backward pass adds the gradients of the ranks.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from fp4train.models.common import untraced
+
+        result: Tensor = untraced.shared_by(tensor, parameter)
+        return result
+    whole = local(parameter)
+    return with_summed_gradient(whole, tensor.ranks) if tensor.sequence else whole

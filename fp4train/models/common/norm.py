@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.models.common.cut import TokenRanks
-from fp4train.nn.place import local, with_summed_gradient
+from fp4train.models.common.cut import TokenRanks, shared_by
 
 
 class RMSNorm(nn.RMSNorm):
@@ -17,10 +16,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """y, with the shape and dtype of x [..., width]."""
-        weight = self.weight
-        if self.tensor is not None:
-            weight = local(weight)
-            if self.tensor.sequence:
-                weight = with_summed_gradient(weight, self.tensor.ranks)
+        weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
         y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
         return y
