@@ -88,9 +88,7 @@ def choose(table: Table, layer: Shape, backend: str, device: Device, *, cut: boo
 _WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
 
 
-def _choose_gemm(
-    table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str, cut: bool
-) -> Choice:
+def _choose_gemm(table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str, cut: bool) -> Choice:
     if not table[gemm].quantised:
         return Choice("torch", table.name)
     if backend != "auto":

@@ -153,7 +153,6 @@ class Place:
             found.append(self.data)
         return tuple(found)
 
-
     def whole_input(self, x_MK: Tensor) -> Tensor:
         """x of all tokens, before fprop."""
         ranks = self.gathers
@@ -176,7 +175,6 @@ class Place:
         if ranks is None:
             return dx_MK
         return ranks.sum_rows(dx_MK) if self.sequence else ranks.sum(dx_MK)
-
 
     def shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """A product on the meta device, without collectives: shapes and gradients only."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
 from fp4train.nn.place import Place
-from fp4train.quantize import Decoded, QuantSpec, measure_amax, quantizer
+from fp4train.quantize import Decoded, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -67,7 +67,7 @@ class PreparedWeights:
             random bits.
     """
 
-    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_keep", "_of", "_position", "_version")
+    __slots__ = ("__weakref__", "_amax", "_amaxes", "_entered", "_forms", "_keep", "_of", "_position", "_version")
 
     def __init__(self, keep: bool = True) -> None:
         self._keep = keep
@@ -76,6 +76,7 @@ class PreparedWeights:
         self._version = 0
         self._forms: list[tuple[tuple[object, ...], Prepared]] = []
         self._amax: Tensor | None = None
+        self._amaxes: dict[tuple[object, ...], Tensor] = {}
         self._entered = False
 
     def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
@@ -89,12 +90,14 @@ class PreparedWeights:
         if position != self._position:
             self._position = position
             self._forms.clear()
+            self._amaxes.clear()
             self._amax, self._entered = None, False
         version = 0 if own.is_inference() else own._version
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
             if known is None or version != self._version or own is not w_NK or not known.is_set_to(own):
                 self._forms.clear()
+                self._amaxes.clear()
                 self._amax = None
             forms = self._forms
             self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
@@ -113,16 +116,26 @@ class PreparedWeights:
             return Decoded(prepared.values.T, prepared.scale)
         return prepared
 
-    @staticmethod
-    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+    def _prepare(self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        for ranks in form.holders:
-            amax = ranks.largest(measure_amax(w, spec) if amax is None else amax)
+        if form.holders:
+            amax = self._amax_over_ranks(w, spec, form)
         key = call.weight_key(form.operand, form.start) if spec.rounding == "stochastic" else None
         return form.make(w, key, amax)
+
+    def _amax_over_ranks(self, w: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
+        """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
+        whole = amax_extent(spec) == "tensor" and spec.hadamard is None
+        key = ("tensor",) if whole else form.key
+        if key not in self._amaxes:
+            amax = measure_amax(w, spec)
+            for ranks in form.holders:
+                amax = ranks.largest(amax)
+            self._amaxes[key] = amax
+        return self._amaxes[key]
 
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""

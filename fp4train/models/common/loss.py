@@ -109,9 +109,7 @@ def _times(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
-def chunked_cross_entropy(
-    h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None
-) -> Tensor:
+def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None) -> Tensor:
     """Mean cross-entropy in nats, float32 scalar.
 
     Args:
