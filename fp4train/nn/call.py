@@ -52,13 +52,13 @@ class Call:
         self.parameter: Tensor | None = None
         """The parameter whose shard w is, if w is a new view of it in each call."""
 
-    def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0) -> RandomKey:
+    def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
         """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.
 
         Args:
-            feature: index of the tensor's first feature in the whole layer.
+            feature, token: index of the tensor's first feature in the whole layer and of its first token in the call.
         """
-        offset = self.token_offset
+        offset = self.token_offset + token
         if not along_tokens:
             row, column = offset, feature
         else:

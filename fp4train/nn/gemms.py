@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.nn.place import Place
+from fp4train.nn.place import Place, Ranks
+from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
@@ -66,10 +67,11 @@ class Form:
         spec: quant spec; None for high precision.
         codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
         place: where the tensor lies in the whole layer's; None: it is whole.
+        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `place` share.
     """
 
     __slots__ = (
-        *("codes", "column", "delayed", "direct", "feature", "holders", "make", "operand", "pure", "spec"),
+        *("codes", "column", "delayed", "direct", "feature", "holders", "make", "operand", "pure", "rank", "spec"),
         *("stochastic", "tensor"),
     )
 
@@ -83,6 +85,7 @@ class Form:
         codes: bool,
         column: bool,
         place: Place | None = None,
+        tokens: bool = False,
     ) -> None:
         self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
         self.stochastic = spec is not None and spec.rounding == "stochastic"
@@ -90,7 +93,10 @@ class Form:
         self.pure = not self.stochastic and not self.delayed
         """Whether it is a function of the tensor alone, of its parts on other ranks included."""
         self.feature = 0 if place is None else place.starts(tensor)[1]
-        self.holders = () if place is None or spec is None else place.holders(tensor, spec, transposed=column)
+        self.rank = place.tensor.rank if tokens and place is not None and place.tensor is not None else 0
+        self.holders: tuple[Ranks, ...] = ()
+        if place is not None and spec is not None:
+            self.holders = place.holders(tensor, spec, transposed=column, tokens=tokens)
         self.direct = self.pure and not self.holders
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
@@ -105,13 +111,13 @@ class Form:
             return Decoded(x_MK, None)
         if self.direct:
             return self.make(x_MK)
-        return self.make(x_MK, self.key(call), self.amax(x_MK, call))
+        return self.make(x_MK, self.key(call, x_MK.shape[1 if self.column else 0]), self.amax(x_MK, call))
 
-    def key(self, call: Call) -> RandomKey | None:
-        """What selects the random bits."""
+    def key(self, call: Call, tokens: int) -> RandomKey | None:
+        """What selects the random bits of a tensor of so many tokens."""
         if not self.stochastic:
             return None
-        return call.key(self.operand, along_tokens=self.column, feature=self.feature)
+        return call.key(self.operand, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
 
     def amax(self, x: Tensor, call: Call) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
@@ -153,7 +159,8 @@ class Forms:
             if self.direct:
                 return self.pair(x_MK)
             row_amax, column_amax = self._amaxes(x_MK, call)
-            return self.pair(x_MK, self.row.key(call), row_amax, self.column.key(call), column_amax)
+            tokens = x_MK.shape[0]
+            return self.pair(x_MK, self.row.key(call, tokens), row_amax, self.column.key(call, tokens), column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
     def _amaxes(self, x_MK: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -165,7 +172,7 @@ class Forms:
         both = torch.cat([amax.reshape(-1) for amax in own])
         for ranks in self.joined:
             both = ranks.largest(both)
-        row, column = both.split([amax.numel() for amax in own])
+        row, column = both.tensor_split([own[0].numel()])
         return row.view(own[0].shape), column.view(own[1].shape)
 
 
@@ -178,8 +185,8 @@ class LayerGemms:
     """
 
     __slots__ = (
-        *("device", "dgrad", "dtype", "dx_dtype", "dy", "fprop", "keeps_x", "place", "plan", "quantised", "together"),
-        *("w_column", "w_row", "wgrad", "x", "y_dtype"),
+        *("device", "dgrad", "dtype", "dx_dtype", "dy", "fprop", "keeps_x", "place", "plan", "quantised", "sent_dy"),
+        *("sent_x", "together", "w_column", "w_row", "wgrad", "x", "y_dtype"),
     )
 
     def __init__(self, plan: LayerPlan, device: str, place: Place | None = None) -> None:
@@ -196,19 +203,27 @@ class LayerGemms:
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
 
-        def form(tensor: str, operand: int, spec: QuantSpec | None, codes: bool, *, column: bool = False) -> Form:
-            return Form(tensor, operand, spec, device, codes=codes, column=column, place=place)
+        def forms(tensor: str, row_codes: bool, column_codes: bool, tokens: bool = False) -> Forms:
+            x = tensor == "x"
+            row_spec, column_spec = (fprop.first, wgrad.second) if x else (dgrad.first, wgrad.first)
+            of_row, of_column = (FPROP_X, WGRAD_X) if x else (DGRAD_DY, WGRAD_DY)
+            return Forms(
+                Form(tensor, of_row, row_spec, device, codes=row_codes, column=False, place=place, tokens=tokens),
+                Form(
+                    tensor, of_column, column_spec, device, codes=column_codes, column=True, place=place, tokens=tokens
+                ),
+                device,
+            )
 
-        self.x = Forms(
-            form("x", FPROP_X, fprop.first, self.fprop.takes_codes),
-            form("x", WGRAD_X, wgrad.second, codes=True, column=True),
-            device,
-        )
-        self.dy = Forms(
-            form("dy", DGRAD_DY, dgrad.first, self.dgrad.takes_codes),
-            form("dy", WGRAD_DY, wgrad.first, self.wgrad.takes_codes, column=True),
-            device,
-        )
+        self.x = forms("x", self.fprop.takes_codes, column_codes=True)
+        self.dy = forms("dy", self.dgrad.takes_codes, self.wgrad.takes_codes)
+        self.sent_x = self.sent_dy = None
+        """The forms that are made of this rank's tokens and sent as codes; None: the tensor itself is gathered."""
+        if place is not None and place.sends_codes:
+            if place.gathers and fprop.first is not None:
+                self.sent_x = forms("x", row_codes=True, column_codes=True, tokens=True)
+            elif place.sums and dgrad.first is not None and wgrad.first is not None:
+                self.sent_dy = forms("dy", row_codes=True, column_codes=True, tokens=True)
         self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, place=place)
         self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, place=place)
 
@@ -235,7 +250,11 @@ class LayerGemms:
         shares = context is not None and self.x.pure and not x_MK.is_inference()
         made: Any = self._shared(x_MK, context, keeps_codes) if shares else None
         if made is None:
-            made = self.x.prepare(self._whole(x_MK, context), call, column=keeps_codes)
+            if self.sent_x is not None and whole_blocks(self.sent_x.column.spec, x_MK.shape[0]):
+                row, column = self.sent_x.prepare(x_MK, call, column=keeps_codes)
+                made = self._received(row, codes=self.fprop.takes_codes), column
+            else:
+                made = self.x.prepare(self._whole(x_MK, context), call, column=keeps_codes)
             if shares and context is not None:
                 context.shared["input"] = (self._what(keeps_codes), x_MK._version, x_MK, made)
         b = call.weights.form(w_NK, self.w_row, call)
@@ -244,6 +263,14 @@ class LayerGemms:
         else:
             y_MN = self.fprop.product(made[0], b, out_dtype=self.dtype, bias=bias_N)
         return y_MN, x_MK if gradients.w is not None and self.keeps_x else made[1]
+
+    def _received(self, part: Prepared | None, *, codes: bool, along_tokens: bool = False) -> Any:
+        """A form of all tokens from the codes that each rank made of its own."""
+        if part is None:
+            return None
+        assert isinstance(part, Quantized) and self.place is not None and self.place.tensor is not None
+        whole = gathered(part, self.place.tensor, along_tokens=along_tokens)
+        return whole if codes else quantizer(whole.spec, self.device).decode(whole)
 
     def _whole(self, x_MK: Tensor, context: Context | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
@@ -280,10 +307,16 @@ class LayerGemms:
         """(dx [M, K], dw [N, K], dbias [N]), None for those not wanted; `x` is the second result of `forward`."""
         dtype = self.dtype
         dy = dy_MN.to(dtype)
-        if self.place is not None:
-            dy = self.place.whole_dy(dy)
         dx_MK = dw_NK = dbias_N = None
-        row, column = self.dy.prepare(dy, call, row=gradients.x is not None, column=gradients.w is not None)
+        wants_row, wants_column = gradients.x is not None, gradients.w is not None
+        sent = self.sent_dy is not None and whole_blocks(self.sent_dy.column.spec, dy.shape[0])
+        if sent and self.sent_dy is not None:
+            row, column = self.sent_dy.prepare(dy, call, row=wants_row, column=wants_column)
+            row = self._received(row, codes=self.dgrad.takes_codes)
+            column = self._received(column, codes=self.wgrad.takes_codes, along_tokens=True)
+        else:
+            dy = dy if self.place is None else self.place.whole_dy(dy)
+            row, column = self.dy.prepare(dy, call, row=wants_row, column=wants_column)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
@@ -295,10 +328,15 @@ class LayerGemms:
             assert x is not None and gradients.w is not None
             if isinstance(x, Tensor) and self.place is not None:
                 x = self.place.whole_input(x)
+            elif isinstance(x, Quantized) and self.sent_x is not None and x.shape[1] != dy.shape[0]:
+                x = self._received(x, codes=True, along_tokens=True)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             dw_NK = self.wgrad.product(column, b, out_dtype=dtype).to(gradients.w)
         if gradients.bias is not None:
-            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+            dbias_N = dy.sum(0, dtype=torch.float32)
+            if sent and self.place is not None and self.place.tensor is not None:
+                dbias_N = self.place.tensor.sum(dbias_N)
+            dbias_N = dbias_N.to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
 
 

@@ -246,7 +246,8 @@ class Linear(nn.Linear):
             call = once(self, lambda: self.new_call(context, gemms, training))
         else:
             call = self.new_call(context, gemms, training)
-        w_NK, bias_N = self.weight, self.bias
+        w_NK: Tensor = self.weight
+        bias_N: Tensor | None = self.bias
         if place is not None:
             if place.tensor is not None:
                 call.parameter, w_NK = w_NK, local(w_NK)

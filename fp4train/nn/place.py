@@ -33,8 +33,14 @@ if TYPE_CHECKING:
 
 Cut = Literal["in", "out"]
 AMAXES = ("tp", "data", "local")
+GATHERS = ("recipe", "bf16")
 
-_CUT_AXIS = {("x", "in"): "columns", ("w", "in"): "columns", ("w", "out"): "rows", ("dy", "out"): "columns"}
+_CUT_AXIS: dict[tuple[str, str | None], str] = {
+    ("x", "in"): "columns",
+    ("w", "in"): "columns",
+    ("w", "out"): "rows",
+    ("dy", "out"): "columns",
+}
 """The axis of x [M, K], w [N, K] or dy [M, N] along which a cut divides it; tokens are rows of x and dy."""
 
 
@@ -106,6 +112,8 @@ class Place:
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
             also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
             scaling are joined over all ranks in any case (`nn.scaling`).
+        gather: "recipe": with `sequence`, x and dy are quantised where their tokens are, and codes and scales are sent
+            (`nn.token_shards`); "bf16": they are sent in the dtype of the activations.
     """
 
     tensor: Ranks | None = None
@@ -114,11 +122,13 @@ class Place:
     first: int = 0
     data: Ranks | None = None
     amax: str = "tp"
+    gather: str = "recipe"
 
     def __post_init__(self) -> None:
         if (self.tensor is None) != (self.cut is None):
             raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
         check_choice("amax", self.amax, AMAXES)
+        check_choice("gather", self.gather, GATHERS)
 
     @property
     def gathers(self) -> Ranks | None:
@@ -130,24 +140,33 @@ class Place:
         """The ranks over which y is summed after fprop, and from which dy is gathered; None if y is not summed."""
         return self.tensor if self.cut == "in" else None
 
+    @property
+    def sends_codes(self) -> bool:
+        """Whether tokens are gathered as codes."""
+        return self.tensor is not None and self.sequence and self.gather == "recipe"
+
     def starts(self, tensor: str) -> tuple[int, int]:
         """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
         if tensor == "w":
             return (self.first, 0) if self.cut == "out" else (0, self.first)
         return (0, self.first) if self.cut == ("in" if tensor == "x" else "out") else (0, 0)
 
-    def holders(self, tensor: str, spec: QuantSpec, *, transposed: bool = False) -> tuple[Ranks, ...]:
+    def holders(
+        self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
+    ) -> tuple[Ranks, ...]:
         """The ranks over which the amax of x [M, K], w [N, K] or dy [M, N] is taken, in groups.
 
         Args:
             transposed: whether the transposed tensor is quantised, so that an amax per row is one per column.
+            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they are gathered, so they
+                share an amax even with amax="local".
         """
         extent = amax_extent(spec)
-        if extent is None or self.amax == "local":
+        if extent is None or (self.amax == "local" and not tokens):
             return ()
         covers = {"rows": extent == "tensor" or transposed, "columns": extent == "tensor" or not transposed}
         found = []
-        if self.tensor is not None and covers.get(_CUT_AXIS.get((tensor, self.cut), "")):
+        if self.tensor is not None and covers.get("rows" if tokens else _CUT_AXIS.get((tensor, self.cut), "")):
             found.append(self.tensor)
         if self.amax == "data" and self.data is not None and tensor != "w" and covers["rows"]:
             found.append(self.data)
@@ -185,7 +204,7 @@ class Place:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The shard that a parameter of a layer with a place holds: a DTensor's, with its gradient in the same placement."""
+    """The shard of a DTensor; its gradient has the same placement."""
     result: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return result
 

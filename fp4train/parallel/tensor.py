@@ -20,7 +20,13 @@ from fp4train.nn.place import Cut, Place, Ranks
 
 
 def cut_tensors(
-    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, amax: str = "tp", data: Ranks | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = True,
+    amax: str = "tp",
+    gather: str = "recipe",
+    data: Ranks | None = None,
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -28,7 +34,8 @@ def cut_tensors(
         model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
-        amax: "tp", "data" or "local", see `nn.place.Place`.
+        amax: "tp", "data" or "local", and
+        gather: "recipe" or "bf16": see `nn.place.Place`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
@@ -52,7 +59,17 @@ def cut_tensors(
             layer = model.get_submodule(name)
             assert isinstance(layer, Linear)
             _distribute(layer, mesh, axis, own)
-            _move(layer, ranks, cast(Cut, along), sequence, amax, data)
+            layer.move(
+                Place(
+                    tensor=ranks,
+                    cut=cast(Cut, along),
+                    sequence=sequence,
+                    first=ranks.rank * (layer.weight.shape[axis] // ranks.size),
+                    data=data,
+                    amax=amax,
+                    gather=gather,
+                )
+            )
     for name, attribute, _ in cut.counts:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
@@ -93,13 +110,6 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
                     f"{name}: {weight.shape[axis]} {what} cannot be divided over parallel.tp={size} ranks; choose a "
                     f"multiple of {size}, or another parallel.tp"
                 )
-
-
-def _move(layer: Linear, ranks: Ranks, cut: Cut, sequence: bool, amax: str, data: Ranks | None) -> None:
-    weight = layer.weight
-    assert isinstance(weight, DTensor)
-    part = weight.shape[0 if cut == "out" else 1] // ranks.size
-    layer.move(Place(tensor=ranks, cut=cut, sequence=sequence, first=ranks.rank * part, amax=amax, data=data))
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
-from fp4train.precision import MXFP8, NVFP4, BF16, FP8Block, FP8Current, FP8Delayed, FP8Row, FP32, LayerPolicy, Recipe
+from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, LayerPolicy, Recipe
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp32": FP32,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fp4train as f4
 from fp4train.models.llama import Llama
+from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import cut_tensors
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
@@ -93,3 +94,12 @@ def test_parameters_are_dtensors_with_the_shapes_of_the_whole_model(mesh: Device
     assert cut["blocks.0.attention.wq.weight"].to_local().shape == (32, 128)  # type: ignore[attr-defined]
     assert cut["blocks.0.mlp.down.weight"].to_local().shape == (128, 64)  # type: ignore[attr-defined]
     assert cut["norm.weight"].to_local().shape == (128,)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_takes_parameters_of_a_mesh_and_plain_ones(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(cut_tensors(llama_steps.model(layers=1), mesh), nn.Linear(4, 4))
+    optimizer = AdamW().build(model)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [8, 3, 1, 1]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()

@@ -151,7 +151,7 @@ class LlamaModel(nn.Module):
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
         x_MD = whole_tokens(self.norm(x), self.tensor)
         if targets_BT is None:
-            return logits(x_MD, self.head.weight, self.tensor).unflatten(0, tokens_BT.shape)
+            return logits(x_MD, self.head.weight, self.tensor).view(*tokens_BT.shape, -1)
         return chunked_cross_entropy(x_MD, self.head.weight, targets_BT.flatten(), self.tensor)
 
     def fp4train_tensor_cut(self) -> TensorCut:
