@@ -108,6 +108,8 @@ class PreparedWeights:
                 prepared = found
                 break
         if prepared is None:
+            if form.holders and form.spec is not None:
+                amax = self._amax_over_ranks(w_NK.detach(), form.spec, form)
             prepared = self._prepare(w_NK.detach(), form, call, amax)
             if self._keep:
                 self._forms.append((form.key, prepared))
@@ -116,22 +118,21 @@ class PreparedWeights:
             return Decoded(prepared.values.T, prepared.scale)
         return prepared
 
-    def _prepare(self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+    @staticmethod
+    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        if form.holders:
-            amax = self._amax_over_ranks(w, spec, form)
         key = call.weight_key(form.operand, form.start) if spec.rounding == "stochastic" else None
         return form.make(w, key, amax)
 
-    def _amax_over_ranks(self, w: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
+    def _amax_over_ranks(self, w_NK: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
         """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
         whole = amax_extent(spec) == "tensor" and spec.hadamard is None
         key = ("tensor",) if whole else form.key
         if key not in self._amaxes:
-            amax = measure_amax(w, spec)
+            amax = measure_amax(w_NK.T if form.operand == DGRAD_W else w_NK, spec)
             for ranks in form.holders:
                 amax = ranks.largest(amax)
             self._amaxes[key] = amax
