@@ -15,17 +15,19 @@ def whole(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
         keep: whether this rank needs them (the lead, which writes); else the result is empty.
     """
     kept: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
+    seen: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            if keep:
-                kept[name] = tensor
-            continue
-        if id(tensor) not in seen:  # tied weights are one tensor under two names
-            full = tensor.full_tensor()
-            seen[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+        if isinstance(tensor, DTensor):
+            own, alike = tensor.to_local(), seen.setdefault(tuple(tensor.shape), [])
+            # Tied weights are one tensor under two names, on every rank.
+            full = next((full for each, full in alike if each.is_set_to(own)), None)
+            if full is None:
+                full = tensor.full_tensor()
+                full = full.cpu() if keep else full.new_empty(0)
+                alike.append((own, full))
+            tensor = full
         if keep:
-            kept[name] = seen[id(tensor)]
+            kept[name] = tensor
     return kept
 
 

@@ -171,7 +171,7 @@ class World:
 
     def everywhere(self, holds: bool) -> bool:
         """Whether `holds` on every rank."""
-        return self.size == 1 or not self.largest_numbers(int(not holds))[0]
+        return not self.largest_numbers(int(not holds))[0]
 
     def of_lead(self, value: T) -> T:
         """The lead's `value` (plain data), on every rank."""
@@ -189,6 +189,10 @@ class World:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.control)
         return found
+
+    def first(self, value: T | None) -> T | None:
+        """The `value` (plain data) of the first rank that has one."""
+        return next((each for each in self.gathered(value) if each is not None), None)
 
     def wait(self) -> None:
         """Until every rank is here."""
