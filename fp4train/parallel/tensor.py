@@ -128,3 +128,15 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict
             made = DTensor.from_local(local, mesh, [placement], run_check=False)
             own[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         module.register_parameter(name, own[parameter])
+
+
+def copies(parameter: Tensor, dimension: str = "tp") -> int:
+    """Number of ranks of a mesh dimension that hold the same part of a parameter or gradient.
+
+    In a sum over those ranks, the squares of a gradient count by 1 / copies.
+    """
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    axis = (mesh.mesh_dim_names or ()).index(dimension)
+    return mesh.size(axis) if isinstance(parameter.placements[axis], Replicate) else 1

@@ -142,7 +142,10 @@ def server() -> Iterator["subprocess.Popen[str]"]:
 @pytest.fixture(scope="session")
 def rank_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text with something to learn in it."""
-    words, draw = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "4", "8", "bits"), random.Random(0)
+    words, draw = (
+        ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "4", "8", "bits"),
+        random.Random(0),
+    )
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
     return path

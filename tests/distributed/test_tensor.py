@@ -129,3 +129,56 @@ def test_compiled_blocks_are_as_close_to_eager_ones_as_on_one_rank(tmp_path: Pat
     """Compiled blocks keep float32 between fused operations, which changes roundings."""
     for ours, one in trained(tmp_path, 2, ["nvfp4"], compile=True):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-3, ours
+
+
+BIASES = """
+import fp4train as f4
+import llama_steps
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from fp4train.models.common.cut import TensorCut, TokenRanks
+from fp4train.nn.place import all_rows, part_of_rows
+from fp4train.parallel.tensor import cut_tensors
+
+class Two(nn.Module):
+    tensor = None
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def fp4train_tensor_cut(self):
+        return TensorCut(out=("up",), in_=("down",))
+
+    def forward(self, x):
+        cut = self.tensor is not None and self.tensor.sequence
+        x = part_of_rows(x, self.tensor.ranks) if cut else x
+        y = self.down(torch.relu(self.up(x)))
+        return all_rows(y, self.tensor.ranks) if cut else y
+
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+for recipe in ("fp32", "mxfp8_fp32", "fp8_row"):
+    found = []
+    for sequence in (None, False, True):
+        torch.manual_seed(0)
+        model = f4.convert(Two())
+        x = torch.randn(128, 64).requires_grad_()
+        if sequence is not None:
+            cut_tensors(model, mesh, sequence=sequence)
+        with f4.autocast(llama_steps.RECIPES[recipe](), step=0):
+            y = model(x)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(llama_steps.whole(p.grad) for p in model.parameters())])
+    one, *cut = found
+    report([float((a - b).norm() / b.norm()) for each in cut for a, b in zip(each, one, strict=True)])
+"""
+
+
+@pytest.mark.long
+def test_biases_and_a_model_of_a_users_own(tmp_path: Path) -> None:
+    """Outputs and the gradients of x, w and bias, with and without cut tokens."""
+    reported = ranks.run(BIASES, 2, tmp_path)
+    assert [len(differences) for differences in reported] == [12, 12, 12]
+    fp32, mxfp8, fp8_row = reported
+    assert max(fp32) <= 1e-6 and max(mxfp8) <= 1e-6
+    assert max(fp8_row) <= 1e-3  # BF16: some sums are rounded to the other neighbour

@@ -1,4 +1,4 @@
-"""What cannot be cut over tensor-parallel ranks is refused with what to do; cut layers in the plan."""
+"""What tensor parallelism makes of a model, without other ranks: shards, plan, refusals."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
-from fp4train.parallel.tensor import cut_tensors
+from fp4train.parallel.tensor import copies, cut_tensors
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
 
@@ -103,3 +103,20 @@ def test_an_optimizer_takes_parameters_of_a_mesh_and_plain_ones(mesh: DeviceMesh
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
+
+def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    found = {name: copies(p) for name, p in model.named_parameters()}
+    assert found["norm.weight"] == found["blocks.0.mlp_norm.weight"] == 4
+    assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
+
+
+def test_a_cut_model_on_the_meta_device_runs_for_a_plan(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = cut_tensors(llama_steps.model(layers=2), mesh)
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with f4.autocast(NVFP4(), step=0):
+        model(tokens, tokens).backward()
+    gradient = model.blocks[1].mlp.down.weight.grad  # type: ignore[union-attr, index]
+    assert gradient.to_local().shape == (128, 64)
