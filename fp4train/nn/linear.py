@@ -77,8 +77,8 @@ class Handle(metaclass=GraphInput):
         now, layer = state(), self.layer
         if layer.is_stray(now):
             return Route("eager")
-        if layer.place is not None:
-            return Route("eager")  # its collectives
+        if layer.place is not None and layer.place.tensor is not None:
+            return Route("eager")  # collectives, and tokens whose number changes
         if now.context is None:
             return Route("plain")
         device = next(layer.parameters()).device  # not `weight`, which a parametrization would recompute
@@ -146,7 +146,7 @@ class Linear(nn.Linear):
         self.handle = Handle(self)
         self._calls = 0
         self.place: Place | None = None
-        """Where the layer's shard lies, set by `move`; None: the layer is whole, and no rank shares its amaxes."""
+        """Where the layer lies among the ranks, set by `move`; None: alone on this one."""
         self._keep_forms = True
         self._was_in_context = False
         self.settle(layer, backend)
@@ -223,7 +223,7 @@ class Linear(nn.Linear):
             )
         context = now.context
         if context is None:
-            if self.place is None:
+            if self.place is None or self.place.tensor is None:
                 return F.linear(input, self.weight, self.bias)
             context = _outside(input.dtype)
         gemms = self.gemms_in(context, input.device)
@@ -237,7 +237,9 @@ class Linear(nn.Linear):
 
     def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
         place = gemms.place
-        if place is None and (not gemms.quantised or gemms.device == "meta"):  # for meta tensors the shape is enough
+        if (place is None or place.tensor is None) and (
+            not gemms.quantised or gemms.device == "meta"
+        ):  # for meta tensors the shape is enough
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
             return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table)

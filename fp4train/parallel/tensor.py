@@ -83,10 +83,9 @@ def cut_tensors(
 
 
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
-    """Tell the layers that are not cut which ranks hold the same layer and other tokens: for amax="data" and for
-    delayed scaling."""
+    """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.place is None and data is not None:
+        if isinstance(module, Linear) and module.place is None and amax == "data" and data is not None:
             module.move(Place(amax=amax, data=data))
 
 

@@ -14,7 +14,7 @@ import llama_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from fp4train.nn.place import Ranks
-from fp4train.parallel.tensor import cut_tensors
+from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 
 data = int(sys.argv[5])
 mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))
@@ -22,7 +22,10 @@ dp = Ranks.of(mesh["dp"])
 for case in json.loads(sys.argv[4]):
     model = llama_steps.model(**case.get("model", {}))
     options = {"sequence": case["sequence"], "amax": case["amax"], "gather": case["gather"]}
-    cut_tensors(model, mesh["tp"], data=dp if data > 1 else None, **options)
+    if world > data:
+        cut_tensors(model, mesh["tp"], data=dp if data > 1 else None, **options)
+    else:
+        set_data_ranks(model, amax=case["amax"], data=dp)
     if case.get("compile"):
         for block in model.blocks:
             block.compile()
@@ -32,9 +35,10 @@ for case in json.loads(sys.argv[4]):
         fully_shard(model, mesh=mesh["dp"])
     rows = 4 // data
     recipe = llama_steps.RECIPES[case["recipe"]]()
-    tokens = llama_steps.batch(0, 4)[0]
-    with torch.no_grad():
-        logits = float(model(tokens).double().square().sum())
+    logits = 0.0
+    if data == 1:  # FSDP leaves the root whole after a forward pass, and an optimizer would take those parameters
+        with torch.no_grad():
+            logits = float(model(llama_steps.batch(0, 4)[0]).double().square().sum())
     found = llama_steps.train(model, recipe, sequences=rows, first=rows * dp.rank, share=1 / data, total=dp.sum)
     report({**case, **found, "logits": [logits]})
 """
@@ -118,8 +122,9 @@ def test_fsdp_over_two_and_tensors_over_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(tmp_path: Path) -> None:
-    for ours, one in trained(tmp_path, 4, ["nvfp4"], data=2, amax="data"):
+@pytest.mark.parametrize("world", [2, 4])
+def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(tmp_path: Path, world: int) -> None:
+    for ours, one in trained(tmp_path, world, ["nvfp4"], data=2, amax="data"):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= 1e-4, ours
 
