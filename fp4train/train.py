@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +12,20 @@ import torch
 from torch import Tensor
 
 from fp4train.measure.probe import probe
+from fp4train.optim.gate import step_unless
 from fp4train.parallel.agree import Word, agree
 from fp4train.parallel.apply import join_scales, synchronise
-from fp4train.parallel.norm import clip, local, total_norm
+from fp4train.parallel.norm import clip, gradient_norms, local
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
-from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.change import follow_swaps, pick_up_swaps
-from fp4train.run.ending import keep_what_is_whole, refuse, report, rescue, save, save_at_end
-from fp4train.run.guard import (
-    LOSS_ITSELF,
-    NORM_ITSELF,
-    NonFiniteError,
-    first_non_finite,
-    first_non_finite_gradient,
-    first_non_finite_output,
-)
+from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.ledger import Ledger, Numbers, Step, Values
 from fp4train.run.progress import Progress
+from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.watch import Watch, alarm
@@ -56,7 +49,7 @@ class Result:
     """
 
     step: int
-    metrics: dict[str, float | str]
+    metrics: Values
     seconds: float
     signal: int | None
     saved: bool
@@ -72,9 +65,10 @@ def train(run: Run) -> Result:
         Exception: whatever a step raised.
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
-    metrics: dict[str, float | str] = {}
     stretch, saved, world = None, True, run.world
-    shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
+    shown = Progress(
+        run.step, steps, config.train.tokens, run.peak_tokens_per_s(), ranks=world.size, quietly=not world.lead
+    )
     started = run.step
     try:
         with (
@@ -84,49 +78,53 @@ def train(run: Run) -> Result:
             Watch(run) as watch,
             alarm(config.train.step_timeout) as watchdog,
         ):
+            ledger = Ledger(run, progress, watch, blame)
             try:
                 while True:
                     watchdog.set()
                     word = agree(world, stop.signal, news(run, watch) if world.lead else {})
-                    stop.signal = word.signal
-                    act(run, word)
-                    if run.step >= steps or stop.signal is not None or "trouble" in word.lead:
+                    act(run, ledger, word)
+                    if run.step >= steps or word.signal is not None or "trouble" in word.lead:
                         break
                     stretch = enter_stretch(run, stretch)
-                    recipe = stretch.recipe
-                    values = step_or_restore(run, recipe)
+                    step = step_or_restore(run, stretch.recipe)
                     run.step, run.torn = run.step + 1, False
-                    run.saver.prove(run.step - 1)
-                    values |= progress.advance(float(values["train/loss"]), recipe.name)
-                    watch.loss = float(values["train/loss"])
-                    if evaluated := due(run.step, config.eval.every, steps):
-                        values |= evaluate(run, recipe)
-                    run.tracker.log(run.step, values)
-                    metrics |= values
-                    if evaluated:
-                        check_evaluation(run, values, recipe)
-                    if due(run.step, config.checkpoint.every, steps):
-                        save(run, proven=evaluated)
+                    ledger.add(step)
+                    evaluating = due(run.step, config.eval.every, steps)
+                    if evaluating:
+                        ledger.check()
+                        values = evaluate(run, stretch.recipe)
+                        ledger.settle(values)
+                        check_evaluation(run.model, run.step, values, stretch.recipe.name, world)
+                    saving = due(run.step, config.checkpoint.every, steps)
+                    if saving:
+                        ledger.settle()
+                        save(run, proven=evaluating)
                     collector.after(run.step)
-                    progress.resume_timing()
+                    if evaluating or saving:
+                        progress.resume_timing()
+                ledger.settle()
                 saved = run.step == started or save_at_end(run, watch)
             except NonFiniteError as error:
                 raise AgreedError(rescue(run, error)) from error
             except Exception as error:
-                keep_what_is_whole(run, watch, error)
+                keep_what_is_whole(run, ledger, watch, error)
                 raise
             if trouble := world.of_lead(watch.look()):
                 raise AgreedError(f"{trouble}; the run ended after step {run.step}")
+            signal = world.largest_numbers(stop.signal or 0)[0] or None
     finally:
+        run.feed.close()
         run.saver.close()
-    return Result(step=run.step, metrics=metrics, seconds=time.perf_counter() - began, signal=stop.signal, saved=saved)
+    return Result(
+        step=run.step, metrics=ledger.metrics, seconds=time.perf_counter() - began, signal=signal, saved=saved
+    )
 
 
 def news(run: Run, watch: Watch) -> dict[str, Any]:
-    """What every rank must act on before the next step; only what there is."""
+    """What the lead found and every rank must act on before the next step; only what there is."""
     found: dict[str, Any] = {}
-    bad = report(run)
-    if bad is not None:
+    if (bad := report(run)) is not None:
         found["bad"] = bad
     if watch.trouble is not None:
         found["trouble"] = watch.trouble
@@ -137,7 +135,7 @@ def news(run: Run, watch: Watch) -> dict[str, Any]:
     return found
 
 
-def act(run: Run, word: Word) -> None:
+def act(run: Run, ledger: Ledger, word: Word) -> None:
     """Do what the lead's news ask of every rank.
 
     Raises:
@@ -148,6 +146,7 @@ def act(run: Run, word: Word) -> None:
     if "swaps" in word.lead and not run.world.lead:
         follow_swaps(run, word.lead["swaps"])
     if "save" in word.lead:
+        ledger.settle()
         save(run)
 
 
@@ -156,61 +155,57 @@ def due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def step_or_restore(run: Run, recipe: Recipe) -> dict[str, float | str]:
+def step_or_restore(run: Run, recipe: Recipe) -> Step:
     """One step, measured where that is due; one that fails leaves no trace in delayed scales."""
     every, scaling = run.config.eval.errors_every, run.scaling()
     try:
-        return measured_step(run, recipe) if every and (run.step + 1) % every == 0 else train_step(run, recipe)
+        step = measured_step(run, recipe) if every and (run.step + 1) % every == 0 else train_step(run, recipe)
     except Exception:
         if not run.torn:
             run.load_scaling(scaling)
             run.optimizer.zero_grad(set_to_none=True)
         raise
+    step.scaling = scaling
+    return step
 
 
-def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
-    """One optimizer step on the batch of `run.step`; returns what is logged of it.
+def train_step(run: Run, recipe: Recipe) -> Step:
+    """One optimizer step on the batch of `run.step`, queued: the host waits for nothing.
 
-    Raises:
-        NonFiniteError: the loss, or a gradient that no smaller loss scale can mend, is not finite. Weights are as
-            before the step.
+    Where loss or gradients are not finite, the weights stay as they are.
     """
     config, optim = run.config.train, run.config.optim
-    world = run.world
-    mean_loss = float(forward_and_backward(run, recipe))
-    if not math.isfinite(mean_loss):
-        with run.eagerly():
-            where = first_non_finite_output(run.model, losses(run, recipe), cut=world.size > 1)
-        raise NonFiniteError(run.step, "loss", mean_loss, world.first(where) or LOSS_ITSELF, recipe.name)
-
-    gradients = [local(p.grad) for p in run.model.parameters() if p.grad is not None]
+    loss = forward_and_backward(run, recipe)
+    trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
+    gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
     if run.loss_scale != 1.0:
         torch._foreach_mul_(gradients, 1 / run.loss_scale)
-    norm = total_norm(gradients, world)
-    grad_norm, scaling = float(norm), recipe.loss_scaling
-    if not math.isfinite(grad_norm) and (scaling is None or run.loss_scale <= SMALLEST_LOSS_SCALE):
-        where = world.first(first_non_finite_gradient(run.model)) or NORM_ITSELF
-        raise NonFiniteError(run.step, "gradient norm", grad_norm, where, recipe.name)
+    norm, norms = gradient_norms(gradients, run.world)
+    failed = ~(loss.isfinite() & norm.isfinite())
+    run.failed = failed if run.failed is None else failed | run.failed
     if optim.clip is not None:
         clip(gradients, optim.clip, norm)
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
-    values: dict[str, float | str] = {
-        "train/loss": mean_loss,
-        "train/grad_norm": grad_norm,
+    values: Values = {
         "train/lr": lr,
         "train/tokens": (run.step + 1) * config.tokens,
         "precision/recipe": recipe.name,
     }
-    run.torn = True
-    if scaling is not None:
+    if recipe.loss_scaling is not None:
         values["train/loss_scale"] = run.loss_scale
-        run.loss_scale, run.good_steps = scaling.update(run.loss_scale, run.good_steps, math.isfinite(grad_norm))
-    if math.isfinite(grad_norm):
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
-        run.optimizer.step()
+    run.torn = True
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    step_unless(run.optimizer, run.failed)
     run.optimizer.zero_grad(set_to_none=True)
-    return values
+    return Step(
+        index=run.step,
+        recipe=recipe,
+        numbers=Numbers(torch.cat((torch.stack((loss, norm)), norms))),
+        names=list(trained),
+        values=values,
+        loss_scale=run.loss_scale,
+    )
 
 
 def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
@@ -227,7 +222,7 @@ def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
     return run.world.summed(total)
 
 
-def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
+def measured_step(run: Run, recipe: Recipe) -> Step:
     """`train_step`, and before it a pass that measures what quantising costs each operand of each layer in it."""
     key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
     scaling = run.scaling()
@@ -236,15 +231,28 @@ def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
     run.optimizer.zero_grad(set_to_none=True)
     run.load_scaling(scaling)
     errors = seen.measure(run.plan.at(run.step).layers, key=key)
-    return train_step(run, recipe) | errors
+    step = train_step(run, recipe)
+    step.values |= errors
+    return step
 
 
 def losses(run: Run, recipe: Recipe) -> Iterator[Tensor]:
     """The mean loss of each microbatch of this rank's share of the current step's batch."""
-    config, begin = run.config.train, run.world.data_rank * run.share
-    for first in range(begin, begin + run.share, run.rows):
-        batch = run.train_data.rows(run.step * config.batch_size + first, run.rows)
+    config, own = run.config.train, run.world.data_rank * run.share
+    for first in range(own, own + run.share, run.rows):
+        at, then = run.step * config.batch_size + first, first + run.rows
+        # After the last row of its share a rank goes on with the first one of the next step's.
+        then = run.step * config.batch_size + (then if then < own + run.share else own + config.batch_size)
+        batch = run.feed.rows(at, run.rows, then=then)
         yield forward(run, recipe, *batch, token_offset=first * config.seq_len)
+
+
+def blame(run: Run, recipe: Recipe) -> str:
+    """What is not finite first in the step that `run.step` is at."""
+    run.apply(run.plan.at(run.step))
+    with run.eagerly():
+        where = first_non_finite_output(run.model, losses(run, recipe), cut=run.world.size > 1)
+    return run.world.first(where) or "the loss itself"
 
 
 def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0) -> Tensor:
@@ -275,21 +283,11 @@ def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
 
     Summed in one order by every rank, so that it does not depend on how many there are.
     """
-    found = torch.zeros(len(starts), dtype=torch.float64, device=run.device)
+    found = torch.zeros(len(starts), device=run.device)
     for number in range(run.world.data_rank, len(starts), run.world.data_ranks):
         found[number] = forward(run, recipe, *run.val_data.rows(starts[number], run.rows))
     each: list[float] = run.world.summed(found).tolist()
     return sum(each) / len(each)
-
-
-def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: Recipe) -> None:
-    """Raises NonFiniteError where a validation loss is not finite."""
-    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
-        if not math.isfinite(value := float(values[key])):
-            named = {f"weight {name}": p for name, p in run.model.named_parameters()}
-            bad = run.world.first(first_non_finite(named))
-            where = bad or "no weight: the evaluation itself"
-            raise NonFiniteError(run.step, what, value, where, recipe.name, of_state=True)
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:

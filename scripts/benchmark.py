@@ -248,13 +248,16 @@ def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run,
         with CollectorBetweenSteps() as collector:
 
             def step(recipe: Recipe) -> None:
-                run.tracker.log(run.step, train_step(run, recipe))
+                done = train_step(run, recipe)
+                loss, norm = done.read()
                 run.step += 1
+                run.tracker.log(run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values)
                 collector.after(run.step)
 
             try:
                 yield run, step
             finally:
+                run.feed.close()
                 run.tracker.finish()
 
 

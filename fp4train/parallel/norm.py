@@ -23,19 +23,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
-    """The norm of all gradients, a 0-d float32; NaN or infinite if one of them is.
+def gradient_norms(gradients: Sequence[Tensor], world: World) -> tuple[Tensor, Tensor]:
+    """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32 [N]).
+
+    They are NaN or infinite if a gradient is.
 
     Args:
         gradients: this rank's parts (`local`), at least one.
     """
     if not world.norm64:
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
-    return world.summed_over_shards(torch.stack(norms).square().sum()).sqrt().float()
+        norms = torch.stack(torch._foreach_norm(list(gradients)))
+        return torch.linalg.vector_norm(norms), norms
+    norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
+    return world.summed_over_shards(norms.square().sum()).sqrt().float(), norms.float()
 
 
 def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
     """Scale this rank's parts of the gradients, in place, so that their norm is at most `most`."""
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+    torch._foreach_mul_(list(gradients), factor)

@@ -26,7 +26,7 @@ def pick_up_swaps(run: Run) -> bool:
     """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way.
 
     Returns:
-        Whether the recipe of a coming step changed.
+        Whether the recipe of a coming step may have changed.
     """
     before = run.timeline
     for request in take_requests(run.folder, run.swaps):
@@ -54,6 +54,14 @@ def pick_up_swaps(run: Run) -> bool:
             run.tracker.log_event(run.step + 1, event, values)
             request.answer(True, text)
     return run.timeline is not before
+
+
+def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
+    """On a rank that records nothing: go on by the swaps that the lead has recorded."""
+    run.swaps = list(entries)
+    swaps = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
+    timeline = replace(run.timeline, swaps=swaps)
+    run.timeline, run.plan = timeline, _plan(run, timeline)
 
 
 def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
@@ -93,14 +101,6 @@ def cancel_swap(run: Run, step: int) -> None:
     plan = _plan(run, timeline)
     run.swaps = remove_swap(run.directory, step)
     _record_change(run, timeline, plan, "swap cancelled", at=step)
-
-
-def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
-    """On a rank that records nothing: go on by the swaps that the lead has recorded."""
-    run.swaps = list(entries)
-    swaps = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
-    timeline = replace(run.timeline, swaps=swaps)
-    run.timeline, run.plan = timeline, _plan(run, timeline)
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -11,10 +12,7 @@ from torch import Tensor, nn
 
 from fp4train.errors import UserError
 from fp4train.parallel.norm import local
-
-LOSS_ITSELF = "the loss itself"
-NORM_ITSELF = "the norm itself (finite gradients, overflowing sum)"
-"""What is named where every tensor before it is finite."""
+from fp4train.parallel.world import World
 
 
 class NonFiniteError(UserError):
@@ -54,7 +52,7 @@ def finite_weights(model: nn.Module) -> bool:
 def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> str | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
 
-    Named is the innermost one: a block's output is bad because a layer's is.
+    Named is the innermost one: a block's output is bad because a layer's is. None: every output is finite.
 
     Args:
         cut: the model is cut over ranks, which must all make the same passes; then all of `losses` is consumed.
@@ -82,8 +80,11 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
     return None
 
 
-def first_non_finite_gradient(model: nn.Module) -> str | None:
-    """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
-    named = list(model.named_parameters())
-    bad = [n for n, p in reversed(named) if p.grad is not None and not bool(local(p.grad).isfinite().all())]
-    return f"gradient of {bad[0]}" if bad else None
+def check_evaluation(model: nn.Module, step: int, values: Mapping[str, float | str], recipe: str, world: World) -> None:
+    """Raises NonFiniteError where a validation loss is not finite."""
+    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
+        if not math.isfinite(value := float(values[key])):
+            named = {f"weight {name}": p for name, p in model.named_parameters()}
+            where = world.first(first_non_finite(named))
+            where = where or "no weight: the evaluation itself"
+            raise NonFiniteError(step, what, value, where, recipe, of_state=True)

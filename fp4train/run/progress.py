@@ -21,12 +21,17 @@ class Progress:
     Args:
         step: steps done; steps: of the whole run; tokens: a step.
         peak: tokens a second at the device's peak, where that is known.
+        ranks: that share the tokens.
+        quietly: show no bar (of several ranks one does).
     """
 
-    def __init__(self, step: int, steps: int, tokens: int, peak: float | None = None) -> None:
+    def __init__(
+        self, step: int, steps: int, tokens: int, peak: float | None = None, *, ranks: int = 1, quietly: bool = False
+    ) -> None:
+        self.ranks = ranks
         self.peak = peak
         self.step, self.steps, self.tokens = step, steps, tokens
-        self.terminal = sys.stderr.isatty()
+        self.terminal = sys.stderr.isatty() and not quietly
         self.every = max(1, steps // _LINES)
         self.smooth: float | None = None
 
@@ -42,11 +47,10 @@ class Progress:
         self.last = time.perf_counter()
         return self
 
-    def advance(self, loss: float, recipe: str) -> dict[str, float | str]:
-        """One more step is done; returns its speed."""
-        now = time.perf_counter()
-        speed = self.tokens / (now - self.last)
-        self.last = now
+    def advance(self, loss: float, recipe: str, at: float) -> dict[str, float | str]:
+        """One more step was done at `at`, by `time.perf_counter`; returns its speed."""
+        speed = self.tokens / (at - self.last)
+        self.last = at
         self.step += 1
         self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
@@ -64,7 +68,9 @@ class Progress:
                 recipe,
             )
         values: dict[str, float | str] = {"perf/tokens_per_s": speed}
-        return values if self.peak is None else values | {"perf/mfu": speed / self.peak}
+        if self.ranks > 1:
+            values["perf/tokens_per_s_per_rank"] = speed / self.ranks
+        return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""

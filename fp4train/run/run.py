@@ -15,6 +15,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.data import Loader
+from fp4train.data.feed import Feed
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
@@ -38,6 +39,8 @@ class Run:
         identity: the random number that the run's parts carry.
         swaps: the record of swaps.
         torn: the weights are being updated; an exception now leaves them between two steps.
+        failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
+            ones after it change none either. None: all that were read were good.
         saved_config: config.yaml as it was written.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
@@ -60,11 +63,13 @@ class Run:
     identity: str = ""
     swaps: list[Entry] = field(default_factory=list)
     torn: bool = False
+    failed: torch.Tensor | None = None
     saved_config: bytes | None = None
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.saver = Saver(self)
+        self.feed = Feed(self.train_data, self.device)
 
     @property
     def policy(self) -> LayerPolicy:
@@ -113,14 +118,14 @@ class Run:
         return [m for m in self.model.modules() if isinstance(m, Linear)]
 
     def peak_tokens_per_s(self) -> float | None:
-        """Tokens per second if the GPUs did nothing but this model's linear layers at its BF16 peak; None if unknown.
+        """Tokens per second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
 
         The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
         recipes compare; 6 FLOP per weight and token, attention products and recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         flops = 6 * sum(m.in_features * m.out_features for m in self.linears())
-        return None if gpu is None else self.world.size * peak_flops(gpu, "BF16") / flops
+        return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """By layer, what delayed scaling has seen; empty dicts without it."""

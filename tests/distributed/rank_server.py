@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 import torch
+import torch._inductor.config  # FSDP imports the compiler, which takes seconds
 
 import fp4train.analysis.curves as curves
 import fp4train.run.build

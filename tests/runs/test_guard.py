@@ -27,19 +27,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def bad_output(name: str) -> Any:
-    """Make one layer's output infinite once."""
+    """Make one layer's output infinite from now on."""
 
     def act(run: Any) -> None:
-        module = run.model.get_submodule(name)
-        left = [2]  # training, and the search for the layer
-
-        def hook(module: Any, args: Any, output: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                handle.remove()
-            return output * torch.inf
-
-        handle = module.register_forward_hook(hook)
+        run.model.get_submodule(name).register_forward_hook(lambda module, args, output: output * torch.inf)
 
     return act
 

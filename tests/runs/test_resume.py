@@ -152,7 +152,7 @@ def test_a_resume_may_change_the_optimizers_constants(cli: Cli) -> None:
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed(cli: Cli, stop_at: StopAt) -> None:
-    stop_at(1)
+    stop_at(2)
     assert cli("run.name=a").code == 137
     assert "has no checkpoint yet" in cli("resume=runs/a").message
     assert sorted(losses("runs/a")) == [1]

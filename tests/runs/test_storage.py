@@ -20,7 +20,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.checkpoint.folder import _checksum
 from fp4train.checkpoint.tensors import write_tensors
-from fp4train.run import saving
+from fp4train.run import rescue, saving
 
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
@@ -485,7 +485,7 @@ def test_a_signal_whose_save_fails_promises_nothing(cli: Cli, before: Before, mo
         raise CheckpointError("No space left on device.")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    monkeypatch.setattr(loop, "PAUSES", ())
+    monkeypatch.setattr(rescue, "PAUSES", ())
     before(2, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     ended = cli("run.name=a", *STEADY)
     assert ended.code == 128 + signal.SIGTERM
@@ -626,7 +626,7 @@ def test_a_disk_that_does_not_answer_is_left_behind(cli: Cli, monkeypatch: pytes
 
     monkeypatch.setattr(checkpoint, "save", stuck)
     monkeypatch.setattr(saving, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(loop, "PAUSES", ())
+    monkeypatch.setattr(rescue, "PAUSES", ())
     ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
     assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
     assert sorted(losses("runs/a")) == list(range(1, 7))

@@ -47,13 +47,13 @@ def test_a_swap_takes_effect_at_once_or_at_its_step_and_survives_a_resume(
     assert cli("run.name=a", "checkpoint.every=3", *STEADY).code == 137
     stop_at(-1)
     names = [values[-1] for values in losses("runs/a").values()]
-    assert names == ["NVFP4", "MXFP8", "MXFP8", "MXFP8", "BF16"]
+    assert names == ["NVFP4", "MXFP8", "MXFP8", "MXFP8"], "the fifth, in BF16, was not read yet"
     assert recorded("runs/a") == [(1, "mxfp8"), (4, "bf16")]
     assert [(e["recipe"], e["at"]) for e in events("runs/a", "swap")] == [("mxfp8", 1), ("bf16", 4)]
     before = losses("runs/a")
     assert cli("resume=runs/a").code == 0
-    assert {s: v for s, v in losses("runs/a").items() if s <= 5} == before
-    assert [values[-1] for values in losses("runs/a").values()] == [*names, "BF16"]
+    assert {s: v for s, v in losses("runs/a").items() if s <= 4} == before
+    assert [values[-1] for values in losses("runs/a").values()] == [*names, "BF16", "BF16"]
     assert "swap at step 4" in Path("runs/a/plan.txt").read_text()
 
 

@@ -1,4 +1,4 @@
-"""How a run is saved and how it ends: what can be kept when it is done, stopped, or something went wrong.
+"""What is saved when, and when something went wrong: the last state that is whole and finite, and a word about it.
 
 Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes and reports.
 """
@@ -14,11 +14,34 @@ from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.run.directory import CHECKPOINTS
 from fp4train.run.guard import NonFiniteError, finite_weights
+from fp4train.run.ledger import Ledger
 from fp4train.run.run import Run
 from fp4train.run.saving import PAUSES, Outcome
 from fp4train.run.watch import Watch
 
 _log = logging.getLogger(__name__)
+
+
+def rescue(run: Run, error: NonFiniteError) -> str:
+    """Save what was before the step that failed, and say what can be done."""
+    run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
+    finite = all_finite(run)
+    if run.torn or not finite or error.of_state:
+        run.saver.wait()
+        report(run)
+        there = steps_saved(run)
+        last = "The weights are not finite themselves" if not finite else "This state is not saved"
+        last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
+    elif save_and_wait(run):
+        before = [step for step in steps_saved(run) if step < run.step]
+        last = "A checkpoint from before this step is saved"
+        last += f", the one of step {before[-1]} is kept" if before else ""
+    else:
+        last = "No checkpoint could be written"
+    return (
+        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
+        f"resume={run.directory} recipe=… optim.lr=…"
+    )
 
 
 def save(run: Run, *, proven: bool = False) -> None:
@@ -46,6 +69,11 @@ def refuse(bad: Outcome) -> NoReturn:
     """Raises NonFiniteError: a checkpoint was not written because one of its tensors is not finite."""
     what = "a tensor of the checkpoint"
     raise NonFiniteError(bad.step, what, math.nan, str(bad.bad), "its state", of_state=True)
+
+
+def all_finite(run: Run) -> bool:
+    """Whether the weights are finite, on every rank."""
+    return run.world.everywhere(finite_weights(run.model))
 
 
 def save_and_wait(run: Run, *, proven: bool = False) -> bool:
@@ -78,40 +106,17 @@ def save_at_end(run: Run, watch: Watch) -> bool:
     return save_and_wait(run)
 
 
-def all_finite(run: Run) -> bool:
-    """Whether the weights are finite, on every rank."""
-    return run.world.everywhere(finite_weights(run.model))
-
-
-def rescue(run: Run, error: NonFiniteError) -> str:
-    """Save what was before the step that failed, and say what can be done."""
-    run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
-    finite = all_finite(run)
-    if run.torn or not finite or error.of_state:
-        run.saver.wait()
-        report(run)
-        there = steps_saved(run)
-        last = "The weights are not finite themselves" if not finite else "This state is not saved"
-        last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
-    elif save_and_wait(run):
-        before = [step for step in steps_saved(run) if step < run.step]
-        last = "A checkpoint from before this step is saved"
-        last += f", the one of step {before[-1]} is kept" if before else ""
-    else:
-        last = "No checkpoint could be written"
-    return (
-        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
-        f"resume={run.directory} recipe=… optim.lr=…"
-    )
-
-
-def keep_what_is_whole(run: Run, watch: Watch, error: Exception) -> None:
+def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:
     """Save what can be saved when something went wrong, and say what is there.
 
     Of several ranks nothing can be saved: an error of one finds the others in a collective, each with a part.
     """
     if run.world.size > 1:
         return
+    try:
+        ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
+    except Exception as second:  # the first error is the one to tell
+        _log.error("%s", second)
     if run.torn or (watch.look() is not None and watch.lost):
         _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
     else:
