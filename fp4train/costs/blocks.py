@@ -174,7 +174,9 @@ def _measure(
             torch.autograd.backward(y, torch.empty_like(y))
     saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
     width = x.shape[-1]
-    whole = {k for k, t in kept.items() if k in stand_ins.repeated or t.shape[:-1] == x.shape[:-1] and _residual(t, width)}
+    whole = {
+        k for k, t in kept.items() if k in stand_ins.repeated or t.shape[:-1] == x.shape[:-1] and _residual(t, width)
+    }
     return BlockCost(
         saved=sum(saved.values()),
         weights=sum(

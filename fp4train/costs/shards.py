@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import nn
 
@@ -124,40 +125,11 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Weigh
     return found
 
 
-def stage_of(mesh: Mesh, blocks: int) -> list[range]:
-    """The blocks of every stage: equal parts, the last one the rest."""
-    each = math.ceil(blocks / mesh.pipeline)
-    return [range(min(s * each, blocks), min((s + 1) * each, blocks)) for s in range(mesh.pipeline)]
-
-
-def held(weights: Iterable[Weight], mesh: Mesh, blocks: int, stage: int, *, tied: bool) -> list[Weight]:
-    """The weights of a stage: those of its blocks, what stands before them on the first, what stands after on the last.
-
-    A weight that the head shares with the embedding is on both.
-    """
-    mine = stage_of(mesh, blocks)[stage]
-    last = stage == mesh.pipeline - 1
-    found = []
-    for weight in weights:
-        if weight.block is None:
-            keep = last
-        elif weight.block < 0:
-            keep = stage == 0 or (tied and last)
-        else:
-            keep = weight.block in mine
-        if keep:
-            found.append(weight)
-    return found
-
-
-def misaligned(weights: Iterable[Weight], mesh: Mesh) -> dict[str, tuple[float, int]]:
-    """Kind of layer ("attention.wk") → (rows of a shard, weights of that kind) that a shard cuts inside of blocks."""
-    found: dict[str, tuple[float, int]] = {}
-    for weight in weights:
-        if weight.misaligned(mesh):
-            kind = weight.name.removesuffix(".weight").rpartition(f".{weight.block}.")[2]
-            found[kind] = (weight.rows(mesh), found.get(kind, (0, 0))[1] + 1)
-    return found
+def stages(mesh: Mesh, blocks: int) -> list[range]:
+    """The blocks of every stage: equal parts; where they do not divide, the first stages have one more."""
+    each, more = divmod(blocks, mesh.pipeline)
+    starts = [stage * each + min(stage, more) for stage in range(mesh.pipeline + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def aligned_shard(weights: Iterable[Weight], mesh: Mesh) -> Mesh | None:
