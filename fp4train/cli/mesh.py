@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fp4train.costs.search import Candidate
     from fp4train.costs.workload import Workload
     from fp4train.hardware import Gpu
-    from fp4train.precision.plan import Plan
     from fp4train.precision.phases import Timeline
+    from fp4train.precision.plan import Plan
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
 """Pipeline schedule → parts of the model per stage."""
@@ -232,8 +232,8 @@ class MeshPlan:
                 f"train.batch_size={train.batch_size}, the default, does not divide over "
                 f"{mesh.data} data ranks: planned with train.batch_size={batch}"
             )
-        if problem := batch_problem(batch, train.microbatch, mesh):
-            raise UserError(problem)
+        if refused := batch_problem(batch, train.microbatch, mesh):
+            raise UserError(refused)
         local = batch // mesh.data
         sequences = train.microbatch or (local if mesh.pipeline == 1 else max(1, local // (4 * mesh.pipeline)))
         while local % sequences:

@@ -1,8 +1,8 @@
 """`fp4train plan key=value… [full=true] [--json]`: what every GEMM of a run would run in, and why; trains nothing.
 
 With gpu=NAME it adds the time of each GEMM there; with gpus=N or `parallel.*` what a mesh of that GPU will hold, send
-and cost; with parallel=auto the cheapest mesh that fits. `fp4train plan RUN` shows what a run was told, what it ran, and
-what is planned for the rest.
+and cost; with parallel=auto the cheapest mesh that fits. `fp4train plan RUN` shows what a run was told, what it ran,
+and what is planned for the rest.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ read and write. Weights are not counted: `memory.py` counts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +89,7 @@ def measure_blocks(
     *,
     sequences: int,
     seq_len: int,
-    columnwise: Callable[[str], bool],
+    row_wise: Collection[str] = (),
     sharing: bool = True,
 ) -> list[BlockCost]:
     """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
@@ -98,7 +98,7 @@ def measure_blocks(
 
     Args:
         plans: what each linear layer runs, by name.
-        columnwise: whether tensor parallelism splits the outputs of the layer of this name, not its inputs.
+        row_wise: layers whose inputs tensor parallelism splits, not their outputs.
         sharing: layers of fp4train's own backends that read one input share its codes; not under train.compile.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -109,11 +109,11 @@ def measure_blocks(
     for block in blocks:
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
-        key = tuple((n.removeprefix(prefix), plans[n].gemms, plans[n].layer.in_features) for n in mine)
-        key = (type(block), sum(p.numel() for p in block.parameters()), key)
+        layers_key = tuple((n.removeprefix(prefix), plans[n].gemms, plans[n].layer.in_features) for n in mine)
+        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
-            known[key] = _measure(block, inputs[block], layers, columnwise, recipe, sharing)
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing)
         found.append(known[key])
     return found
 
@@ -149,14 +149,14 @@ def _measure(
     block: nn.Module,
     inputs: tuple[Any, ...],
     layers: Mapping[nn.Module, LayerPlan],
-    columnwise: Callable[[str], bool],
+    row_wise: Collection[str],
     recipe: Recipe,
     sharing: bool,
 ) -> BlockCost:
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
     given |= {_storage(each) for each in block.parameters()}
-    stand_ins = _StandIns(sharing, {part: columnwise(plan.layer.name) for part, plan in layers.items()})
+    stand_ins = _StandIns(sharing, {part: plan.layer.name not in row_wise for part, plan in layers.items()})
     kept: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _measure(
     saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
     width = x.shape[-1]
     whole = {
-        k for k, t in kept.items() if k in stand_ins.repeated or t.shape[:-1] == x.shape[:-1] and _residual(t, width)
+        k for k, t in kept.items() if k in stand_ins.repeated or (t.shape[:-1] == x.shape[:-1] and _residual(t, width))
     }
     return BlockCost(
         saved=sum(saved.values()),
@@ -286,11 +286,11 @@ class _FunctionStandIns(TorchFunctionMode):
         return _Attend.apply(q, k, v)  # type: ignore[no-untyped-call]
 
 
-class _Traffic(TorchDispatchMode):
+class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the bytes that operations read and write; views and allocations move none."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

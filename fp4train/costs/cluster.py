@@ -9,7 +9,7 @@ FSDP copies what it gathers into the weights and gradients into what it scatters
 gathers and scatters of weights hide behind the block that runs; the collectives of tensor parallelism do not, unless
 `hides_tensor`. Gradients are reduced in the last microbatch only. A step is
 
-    (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + amax and norm + optimizer
+    (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
 
 GEMMs and quantising: `estimate.py`. Parameters of the rest:
 """
@@ -27,7 +27,7 @@ from fp4train.costs.links import Interconnect
 from fp4train.costs.memory import USABLE, RankMemory, entered, rank_memory
 from fp4train.costs.mesh import Mesh
 from fp4train.costs.roofline import COPY, needs_amax
-from fp4train.costs.shards import Weight, column_wise, stages
+from fp4train.costs.shards import Weight, stages
 from fp4train.costs.workload import Kind, Workload
 from fp4train.hardware import Gpu
 from fp4train.precision.plan import LayerPlan
@@ -38,7 +38,7 @@ ATTENTION: Final = (0.60, 0.50)
 
 SUSTAINED: Final = 0.82
 """Rate of products in training over that of a short benchmark: clocks fall under a long load. Transformer Engine's
-benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200 and B200 reach 0.88 (`roofline.gemm_share`), and
+benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200 and B200 reach 0.88 (`roofline.gemm_share`):
 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that benchmark and are not lowered again."""
 
 FUSED: Final = 0.5
@@ -131,6 +131,7 @@ class _Seconds:
     tensor: float = 0.0
     tensor_alone: float = 0.0
     amax: float = 0.0
+    amaxes: int = 0
 
     def slowed(self, rate: float) -> None:
         """Products at this share of their rate."""
@@ -189,7 +190,7 @@ class _Estimate:
     def split(self, plan: LayerPlan) -> LayerPlan:
         """The part of a layer that a rank multiplies."""
         layer, t = plan.layer, self.mesh.tensor
-        if column_wise(layer.name):
+        if layer.name not in self.load.row_wise:
             return replace(plan, layer=replace(layer, out_features=math.ceil(layer.out_features / t)))
         return replace(plan, layer=replace(layer, in_features=math.ceil(layer.in_features / t)))
 
@@ -227,13 +228,13 @@ class _Estimate:
     def _tensor(self, cost: BlockCost, plans: Sequence[LayerPlan], forward: _Seconds, backward: _Seconds) -> float:
         """Adds the collectives of tensor parallelism; returns the bytes sent.
 
-        Per split pair of layers: forward gathers x and scatters y; backward gathers dy, scatters dx, and gathers x again
-        for wgrad, since a rank keeps its part only. Without sequence parallelism one all-reduce each way.
+        Per split pair of layers: forward gathers x and scatters y; backward gathers dy, scatters dx, and gathers x
+        again for wgrad, since a rank keeps its part only. Without sequence parallelism one all-reduce each way.
         """
         mesh, group = self.mesh, self.groups["tensor"]
         if mesh.tensor == 1:
             return 0.0
-        pairs = sum(not column_wise(p.layer.name) for p in plans)
+        pairs = sum(p.layer.name in self.load.row_wise for p in plans)
         whole = cost.input / mesh.context
         quantised = mesh.codes and all(p.wgrad.operands.second is not None for p in plans)
         row = whole * (0.28125 if quantised else 1.0)
@@ -248,8 +249,9 @@ class _Estimate:
             seconds.tensor_alone = alone
             seconds.tensor = max(0.0, alone - seconds.gemms) if mesh.hides_tensor else alone
         latency = group.reduce_seconds(0.0)
-        forward.amax = latency * sum(_amaxes(p, "fprop", "first") for p in plans)
-        backward.amax = latency * sum(_amaxes(p, "dgrad", "first") for p in plans)
+        forward.amaxes = sum(_amaxes(p, "fprop", "first") for p in plans)
+        backward.amaxes = sum(_amaxes(p, "dgrad", "first") for p in plans)
+        forward.amax, backward.amax = latency * forward.amaxes, latency * backward.amaxes
         return sent
 
     def weights(self, weights: Sequence[Weight]) -> _Wire:
@@ -295,10 +297,10 @@ class _Estimate:
 
     def stage(self, counts: Mapping[int, int], *, last: bool) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of all microbatches on one stage by what they are spent on, and its collectives."""
-        mesh, m = self.mesh, self.mesh.microbatches
+        m = self.mesh.microbatches
         names = ("GEMMs", "quantising", "attention", "elementwise", "recomputation", "copies of FSDP")
         parts = dict.fromkeys((*names, "amax over tensor ranks"), 0.0)
-        flows = {name: _Flow() for name in ("forward", "backward", "gradients", "tensor")}
+        flows = {name: _Flow() for name in ("forward", "backward", "gradients", "tensor", "amax")}
         for kind, number in counts.items():
             forward, backward, sent = self.blocks[kind]
             wire = self.sends[kind]
@@ -315,6 +317,9 @@ class _Estimate:
                 parts["elementwise"] += number * m * seconds.elementwise
                 parts["amax over tensor ranks"] += number * m * seconds.amax
                 flows["tensor"].add(number * m, 0.0, seconds.tensor_alone, seconds.tensor)
+                flows["amax"].add(
+                    number * m, seconds.amaxes * self.groups["tensor"].sent(8), seconds.amax, seconds.amax
+                )
             parts["recomputation"] += number * m * again
             parts["copies of FSDP"] += number * wire.copied / self.bandwidth
         if last:
@@ -335,6 +340,7 @@ class _Estimate:
             found.append(flows["gradients"].named("gradient reduction", link))
         if mesh.tensor > 1:
             found.append(flows["tensor"].named("tensor gathers and scatters", groups["tensor"].link))
+            found.append(flows["amax"].named("amax over tensor ranks", groups["tensor"].link))
         return found
 
     def _head(self) -> float:
@@ -351,7 +357,15 @@ class _Estimate:
         if mesh.data > 1:
             ends = self.weights(self.load.before).gather + self.sends[0].gather + self.sends[0].reduce
             tail["first gather, last reduction"] = ends
-            tail["norm and amax of weights"] = 2 * self.groups["shard"].reduce_seconds(4096.0)
+            group, counted = self.groups["shard"], 4.0 * len(self.load.order) * len(self.load.kinds[0].plans)
+            tail["norm and amax of weights"] = group.reduce_seconds(8) + group.reduce_seconds(counted)
+            seconds = tail["norm and amax of weights"]
+            sent = 2 * group.sent(8 + counted)
+            more.append(
+                Collective(
+                    name="norm and amax of weights", link=group.link, sent=sent, seconds=seconds, exposed=seconds
+                )
+            )
         if mesh.pipeline > 1:
             group = self.groups["pipeline"]
             part = entered(self.load.kinds[0].cost, mesh)

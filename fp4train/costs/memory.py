@@ -6,8 +6,8 @@
     codes             of weights that stay on the rank: those of its shard, or without shards both forms of every weight
     activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
     weight copies     that autograd keeps of layers without a quantised GEMM, in the recipe's dtype
-    unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks, which
-                      stay gathered, and the gradients of one block and of those outside
+    unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks,
+                      which stay gathered, and the gradients of one block and of those outside
     logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
 

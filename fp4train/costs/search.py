@@ -1,7 +1,8 @@
 """The cheapest mesh that fits: every mesh of a number of GPUs, ranked by tokens per second.
 
-Tried are tensor parallelism inside of an NVLink domain, pipelines whose stages have equal numbers of blocks, all ways to
-divide the data ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and off.
+Tried are tensor parallelism inside of an NVLink domain, pipelines whose stages have equal numbers of blocks, all ways
+to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
+off.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def candidates(
     batch: int,
     recompute: Sequence[bool] = (False, True),
 ) -> list[Candidate]:
-    """Every mesh of `gpus` GPUs that can hold a batch of `batch` sequences, fastest first, those that fit before others.
+    """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those that fit before others.
 
     Args:
         measure: the workload of a microbatch of so many sequences.

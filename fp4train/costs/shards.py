@@ -18,6 +18,7 @@ from torch import nn
 from fp4train.costs.blocks import packed_bytes
 from fp4train.costs.mesh import Mesh
 from fp4train.precision.blocks import block_paths
+from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import QuantSpec
 
@@ -25,9 +26,12 @@ ROW_WISE = ("attention.wo", "mlp.down")
 """Layers whose inputs tensor parallelism splits: those that write to the residual stream."""
 
 
-def column_wise(layer: str) -> bool:
-    """Whether tensor parallelism splits the outputs of this layer."""
-    return not layer.endswith(ROW_WISE)
+def row_wise(model: nn.Module) -> frozenset[str]:
+    """The linear layers whose inputs tensor parallelism splits: as the model's cut says, else `ROW_WISE`."""
+    cut = getattr(model, "fp4train_tensor_cut", None)
+    if cut is not None:
+        return frozenset(cut().in_)
+    return frozenset(name for name in find_layers(model) if name.endswith(ROW_WISE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +109,10 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Weight]:
     """The parameters of a model (on the meta device) in order, each once."""
-    paths = block_paths(model)
+    paths, rows = block_paths(model), row_wise(model)
     of_block = {id(p): i for i, path in enumerate(paths) for p in model.get_submodule(path).parameters()}
     owners = {f"{name}.{key}": m for name, m in model.named_modules() for key in m._parameters}
+    linear = find_layers(model)
     found: list[Weight] = []
     before = True
     for name, parameter in model.named_parameters():
@@ -116,10 +121,10 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Weigh
         before = before and block is None
         plan = plans.get(layer)
         matrix = parameter.dim() > 1
-        if plan is not None and block is not None:
-            split = 0 if column_wise(layer) else (1 if matrix else None)
+        if layer in linear and block is not None:
+            split = 0 if layer not in rows else (1 if matrix else None)
         else:
-            split = 0 if matrix and (plan is not None or isinstance(owners[name], nn.Embedding)) else None
+            split = 0 if matrix and (layer in linear or isinstance(owners[name], nn.Embedding)) else None
         place = block if block is not None else (-1 if before else None)
         found.append(Weight(name=name, shape=tuple(parameter.shape), block=place, split=split, plan=plan))
     return found

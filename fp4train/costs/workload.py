@@ -11,7 +11,7 @@ from torch import nn
 
 from fp4train.costs.blocks import BlockCost, measure_blocks
 from fp4train.costs.mesh import Mesh
-from fp4train.costs.shards import Weight, column_wise, find_weights
+from fp4train.costs.shards import Weight, find_weights, row_wise
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 
@@ -34,6 +34,7 @@ class Workload:
         order: index into `kinds` of every block.
         before, after: weights that stand before and after the blocks.
         outside: the plans of linear layers outside the blocks.
+        row_wise: layers whose inputs tensor parallelism splits.
         tokens: of a microbatch, over all ranks that share it.
         vocabulary, width: of the head; 0 where the model has none.
         tied: whether the head uses the weight of the embedding.
@@ -46,6 +47,7 @@ class Workload:
     before: tuple[Weight, ...]
     after: tuple[Weight, ...]
     outside: tuple[LayerPlan, ...]
+    row_wise: frozenset[str]
     tokens: int
     vocabulary: int
     width: int
@@ -82,7 +84,7 @@ class Workload:
         return [*before, *(self.after if last else ())]
 
     def misaligned(self, mesh: Mesh) -> dict[str, tuple[float, int]]:
-        """Layer in its block ("attention.wk") → (rows of a shard, weights) that shards cut inside of blocks of scales."""
+        """Layer in its block ("attention.wk") → (rows of a shard, weights) that shards cut inside of blocks."""
         found: dict[str, tuple[float, int]] = {}
         for kind, times in Counter(self.order).items():
             for weight in self.kinds[kind].weights:
@@ -109,14 +111,16 @@ def workload(
         sequences, seq_len: of a microbatch.
         compiled, recomputed: see `Workload`.
     """
+    rows = row_wise(model)
     costs = measure_blocks(
-        model, plans, recipe, sequences=sequences, seq_len=seq_len, columnwise=column_wise, sharing=not compiled
+        model, plans, recipe, sequences=sequences, seq_len=seq_len, row_wise=rows, sharing=not compiled
     )
     of_block: dict[int | None, list[Weight]] = {}
     for weight in find_weights(model, plans):
         of_block.setdefault(weight.block, []).append(weight)
     known: dict[object, int] = {}
-    kinds, order = [], []
+    kinds: list[Kind] = []
+    order: list[int] = []
     for index, cost in enumerate(costs):
         weights = tuple(of_block.get(index, ()))
         mine = tuple(plan for plan in plans.values() if plan.layer.block == index)
@@ -134,6 +138,7 @@ def workload(
         before=tuple(of_block.get(-1, ())),
         after=tuple(of_block.get(None, ())),
         outside=outside,
+        row_wise=rows,
         tokens=sequences * seq_len,
         vocabulary=vocabulary,
         width=width,
