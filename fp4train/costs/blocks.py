@@ -172,6 +172,7 @@ def _measure(
         forward, traffic.bytes = traffic.bytes, 0.0
         with traffic:
             torch.autograd.backward(y, torch.empty_like(y))
+    block.zero_grad(set_to_none=True)
     saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
     width = x.shape[-1]
     whole = {

@@ -31,6 +31,7 @@ from fp4train.costs.shards import Weight, stages
 from fp4train.costs.workload import Kind, Workload
 from fp4train.hardware import Gpu
 from fp4train.precision.plan import LayerPlan
+from fp4train.quantize import QuantSpec
 
 ATTENTION: Final = (0.60, 0.50)
 """Share of the BF16 peak that attention reaches forward and backward: FlashAttention-3 on H100, causal, head dimension
@@ -249,8 +250,8 @@ class _Estimate:
             seconds.tensor_alone = alone
             seconds.tensor = max(0.0, alone - seconds.gemms) if mesh.hides_tensor else alone
         latency = group.reduce_seconds(0.0)
-        forward.amaxes = sum(_amaxes(p, "fprop", "first") for p in plans)
-        backward.amaxes = sum(_amaxes(p, "dgrad", "first") for p in plans)
+        forward.amaxes = sum(_needs_amax(p.fprop.operands.first) for p in plans)
+        backward.amaxes = sum(_needs_amax(p.dgrad.operands.first) for p in plans)
         forward.amax, backward.amax = latency * forward.amaxes, latency * backward.amaxes
         return sent
 
@@ -317,9 +318,8 @@ class _Estimate:
                 parts["elementwise"] += number * m * seconds.elementwise
                 parts["amax over tensor ranks"] += number * m * seconds.amax
                 flows["tensor"].add(number * m, 0.0, seconds.tensor_alone, seconds.tensor)
-                flows["amax"].add(
-                    number * m, seconds.amaxes * self.groups["tensor"].sent(8), seconds.amax, seconds.amax
-                )
+                amax_bytes = seconds.amaxes * self.groups["tensor"].sent(8)
+                flows["amax"].add(number * m, amax_bytes, seconds.amax, seconds.amax)
             parts["recomputation"] += number * m * again
             parts["copies of FSDP"] += number * wire.copied / self.bandwidth
         if last:
@@ -381,8 +381,6 @@ class _Estimate:
         return tail, more
 
 
-def _amaxes(plan: LayerPlan, gemm: str, operand: str) -> int:
-    """All-reduces of one amax: 1 if the operand's scale needs that of the whole tensor."""
-    found = next(g for g in plan.gemms if g.name == gemm)
-    spec = getattr(found.operands, operand)
-    return int(spec is not None and needs_amax(spec))
+def _needs_amax(spec: QuantSpec | None) -> bool:
+    """Whether an operand's scale needs the amax of the whole tensor, over all ranks that share it."""
+    return spec is not None and needs_amax(spec)

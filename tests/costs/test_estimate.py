@@ -115,7 +115,9 @@ POINTS = {
 
 def documented() -> dict[str, tuple[float, float, float]]:
     """Point → (published, model, error in per cent), from the document's table."""
-    section = DOCUMENT.read_text("utf-8").partition("## Comparison with published measurements")[2].partition("\n## ")[0]
+    section = (
+        DOCUMENT.read_text("utf-8").partition("## Comparison with published measurements")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([+−]\d+) % \|", section, re.MULTILINE)
     return {name: (float(a), float(b), float(c.replace("−", "-"))) for name, a, b, c in rows}
 

@@ -1,4 +1,4 @@
-"""The cost of a mesh beside published throughput: docs/cost-model.md says what the model computes, and how far off it is."""
+"""The cost of a mesh beside published throughput: docs/cost-model.md says what the model computes, and its error."""
 
 import re
 from dataclasses import dataclass, replace
