@@ -5,38 +5,42 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4train import checkpoint
-from fp4train.config.binding import bind
-from fp4train.errors import UserError
 from fp4train.measure.probe import probe
+from fp4train.parallel.agree import Word, agree
+from fp4train.parallel.apply import join_scales, synchronise
+from fp4train.parallel.norm import clip, local, total_norm
+from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.change import cancel_swap, swap_recipe
-from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.change import follow_swaps, pick_up_swaps
+from fp4train.run.ending import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.guard import (
+    LOSS_ITSELF,
+    NORM_ITSELF,
     NonFiniteError,
-    finite_weights,
     first_non_finite,
     first_non_finite_gradient,
     first_non_finite_output,
 )
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.progress import Progress
-from fp4train.run.requests import take_requests
 from fp4train.run.run import Run
-from fp4train.run.saving import PAUSES
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.watch import Watch, alarm
 
 _log = logging.getLogger(__name__)
+
+RANK_SPREAD = 0x9E3779B97F4A7C15
+"""Between the dropout seeds of two ranks: far more than there are steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +73,25 @@ def train(run: Run) -> Result:
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
     metrics: dict[str, float | str] = {}
-    stretch, saved = None, True
+    stretch, saved, world = None, True, run.world
     shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
     started = run.step
     try:
         with (
-            stop_on_signals() as stop,
+            stop_on_signals(quietly=not world.lead) as stop,
             CollectorBetweenSteps() as collector,
             shown as progress,
             Watch(run) as watch,
             alarm(config.train.step_timeout) as watchdog,
         ):
             try:
-                while run.step < steps and stop.signal is None and watch.trouble is None:
+                while True:
                     watchdog.set()
-                    pick_up_swaps(run)
+                    word = agree(world, stop.signal, news(run, watch) if world.lead else {})
+                    stop.signal = word.signal
+                    act(run, word)
+                    if run.step >= steps or stop.signal is not None or "trouble" in word.lead:
+                        break
                     stretch = enter_stretch(run, stretch)
                     recipe = stretch.recipe
                     values = step_or_restore(run, recipe)
@@ -97,22 +105,50 @@ def train(run: Run) -> Result:
                     metrics |= values
                     if evaluated:
                         check_evaluation(run, values, recipe)
-                    report(run)
-                    if due(run.step, config.checkpoint.every, steps) or run.saver.due(run.step):
+                    if due(run.step, config.checkpoint.every, steps):
                         save(run, proven=evaluated)
                     collector.after(run.step)
                     progress.resume_timing()
                 saved = run.step == started or save_at_end(run, watch)
             except NonFiniteError as error:
-                raise UserError(rescue(run, error)) from error
+                raise AgreedError(rescue(run, error)) from error
             except Exception as error:
                 keep_what_is_whole(run, watch, error)
                 raise
-            if watch.look() is not None:
-                raise UserError(f"{watch.trouble}; the run ended after step {run.step}")
+            if trouble := world.of_lead(watch.look()):
+                raise AgreedError(f"{trouble}; the run ended after step {run.step}")
     finally:
         run.saver.close()
     return Result(step=run.step, metrics=metrics, seconds=time.perf_counter() - began, signal=stop.signal, saved=saved)
+
+
+def news(run: Run, watch: Watch) -> dict[str, Any]:
+    """What every rank must act on before the next step; only what there is."""
+    found: dict[str, Any] = {}
+    bad = report(run)
+    if bad is not None:
+        found["bad"] = bad
+    if watch.trouble is not None:
+        found["trouble"] = watch.trouble
+    elif run.step < run.config.train.steps and pick_up_swaps(run):
+        found["swaps"] = run.swaps
+    if run.saver.due(run.step):
+        found["save"] = True
+    return found
+
+
+def act(run: Run, word: Word) -> None:
+    """Do what the lead's news ask of every rank.
+
+    Raises:
+        NonFiniteError: a checkpoint was not written because weights or moments are not finite.
+    """
+    if "bad" in word.lead:
+        refuse(word.lead["bad"])
+    if "swaps" in word.lead and not run.world.lead:
+        follow_swaps(run, word.lead["swaps"])
+    if "save" in word.lead:
+        save(run)
 
 
 def due(step: int, every: int, steps: int) -> bool:
@@ -140,21 +176,23 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
             before the step.
     """
     config, optim = run.config.train, run.config.optim
+    world = run.world
     mean_loss = float(forward_and_backward(run, recipe))
     if not math.isfinite(mean_loss):
         with run.eagerly():
-            where = first_non_finite_output(run.model, losses(run, recipe))
-        raise NonFiniteError(run.step, "loss", mean_loss, where, recipe.name)
+            where = first_non_finite_output(run.model, losses(run, recipe), cut=world.size > 1)
+        raise NonFiniteError(run.step, "loss", mean_loss, world.first(where) or LOSS_ITSELF, recipe.name)
 
-    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    gradients = [local(p.grad) for p in run.model.parameters() if p.grad is not None]
     if run.loss_scale != 1.0:
         torch._foreach_mul_(gradients, 1 / run.loss_scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = total_norm(gradients, world)
     grad_norm, scaling = float(norm), recipe.loss_scaling
     if not math.isfinite(grad_norm) and (scaling is None or run.loss_scale <= SMALLEST_LOSS_SCALE):
-        raise NonFiniteError(run.step, "gradient norm", grad_norm, first_non_finite_gradient(run.model), recipe.name)
+        where = world.first(first_non_finite_gradient(run.model)) or NORM_ITSELF
+        raise NonFiniteError(run.step, "gradient norm", grad_norm, where, recipe.name)
     if optim.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), optim.clip, norm)
+        clip(gradients, optim.clip, norm)
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
     values: dict[str, float | str] = {
         "train/loss": mean_loss,
@@ -177,14 +215,16 @@ def train_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
     """Gradients of the current step's batch, times the loss scale, added to the parameters'; the mean loss."""
-    # A model's own random numbers (dropout) depend on the step alone, so that a resumed run draws the same ones.
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step) % 2**63)
-    config, total = run.config.train, torch.zeros((), device=run.device)
-    share = (config.microbatch or config.batch_size) / config.batch_size
-    for loss in losses(run, recipe):
+    # A model's own random numbers (dropout) depend on the step and the rank's part of the batch alone, so that a
+    # resumed run draws the same ones.
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + run.world.data_rank * RANK_SPREAD) % 2**63)
+    total, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
+    for number, loss in enumerate(losses(run, recipe), 1):
+        synchronise(run.model, last=number * run.rows == run.share)
         (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
         total += loss.detach() * share
-    return total
+    join_scales(run.model, run.world)
+    return run.world.summed(total)
 
 
 def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
@@ -200,11 +240,10 @@ def measured_step(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 
 def losses(run: Run, recipe: Recipe) -> Iterator[Tensor]:
-    """The mean loss of each microbatch of the current step."""
-    config = run.config.train
-    rows = config.microbatch or config.batch_size
-    for first in range(0, config.batch_size, rows):
-        batch = run.train_data.rows(run.step * config.batch_size + first, rows)
+    """The mean loss of each microbatch of this rank's share of the current step's batch."""
+    config, begin = run.config.train, run.world.data_rank * run.share
+    for first in range(begin, begin + run.share, run.rows):
+        batch = run.train_data.rows(run.step * config.batch_size + first, run.rows)
         yield forward(run, recipe, *batch, token_offset=first * config.seq_len)
 
 
@@ -221,76 +260,36 @@ def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """Validation loss in high precision and, beside it, in the recipe."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
-    rows = run.config.train.microbatch or run.config.train.batch_size
-    starts = range(0, batches * run.config.train.batch_size, rows)
+    starts = range(0, batches * run.config.train.batch_size, run.rows)
     high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
     run.model.eval()
     with torch.no_grad():
-        found = {
-            each: sum(float(forward(run, each, *run.val_data.rows(first, rows))) for first in starts) / len(starts)
-            for each in dict.fromkeys((high, recipe))
-        }
+        found = {each: mean_loss(run, each, starts) for each in dict.fromkeys((high, recipe))}
     run.model.train()
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, found[high], found[recipe])
     return {"val/loss": found[high], "val/loss_recipe": found[recipe]}
 
 
-def pick_up_swaps(run: Run) -> None:
-    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way."""
-    for request in take_requests(run.folder, run.swaps):
-        body = request.body or {}
-        name = str(body.get("name", ""))
-        try:
-            if request.body is None:
-                raise UserError(request.problem)
-            if "cancel" in body:
-                at = bind(body["cancel"], int, "cancel")
-                cancel_swap(run, at)
-                event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
-            else:
-                at = run.step if body["at"] is None else body["at"]
-                swap_recipe(run, at, body["recipe"], name, request.id)
-                event, text, values = "swap", f"recipe {name} from step {at} on", {"recipe": name, "at": at}
-        except UserError as error:
-            _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
-            refused = {"recipe": name, "reason": str(error), "request": request.id}
-            run.tracker.log_event(run.step + 1, "swap refused", refused)
-            request.answer(False, str(error))
-        else:
-            values["request"] = request.id
-            _log.warning("swap: %s", text)
-            run.tracker.log_event(run.step + 1, event, values)
-            request.answer(True, text)
+def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
+    """The mean loss of the validation batches that begin at `starts`, each computed by one rank.
+
+    Summed in one order by every rank, so that it does not depend on how many there are.
+    """
+    found = torch.zeros(len(starts), dtype=torch.float64, device=run.device)
+    for number in range(run.world.data_rank, len(starts), run.world.data_ranks):
+        found[number] = forward(run, recipe, *run.val_data.rows(starts[number], run.rows))
+    each: list[float] = run.world.summed(found).tolist()
+    return sum(each) / len(each)
 
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: Recipe) -> None:
     """Raises NonFiniteError where a validation loss is not finite."""
     for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
         if not math.isfinite(value := float(values[key])):
-            bad = first_non_finite({f"weight {name}": p for name, p in run.model.named_parameters()})
+            named = {f"weight {name}": p for name, p in run.model.named_parameters()}
+            bad = run.world.first(first_non_finite(named))
             where = bad or "no weight: the evaluation itself"
             raise NonFiniteError(run.step, what, value, where, recipe.name, of_state=True)
-
-
-def rescue(run: Run, error: NonFiniteError) -> str:
-    """Save what was before the step that failed, and say what can be done."""
-    run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
-    if run.torn or not finite_weights(run.model) or error.of_state:
-        run.saver.wait()
-        report(run, quietly=True)
-        there = steps_saved(run)
-        last = "The weights are not finite themselves" if not finite_weights(run.model) else "This state is not saved"
-        last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
-    elif save_and_wait(run):
-        before = [step for step in steps_saved(run) if step < run.step]
-        last = "A checkpoint from before this step is saved"
-        last += f", the one of step {before[-1]} is kept" if before else ""
-    else:
-        last = "No checkpoint could be written"
-    return (
-        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
-        f"resume={run.directory} recipe=… optim.lr=…"
-    )
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
@@ -304,68 +303,3 @@ def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
         run.tracker.log_event(run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason})
     return stretch
-
-
-def save(run: Run, *, proven: bool = False) -> None:
-    """Begin a checkpoint, which is written while the next steps run."""
-    run.saver.begin(proven=proven)
-
-
-def report(run: Run, *, quietly: bool = False) -> None:
-    """Say which checkpoints could not be written: that costs the checkpoint, not the run.
-
-    Raises:
-        NonFiniteError: one was not written because weights or moments are not finite; not with `quietly`.
-    """
-    for outcome in run.saver.outcomes():
-        if outcome.problem is not None:
-            _log.error("%s Training goes on; it is tried again.", outcome.problem)
-            run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
-        elif outcome.bad is not None and not quietly:
-            raise NonFiniteError(
-                outcome.step, "a tensor of the checkpoint", math.nan, outcome.bad, "its state", of_state=True
-            )
-
-
-def save_and_wait(run: Run, *, proven: bool = False) -> bool:
-    """Have the state of this step written, now, and if it fails a few times more; whether it is."""
-    for pause in (*PAUSES, None):
-        if not run.saver.holds(run.step):
-            save(run, proven=proven)
-        run.saver.wait()
-        report(run)
-        if run.saver.saved == run.step:
-            return True
-        if pause is not None:
-            time.sleep(pause)
-    return False
-
-
-def save_at_end(run: Run, watch: Watch) -> bool:
-    """The last checkpoint of a run; whether it is written."""
-    if watch.look() is not None and watch.lost:
-        _log.error("%s; nothing is saved there", watch.trouble)
-        return False
-    return save_and_wait(run)
-
-
-def keep_what_is_whole(run: Run, watch: Watch, error: Exception) -> None:
-    """Save what can be saved when something went wrong, and say what is there."""
-    if run.torn or (watch.look() is not None and watch.lost):
-        _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
-    else:
-        try:
-            run.tracker.log_event(run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"})
-            saved = finite_weights(run.model) and save_and_wait(run)
-        except Exception as second:  # the first error is the one to tell
-            _log.error("nothing could be saved: %s", second)
-        else:
-            _log.error("step %d failed; %s", run.step, "its beginning is saved" if saved else "nothing could be saved")
-
-
-def steps_saved(run: Run) -> list[int]:
-    """The steps that have a checkpoint."""
-    try:
-        return checkpoint.steps(run.directory / CHECKPOINTS)
-    except UserError:
-        return []

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
+from fp4train.parallel.norm import local
+
+LOSS_ITSELF = "the loss itself"
+NORM_ITSELF = "the norm itself (finite gradients, overflowing sum)"
+"""What is named where every tensor before it is finite."""
 
 
 class NonFiniteError(UserError):
@@ -26,11 +31,13 @@ class NonFiniteError(UserError):
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity; None if all are finite.
+    """The name of the first tensor that holds a NaN or an infinity; None if all are finite. Of a tensor that is cut
+    over ranks this rank's part is looked at.
 
     Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the host.
     """
-    floating = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    parts = {name: local(t.detach()) for name, t in tensors.items()}
+    floating = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
     if not floating:
         return None
     largest = torch._foreach_norm(list(floating.values()), torch.inf)
@@ -44,10 +51,13 @@ def finite_weights(model: nn.Module) -> bool:
     return first_non_finite(dict(model.named_parameters())) is None
 
 
-def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
+def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> str | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
 
     Named is the innermost one: a block's output is bad because a layer's is.
+
+    Args:
+        cut: the model is cut over ranks, which must all make the same passes; then all of `losses` is consumed.
     """
     found: list[str] = []
 
@@ -58,20 +68,22 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
     handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
-            bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
-            if bad:
-                return f"weight {bad[0]}"
+            bad = first_non_finite(dict(model.named_parameters()))
+            if bad and not cut:
+                return f"weight {bad}"
             for _ in losses:
-                if found:
+                if found and not cut:
                     return found[0]
+            if bad or found:
+                return f"weight {bad}" if bad else found[0]
     finally:
         for handle in handles:
             handle.remove()
-    return "the loss itself"
+    return None
 
 
-def first_non_finite_gradient(model: nn.Module) -> str:
+def first_non_finite_gradient(model: nn.Module) -> str | None:
     """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
     named = list(model.named_parameters())
-    bad = [name for name, p in reversed(named) if p.grad is not None and not bool(p.grad.isfinite().all())]
-    return f"gradient of {bad[0]}" if bad else "the norm itself (finite gradients, overflowing sum)"
+    bad = [n for n, p in reversed(named) if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+    return f"gradient of {bad[0]}" if bad else None
