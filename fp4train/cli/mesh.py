@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
+from fp4train.parallel.config import Parallel
 from fp4train.text import check_choice, near_miss
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Asked:
             virtual=SCHEDULES[self.pp_schedule] if self.pp > 1 else 1,
             microbatches=microbatches,
             gather=self.gather,
+            codes=self.gather == "recipe",
             reduce_bytes=4 if self.reduce == "float32" else 2,
         )
 
@@ -99,6 +101,9 @@ class Asked:
             return f"parallel.dp_shard={self.gpus // others} fills it, or gpus={others * max(1, self.dp_shard)}"
         return f"dp_replicate × tp × pp must divide it, {AUTO} finds a mesh"
 
+
+_OTHERS = tuple(f.name for f in fields(Parallel))
+"""Keys of section `parallel` that a plan leaves to the configuration."""
 
 _MESH_KEYS = {f.name: f.type for f in fields(Asked) if f.name not in ("gpus", "auto", "given")}
 
@@ -123,7 +128,7 @@ def parse(arguments: list[str]) -> tuple[Asked | None, list[str]]:
         elif key.startswith("parallel.") and name in _MESH_KEYS:
             found[name] = _value(key, _MESH_KEYS[name], value)
             given.append(key)
-        elif key.startswith("parallel."):
+        elif key.startswith("parallel.") and name not in _OTHERS:
             raise UserError(f"unknown key {key!r}{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}")
         else:
             rest.append(argument)
@@ -133,6 +138,25 @@ def parse(arguments: list[str]) -> tuple[Asked | None, list[str]]:
         return Asked(**found, given=tuple(given)), rest  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def as_configured(asked: Asked | None, parallel: Parallel) -> Asked | None:
+    """What the command asks for, over what the configuration says; None if neither asks for several ranks.
+
+    Raises:
+        UserError: a value of the configuration that a plan does not know.
+    """
+    here = asked or Asked()
+    if here.auto:
+        return here
+    values = {
+        name: getattr(parallel, name) for name in _MESH_KEYS if name in _OTHERS and f"parallel.{name}" not in here.given
+    }
+    try:
+        found = replace(here, **values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return None if asked is None and found == here else found
 
 
 def _listed() -> str:

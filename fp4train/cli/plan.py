@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from fp4train.cli.launch import launch, settings
-from fp4train.cli.mesh import Asked, MeshPlan, as_json, parse
+from fp4train.cli.mesh import Asked, MeshPlan, as_configured, as_json, parse
 from fp4train.config import overrides
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
@@ -122,6 +122,7 @@ def _plan(
     if source is not None and swap is not None:
         timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
+    asked = as_configured(asked, config.parallel)
     if asked is not None:
         if gpu is None:
             raise UserError(

@@ -21,13 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fp4train.costs.blocks import BlockCost
+from fp4train.costs.blocks import BlockCost, packed_bytes
 from fp4train.costs.estimate import layer_costs
 from fp4train.costs.links import Interconnect
 from fp4train.costs.memory import USABLE, RankMemory, entered, rank_memory
 from fp4train.costs.mesh import Mesh
 from fp4train.costs.roofline import COPY, needs_amax
 from fp4train.costs.shards import Weight, stages
+from fp4train.costs.traffic import Collective, Flow, Wire
 from fp4train.costs.workload import Kind, Workload
 from fp4train.hardware import Gpu
 from fp4train.precision.plan import LayerPlan
@@ -54,23 +55,6 @@ gradient, and zeroing writes it."""
 
 BACKWARD_ATTENTION: Final = 2.5
 """FLOP of attention's backward over those of its forward: five products instead of two."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One kind of communication, per step and rank.
-
-    Args:
-        link: "NVLink" or "network".
-        sent: bytes that the rank sends.
-        seconds: of the collectives alone; `exposed`: those that no computation hides.
-    """
-
-    name: str
-    link: str
-    sent: float
-    seconds: float
-    exposed: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,34 +127,6 @@ class _Seconds:
         return self.gemms + self.quantising + self.attention + self.elementwise + self.tensor + self.amax
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wire:
-    """Seconds and sent bytes to gather the weights of a block, and to reduce their gradients; bytes FSDP copies."""
-
-    gather: float
-    gathered: float
-    reduce: float
-    reduced: float
-    copied: float
-
-
-@dataclass(kw_only=True)
-class _Flow:
-    """Sums over the collectives of one kind."""
-
-    sent: float = 0.0
-    seconds: float = 0.0
-    exposed: float = 0.0
-
-    def add(self, times: float, sent: float, seconds: float, exposed: float) -> None:
-        self.sent += times * sent
-        self.seconds += times * seconds
-        self.exposed += times * max(0.0, exposed)
-
-    def named(self, name: str, link: str) -> Collective:
-        return Collective(name=name, link=link, sent=self.sent, seconds=self.seconds, exposed=self.exposed)
-
-
 def cluster_cost(load: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> ClusterCost:
     """The cost of one step of `load` on `mesh`, whose ranks are `gpu`s linked by `links`."""
     return _Estimate(load, gpu, links, mesh).cost()
@@ -229,24 +185,29 @@ class _Estimate:
     def _tensor(self, cost: BlockCost, plans: Sequence[LayerPlan], forward: _Seconds, backward: _Seconds) -> float:
         """Adds the collectives of tensor parallelism; returns the bytes sent.
 
-        Per split pair of layers: forward gathers x and scatters y; backward gathers dy, scatters dx, and gathers x
-        again for wgrad, since a rank keeps its part only. Without sequence parallelism one all-reduce each way.
+        Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones; backward gathers their
+        dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
+        the sums are all-reduced and nothing else is sent.
         """
         mesh, group = self.mesh, self.groups["tensor"]
-        if mesh.tensor == 1:
+        rows = [p for p in plans if p.layer.name in self.load.row_wise]
+        columns = [p for p in plans if p.layer.name not in self.load.row_wise]
+        if mesh.tensor == 1 or not rows:
             return 0.0
-        pairs = sum(p.layer.name in self.load.row_wise for p in plans)
         whole = cost.input / mesh.context
-        quantised = mesh.codes and all(p.wgrad.operands.second is not None for p in plans)
-        row = whole * (0.28125 if quantised else 1.0)
+        sums = whole if mesh.joined else 2 * whole
+        split = columns[: len(rows)] if mesh.joined else columns
         if mesh.sequence:
-            times = [(forward, [row, whole]), (backward, [2 * row if quantised else whole, whole, row])]
+            gathered = [self._form(whole, p.fprop.operands.first) for p in columns[: len(rows)]]
+            dy = [self._forms(whole, p.dgrad.operands.first, p.wgrad.operands.first) for p in rows]
+            again = [self._form(whole, p.wgrad.operands.second) for p in split]
+            times = [(forward, [*gathered, *[sums] * len(rows)]), (backward, [*dy, *again, *[sums] * len(split)])]
         else:
-            times = [(forward, [whole, whole]), (backward, [whole, whole])]
+            times = [(forward, [sums] * 2 * len(rows)), (backward, [sums] * 2 * len(split))]
         sent = 0.0
         for seconds, sizes in times:
-            alone = pairs * sum(group.gather_seconds(size) for size in sizes)
-            sent += pairs * sum(group.sent(size) for size in sizes)
+            alone = sum(group.gather_seconds(size) for size in sizes)
+            sent += sum(group.sent(size) for size in sizes)
             seconds.tensor_alone = alone
             seconds.tensor = max(0.0, alone - seconds.gemms) if mesh.hides_tensor else alone
         latency = group.reduce_seconds(0.0)
@@ -255,13 +216,26 @@ class _Estimate:
         forward.amax, backward.amax = latency * forward.amaxes, latency * backward.amaxes
         return sent
 
-    def weights(self, weights: Sequence[Weight]) -> _Wire:
+    def _form(self, whole: float, spec: QuantSpec | None) -> float:
+        """Bytes of an activation of `whole` BF16 bytes when it is gathered, as codes if it is quantised."""
+        if spec is None or not self.mesh.codes:
+            return whole
+        side = 1 << 12
+        return whole / 2 * packed_bytes(spec, side, side) / side**2
+
+    def _forms(self, whole: float, row: QuantSpec | None, column: QuantSpec | None) -> float:
+        """The same for both forms of a tensor; one tensor in high precision serves both."""
+        if row is None or column is None or not self.mesh.codes:
+            return whole
+        return self._form(whole, row) + self._form(whole, column)
+
+    def weights(self, weights: Sequence[Weight]) -> Wire:
         """What it takes to gather some weights and to reduce their gradients."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         gradient = self.mesh.reduce_bytes * sum(weight.of_rank(self.mesh) for weight in weights)
         shard, replicas = self.groups["shard"], self.groups["replicate"]
         part = gradient / self.mesh.shard
-        return _Wire(
+        return Wire(
             gather=shard.gather_seconds(wire),
             gathered=shard.sent(wire),
             reduce=shard.gather_seconds(gradient) + replicas.reduce_seconds(part),
@@ -301,7 +275,7 @@ class _Estimate:
         m = self.mesh.microbatches
         names = ("GEMMs", "quantising", "attention", "elementwise", "recomputation", "copies of FSDP")
         parts = dict.fromkeys((*names, "amax over tensor ranks"), 0.0)
-        flows = {name: _Flow() for name in ("forward", "backward", "gradients", "tensor", "amax")}
+        flows = {name: Flow() for name in ("forward", "backward", "gradients", "tensor", "amax")}
         for kind, number in counts.items():
             forward, backward, sent = self.blocks[kind]
             wire = self.sends[kind]
@@ -329,7 +303,7 @@ class _Estimate:
         parts["tensor collectives"] = flows["tensor"].exposed
         return parts, self._collectives(flows)
 
-    def _collectives(self, flows: Mapping[str, _Flow]) -> list[Collective]:
+    def _collectives(self, flows: Mapping[str, Flow]) -> list[Collective]:
         mesh, groups = self.mesh, self.groups
         found = []
         if mesh.shard > 1:

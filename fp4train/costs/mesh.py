@@ -29,6 +29,8 @@ class Mesh:
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
         reduce_bytes: bytes of a gradient element in reductions.
         codes: activations are gathered over `tensor` as codes, in layers that quantise them.
+        joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
+            bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
         hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor parallelism).
     """
 
@@ -43,6 +45,7 @@ class Mesh:
     gather: str = "recipe"
     reduce_bytes: int = 4
     codes: bool = False
+    joined: bool = False
     hides_tensor: bool = False
 
     def __post_init__(self) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from fp4train.cli import main
-from fp4train.cli.mesh import Asked, parse
+from fp4train.cli.mesh import Asked, as_configured, parse
 from fp4train.costs.mesh import Mesh
 from fp4train.errors import UserError
+from fp4train.parallel.config import Parallel
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -121,8 +122,17 @@ def test_keys_of_the_mesh_are_those_of_the_section() -> None:
     asked, rest = parse(["parallel.dp_replicate=2", "parallel.sp=false", "parallel.pp=4", "gpus=64", "model=llama_8b"])
     assert rest == ["model=llama_8b"]
     assert asked == Asked(gpus=64, dp_replicate=2, sp=False, pp=4, given=asked.given if asked else ())
-    assert asked.mesh(8) == Mesh(replicate=2, shard=8, sequence=False, pipeline=4, microbatches=8)
+    assert asked.mesh(8) == Mesh(replicate=2, shard=8, sequence=False, pipeline=4, microbatches=8, codes=True)
     assert parse(["model=llama_8b"]) == (None, ["model=llama_8b"])
+
+
+def test_the_section_of_the_configuration_counts_where_the_command_says_nothing() -> None:
+    asked, _ = parse(["parallel.dp_shard=4", "parallel.tp=2"])
+    both = as_configured(asked, Parallel(dp_replicate=2, dp_shard=8))
+    assert both is not None
+    assert (both.dp_replicate, both.dp_shard, both.tp) == (2, 4, 2)
+    assert as_configured(None, Parallel()) is None
+    assert as_configured(None, Parallel(dp_shard=8)) == Asked(dp_shard=8)
 
 
 def test_interleaved_stages_have_two_parts() -> None:

@@ -152,6 +152,18 @@ def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_res
     assert part == pytest.approx(80 * (cost.whole + (cost.saved - cost.whole) / 8))
 
 
+def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
+    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven float32 sums."""
+    load = measured("8B", NVFP4(), H100, backend="emulate")
+    mesh = Mesh(tensor=8, codes=True)
+    elements, blocks = SEQ_LEN * 4096, 32
+    sent = {each.name: each.sent for each in cluster_cost(load, H100, DGX, mesh).collectives}
+    expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
+    assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
+    plain = {e.name: e.sent for e in cluster_cost(load, H100, DGX, Mesh(tensor=8, joined=True)).collectives}
+    assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
+
+
 def test_accumulated_gradients_are_held_unsharded() -> None:
     """Gradients are reduced in the last microbatch only."""
     load = measured("8B", BF16(), H100)

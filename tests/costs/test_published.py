@@ -51,7 +51,7 @@ def titan(model: str, recipe: Recipe, published: float, **mesh: int | bool) -> d
         "gpu": GRAND_TETON,
         "recipe": recipe,
         "published": published,
-        "mesh": Mesh(gather="bf16", **mesh),  # type: ignore[arg-type]
+        "mesh": Mesh(gather="bf16", joined=True, **mesh),  # type: ignore[arg-type]
     }
 
 
@@ -62,7 +62,7 @@ def bridge(model: str, gpu: str, recipe: Recipe, published: float, sequences: in
         recipe=recipe,
         published=published,
         sequences=sequences,
-        mesh=Mesh(gather="bf16", **mesh),  # type: ignore[arg-type]
+        mesh=Mesh(gather="bf16", joined=True, **mesh),  # type: ignore[arg-type]
     )
 
 
