@@ -283,7 +283,14 @@ class MeshPlan:
 
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
-            self.model, measure, self.gpu, self.links, gpus=self.asked.gpus, batch=batch, recompute=choices
+            self.model,
+            measure,
+            self.gpu,
+            self.links,
+            gpus=self.asked.gpus,
+            batch=batch,
+            like=Asked().mesh(),
+            recompute=choices,
         )
         if not found:
             raise UserError(

@@ -50,12 +50,14 @@ def candidates(
     *,
     gpus: int,
     batch: int,
+    like: Mesh,
     recompute: Sequence[bool] = (False, True),
 ) -> list[Candidate]:
     """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those that fit before others.
 
     Args:
         measure: the workload of a microbatch of so many sequences.
+        like: a mesh that communicates as those that are tried; its sizes do not matter.
         recompute: the choices to try.
     """
     found = []
@@ -63,7 +65,7 @@ def candidates(
         if batch % sequences:
             continue
         load = measure(sequences)
-        for mesh in _meshes(model, load, links, gpus, batch // sequences):
+        for mesh in _meshes(model, load, links, gpus, batch // sequences, like):
             for again in recompute:
                 run = replace(load, recomputed=1.0 if again else 0.0)
                 cost = cluster_cost(run, gpu, links, mesh)
@@ -71,7 +73,9 @@ def candidates(
     return sorted(found, key=lambda each: (not each.cost.fits, each.cost.seconds, each.cost.memory.total))
 
 
-def _meshes(model: nn.Module, load: Workload, links: Interconnect, gpus: int, passes: int) -> Iterator[Mesh]:
+def _meshes(
+    model: nn.Module, load: Workload, links: Interconnect, gpus: int, passes: int, like: Mesh
+) -> Iterator[Mesh]:
     weights = load.distinct
     for tensor in _divisors(gpus, links.domain):
         for pipeline in _divisors(gpus // tensor, MOST_STAGES):
@@ -81,7 +85,8 @@ def _meshes(model: nn.Module, load: Workload, links: Interconnect, gpus: int, pa
             if pipeline > 1 and passes // data < pipeline:
                 continue  # a pipeline that never fills
             for shard in _divisors(data, data):
-                yield Mesh(
+                yield replace(
+                    like,
                     replicate=data // shard,
                     shard=shard,
                     tensor=tensor,

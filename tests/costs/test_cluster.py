@@ -245,12 +245,13 @@ def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     def measure(sequences: int):  # type: ignore[no-untyped-def]
         return measured("8B", FP8Current(), H100, sequences=sequences)
 
-    found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64)
+    found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))
     fitting = [each for each in found if each.cost.fits]
     assert fitting
     assert found[0].cost.seconds == min(each.cost.seconds for each in fitting)
     assert all(each.cost.mesh.gpus == 16 and each.cost.tokens == 64 * SEQ_LEN for each in found)
     assert {each.cost.mesh.tensor for each in found} == {1, 2, 4, 8}
+    assert {each.cost.mesh.gather for each in found} == {"bf16"}
     assert not cluster_cost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, "8 B need 128 GB of state"
 
 
