@@ -92,6 +92,7 @@ def _state(stretch: history.Stretch, done: int) -> str:
 
 def _plan(cfg: DictConfig, *, full: bool) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
+    from fp4train.precision.layers import find_layers
     from fp4train.run.advice import nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
@@ -113,7 +114,7 @@ def _plan(cfg: DictConfig, *, full: bool) -> int:
         timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
-    plan = build_plan(config, model, timeline, device).since(start)
+    plan = build_plan(config, find_layers(model), timeline, device).since(start)
     if warning := nothing_quantised(plan):
         _log.warning("%s", warning)
     if source is not None and start:

@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fp4train.checkpoint import flatten, unflatten
+from fp4train.parallel.world import World
+
+
+def whole_state(state: Mapping[str, Any], world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of a run as named whole tensors and plain data (`checkpoint.flatten`), on the lead.
+
+    Every rank must call it with its own; those of the stages of a pipeline become one.
+    """
+    tensors, plain = flatten(state)
+    tensors = whole(tensors, keep=world.lead or (world.stages > 1 and world.data_rank == 0))
+    for stage in range(1, world.stages):
+        rank = stage * world.data_ranks
+        if world.place.rank == rank:
+            _send(tensors, plain, world)
+        elif world.lead:
+            joined, other = unflatten(tensors, plain), unflatten(*_received(rank, world))
+            for kept, added in (
+                (joined["model"], other["model"]),
+                (joined["optimizer"]["state"], other["optimizer"]["state"]),
+                (joined["scaling"], other["scaling"]),
+            ):
+                kept.update(added)
+            tensors, plain = flatten(joined)
+    return tensors, plain
+
+
+def _send(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], world: World) -> None:
+    described = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    dist.send_object_list([described, plain], dst=0, group=world.control)
+    for tensor in tensors.values():
+        dist.send(tensor.detach().cpu().contiguous(), dst=0, group=world.control)
+
+
+def _received(rank: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    box: list[Any] = [None, None]
+    dist.recv_object_list(box, src=rank, group=world.control)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in box[0].items()}
+    for tensor in tensors.values():
+        dist.recv(tensor, src=rank, group=world.control)
+    return tensors, box[1]
 
 
 def whole(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:

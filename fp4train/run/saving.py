@@ -27,7 +27,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint.tensors import separate
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.parallel.whole import whole
+from fp4train.parallel.whole import whole_state
 from fp4train.run import directory as run_directory
 from fp4train.run.guard import first_non_finite
 from fp4train.track.config import METRICS
@@ -101,12 +101,14 @@ class Saver:
         if not run.world.of_lead(self._idle.wait(WAIT_SECONDS)):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
             return False
-        tensors, state = checkpoint.flatten(run.state())
-        tensors = whole(tensors, keep=run.world.lead)
+        tensors, state = whole_state(run.state(), run.world)
         if not run.world.lead:
             return True
-        state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
-        weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
+        state["metrics"] = mark(run.tracker)
+        trained = [name for name, _ in run.model.named_parameters()]
+        if run.pipeline is not None:
+            trained = list(run.pipeline.inventory.state)
+        weights = {f"model/{checkpoint.escaped(name)}" for name in trained}
         checked = {n: t for n, t in tensors.items() if n in weights or n.startswith("optimizer/")}
         bad = first_non_finite(checked) if run.device.type != "cpu" else None
         copies = self._copy(tensors)

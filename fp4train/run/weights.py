@@ -10,6 +10,7 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
+from fp4train.parallel.held import Inventory
 from fp4train.parallel.whole import part_like
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
@@ -27,8 +28,11 @@ def load_init(config: Config) -> checkpoint.Checkpoint | None:
     return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
 
 
-def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
+def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inventory | None = None) -> None:
     """Give `model` the weights of a checkpoint of another run.
+
+    Args:
+        inventory: of the whole model, of which `model` is a part.
 
     Raises:
         UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
@@ -37,6 +41,8 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
         saved = checkpoint.unflatten(found.tensors, found.state)["model"]
         if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
             raise TypeError("they are no tensors by name")
+        if inventory is not None:
+            saved = inventory.own_weights(saved, model)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"init: {found.path} holds no weights: {error}") from error
     own = model.state_dict()

@@ -21,6 +21,8 @@ from fp4train.models.common.attention import Attention
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.norm import RMSNorm
 from fp4train.models.common.rope import rope_angles
+from fp4train.models.common.stages import WHOLE, StageCut
+from fp4train.models.llama.parallel import stage_cut
 from fp4train.precision.context import activation_dtype, recompute
 
 
@@ -111,7 +113,10 @@ class Block(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits."""
+    """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits.
+
+    As a stage of a pipeline (`stage`) all but the first take the residual stream, and all but the last give it.
+    """
 
     def __init__(self, shape: Llama, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -122,6 +127,8 @@ class LlamaModel(nn.Module):
         self.head = nn.Linear(shape.width, vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
+        self.stage = WHOLE
+        """The part of the model that this module is; set when it is cut."""
         self._initialise()
         angles = rope_angles(seq_len, shape.width // shape.heads, shape.rope_base)
         self.cos: Tensor
@@ -137,15 +144,29 @@ class LlamaModel(nn.Module):
             writes_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
             nn.init.normal_(parameter, std=std / (2 * self.shape.layers) ** 0.5 if writes_residual else std)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        if tokens_BT.shape[1] > self.seq_len:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
-        dtype = activation_dtype(self.embed.weight.dtype)
-        x = F.embedding(tokens_BT, self.embed.weight).to(dtype)
-        cos, sin = (t[: tokens_BT.shape[1]].to(dtype) for t in (self.cos, self.sin))
+    def forward(self, input: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """The loss, the logits [B, T, vocabulary], or the residual stream [B, T, D].
+
+        Args:
+            input: tokens [B, T]; the residual stream [B, T, D] on a later stage of a pipeline.
+            targets_BT: tokens.
+        """
+        if input.shape[1] > self.seq_len:
+            raise ValueError(f"{input.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
+        stage, x = self.stage, input
+        if stage.first:
+            dtype = activation_dtype(self.embed.weight.dtype)
+            x = F.embedding(input, stage.embedding(self.embed.weight)).to(dtype)
+        cos, sin = (t[: input.shape[1]].to(x.dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
-        x = self.norm(x)
+        if not stage.last:
+            return x
+        x, w_VD = stage.head(self.norm(x), self.head.weight)
         if targets_BT is None:
-            return widened(F.linear, x, self.head.weight.to(dtype))
-        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets_BT.flatten())
+            return widened(F.linear, x, w_VD.to(x.dtype))
+        return chunked_cross_entropy(x.flatten(0, 1), w_VD, targets_BT.flatten())
+
+    def fp4train_stages(self) -> StageCut:
+        """How a pipeline cuts the model."""
+        return stage_cut(self)
