@@ -304,10 +304,8 @@ def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
 
     Summed in one order by every rank, so that it does not depend on how many there are.
     """
-    found, own = (
-        torch.zeros(len(starts), device=run.device),
-        range(run.world.data_rank, len(starts), run.world.data_ranks),
-    )
+    found = torch.zeros(len(starts), device=run.device)
+    own = range(run.world.data_rank, len(starts), run.world.data_ranks)
     rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
     for number, loss in zip(own, pipeline.losses(run.model, run.pipeline, rows), strict=False):
         found[number] = loss

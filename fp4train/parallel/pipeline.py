@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp4train.models.common.stages import StageCut
 from fp4train.parallel.apply import synchronise
@@ -25,6 +27,10 @@ from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.tied import TiedWeight
 from fp4train.parallel.world import World
+
+_FULL = ("stage_output", "output_grads", "input_values")
+AT_A_TIME = 4
+"""Microbatches per stage of an evaluation: a stage keeps a place for the input of each, and idles for a fifth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,7 @@ def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[M
     """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them."""
     with torch.no_grad():
         if pipeline is not None:
-            yield from pipeline.evaluate(list(microbatches))
+            yield from pipeline.evaluate(microbatches)
             return
         for each in microbatches:
             with each.context():
@@ -103,7 +109,7 @@ class Pipeline:
         self._microbatches: list[Microbatch] = []
         self._losses: list[Tensor] = []
         self._weight = 1.0
-        self._schedules: dict[tuple[object, ...], Any] = {}
+        self._schedules: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
 
     def train(self, microbatches: list[Microbatch], weight: float) -> list[Tensor]:
         """Forward and backward passes of all microbatches, each loss times `weight`; the losses, on the last stage."""
@@ -114,11 +120,13 @@ class Pipeline:
         found, self._losses = self._losses, []
         return found
 
-    def evaluate(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Forward passes alone; the losses, on the last stage."""
-        self._run(microbatches, training=False)
-        found, self._losses = self._losses, []
-        return found
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
+        """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold the inputs of."""
+        rest = iter(microbatches)
+        while group := list(islice(rest, AT_A_TIME * self.count)):
+            self._run(group, training=False)
+            found, self._losses = self._losses, []
+            yield from found
 
     def copy_tied(self) -> None:
         """After the weights of the first stage have changed: the last one's copy is made equal."""
@@ -138,6 +146,7 @@ class Pipeline:
         key = (len(microbatches), first.tokens_BT.shape, first.dtype, training)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(*key)
+        schedule, stages = self._schedules[key]
         inputs: tuple[Tensor, ...] = ()
         named: dict[str, Tensor] = {}
         if 0 in self.stages:
@@ -145,10 +154,12 @@ class Pipeline:
         if self.count - 1 in self.stages:
             named["targets_BT"] = torch.cat([each.targets_BT for each in microbatches])
         # torch's `target` goes to the function of the loss, which the last stage has computed already.
-        self._schedules[key].step(*inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named)
+        schedule.step(*inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named)
+        for each in stages:
+            each.clear_runtime_states()
         self._microbatches = []
 
-    def _schedule(self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+    def _schedule(self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> tuple[Any, list[Any]]:
         from torch.distributed.pipelining import (
             Schedule1F1B,
             ScheduleGPipe,
@@ -160,15 +171,16 @@ class Pipeline:
         loss = self._weighted if training else None
         if len(stages) > 1:
             several = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
-            return several(stages, count, loss_fn=loss, scale_grads=False)
+            return several(stages, count, loss_fn=loss, scale_grads=False), stages
         one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
-        return one(stages[0], count, loss_fn=loss, scale_grads=False)
+        return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
 
     def _weighted(self, loss: Tensor, number: Tensor) -> Tensor:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
         from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining._backward import stage_backward
 
         pipeline = self
 
@@ -180,11 +192,24 @@ class Pipeline:
             ) -> Any:
                 # Targets are for the last of a rank's stages only.
                 named = kwargs if self.is_last else None
-                with pipeline._microbatches[fwd_chunk_id].context():
-                    output = super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
+                try:
+                    with pipeline._microbatches[fwd_chunk_id].context():
+                        output = super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
+                except RuntimeError as error:  # torch wraps what was raised
+                    raise error.__cause__ or error from None
                 if self.is_last:
                     pipeline._losses.append(output.detach().clone())
                 return output
+
+            def backward_maybe_with_nosync(
+                self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+            ) -> Any:
+                if not isinstance(self.submod, FSDPModule):
+                    return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+                # torch's keeps all weights of the stage gathered from the first backward pass to the last. Gradients
+                # are summed over the ranks when all passes have run.
+                synchronise(self.submod, last=False)
+                return stage_backward(**{key: bwd_kwargs[key] for key in _FULL}), None
 
         stream = torch.empty(*shape, self.cut.width, dtype=dtype, device="meta", requires_grad=training)
         loss = torch.empty((), device="meta", requires_grad=training)

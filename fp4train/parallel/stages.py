@@ -80,7 +80,7 @@ def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: 
     count = parallel.pp * parallel.chunks
     blocks = list(_blocks(model, cut))
     each = len(blocks) // count
-    tied = TiedWeight(world) if inventory.tied else None
+    tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
 
     def part(indices: Iterable[int]) -> nn.Module:
         held = list(indices)

@@ -7,6 +7,8 @@ sends the new weight back. Both cost V·D·4 bytes, per microbatch and per step.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,15 +22,17 @@ class TiedWeight:
 
     Args:
         world: every rank must make this object, for the groups.
+        timeout: seconds that a rank waits for the other.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout: float) -> None:
         here = world.gathered((world.stage, world.data_rank))
         at = {place: rank for rank, place in enumerate(here)}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order alone.
         for data_rank in range(world.data_ranks):
-            group = dist.new_group([at[0, data_rank], at[world.stages - 1, data_rank]])
+            pair = [at[0, data_rank], at[world.stages - 1, data_rank]]
+            group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
             if data_rank == world.data_rank and world.stage in (0, world.stages - 1):
                 self.group = group
         self._sent: list[tuple[Tensor, dist.Work]] = []

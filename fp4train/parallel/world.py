@@ -101,7 +101,7 @@ class World:
                 device_id=device if cuda else None,
             )
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD))
-            pipeline, data = (mesh.get_group(STAGES), _data_group(mesh)) if sizes.stages > 1 else (None, None)
+            pipeline, data = (mesh.get_group(STAGES), _data_group(mesh, timeout)) if sizes.stages > 1 else (None, None)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -324,8 +324,8 @@ class World:
         os._exit(code)
 
 
-def _data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _data_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
     """The ranks that hold the same stages as this one, whose parts of a batch are summed."""
     own = mesh.get_local_rank(STAGES)
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks.flatten().tolist()) for ranks in mesh.mesh]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks.flatten().tolist(), timeout=timeout) for ranks in mesh.mesh]
     return groups[own]
