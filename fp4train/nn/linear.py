@@ -209,7 +209,8 @@ class Linear(nn.Linear):
         if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
-            return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table)
+            position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
+            return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
             call = once(self, lambda: self.new_call(context, gemms, training))

@@ -50,6 +50,12 @@ class Microbatch:
     dtype: torch.dtype
     last: bool = True
 
+    def loss(self, model: nn.Module) -> Tensor:
+        """The mean loss of the whole `model`."""
+        with self.context():
+            loss: Tensor = model(self.tokens_BT, self.targets_BT)
+        return loss
+
 
 def train_losses(
     model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch], weight: float
@@ -63,9 +69,8 @@ def train_losses(
         return
     for each in microbatches:
         synchronise(model, last=each.last)
-        with each.context():
-            loss = model(each.tokens_BT, each.targets_BT)
-        (loss * weight).backward()
+        loss = each.loss(model)
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
         yield loss.detach()
 
 
@@ -76,9 +81,7 @@ def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[M
             yield from pipeline.evaluate(microbatches)
             return
         for each in microbatches:
-            with each.context():
-                loss: Tensor = model(each.tokens_BT, each.targets_BT)
-            yield loss
+            yield each.loss(model)
 
 
 class Pipeline:
