@@ -30,6 +30,7 @@ class Parallel:
         dp_shard: ranks that share the weights, gradients and moments of one model (FSDP); -1: all ranks that
             dp_replicate leaves.
         pp: ranks that each hold some of the blocks (pipeline); microbatches pass from one to the next.
+            The bits are those of one stage; but a model's own random numbers (dropout) differ.
         pp_schedule: order of forward and backward passes. "1f1b": a backward pass as soon as there is one, so that a
             rank holds the activations of at most pp microbatches (arXiv:1806.03377). "gpipe": all forward passes, then
             all backward ones (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides

@@ -24,14 +24,23 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
     """How `model` says that it is cut into stages.
 
     Raises:
-        ValueError: it does not say so, or its blocks are not divisible by the stages.
+        ValueError: it does not say so, leaves weights out, or its blocks are not divisible by the stages.
     """
-    if not hasattr(model, "fp4train_stages"):
+    kind = type(model).__name__
+    if not hasattr(model, "fp4train_stages") or not hasattr(model, "stage"):
         raise ValueError(
-            f"parallel.pp={parallel.pp}: {type(model).__name__} does not say how it is cut into stages. Give it a "
-            "method fp4train_stages (models/llama/parallel.py is an example), or use parallel.pp=1"
+            f"parallel.pp={parallel.pp}: {kind} does not say how it is cut into stages. Give it a method "
+            "fp4train_stages and an attribute stage (models/llama is an example), or use parallel.pp=1"
         )
     cut = cast(Pipelined, model).fp4train_stages()
+    named = (cut.blocks, *cut.first, *cut.last)
+    if strange := [name for name in named if name not in dict(model.named_children())]:
+        raise ValueError(f"{kind}.fp4train_stages names {strange[0]!r}, which is not a module directly in the model")
+    if left := [name for name, _ in model.named_parameters() if name.partition(".")[0] not in named]:
+        raise ValueError(
+            f"{kind}.fp4train_stages leaves out {left[0]}: each weight must be in a block, or on the first or "
+            "the last stage"
+        )
     blocks, stages = len(_blocks(model, cut)), parallel.pp * parallel.chunks
     if blocks % stages:
         allowed = [str(n) for n in range(1, blocks + 1) if not blocks % (n * parallel.chunks)]
@@ -87,11 +96,7 @@ def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: 
         first, last = 0 in held, count - 1 in held
         names = {blocks[block] for index in held for block in range(index * each, (index + 1) * each)}
         made = _copy(model)
-        away = (() if first else cut.first) + (() if last else cut.last)
-        for path in away:
-            parent, _, name = path.rpartition(".")
-            if parent:
-                raise ValueError(f"{path}: a stage's modules must be direct children of the model")
+        for name in (() if first else cut.first) + (() if last else cut.last):
             del made._modules[name]
         stack = _copy(model.get_submodule(cut.blocks))
         stack._modules = {name: block for name, block in stack._modules.items() if name in names}

@@ -125,6 +125,24 @@ loop.train_step = step
     assert "A checkpoint from before this step is saved" in said
 
 
+def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(ranks: Ranks) -> None:
+    killed = """
+import os, fp4train.train as loop
+original = loop.train_step
+def step(run, recipe):
+    if run.step == 3 and rank == 1:
+        os.kill(os.getpid(), 9)
+    return original(run, recipe)
+loop.train_step = step
+"""
+    options = (*SMALL, "parallel.pp=2", "checkpoint.every=2")
+    ended = ranks(2, "run.name=a", *options, patch=killed)
+    assert ended.codes == [1, -9] and "lost another rank, which ended without a word" in ended.err[0]
+    ranks.train(2, "a", *options)
+    ranks.train(2, "whole", *options)
+    ranks.same("whole", "a")
+
+
 def test_an_error_inside_a_stage_is_told_as_it_is(ranks: Ranks) -> None:
     fails = """
 import fp4train.models.llama.model as llama
@@ -140,6 +158,11 @@ llama.Block.forward = forward
     assert len(told) == 1 and told[0].endswith("ended: ValueError: a bad block"), ended.err
 
 
+LEAVES_OUT = """
+import dataclasses, fp4train.models.llama.model as llama
+cut = llama.stage_cut
+llama.stage_cut = lambda model: dataclasses.replace(cut(model), last=("head",))
+"""
 NO_STAGES = "import fp4train.models.llama.model as llama\ndel llama.LlamaModel.fp4train_stages"
 
 
@@ -160,6 +183,7 @@ NO_STAGES = "import fp4train.models.llama.model as llama\ndel llama.LlamaModel.f
         (1, ("parallel.pp=2",), "", "parallel.pp=2 does not divide the 1 rank of this run: start it under torchrun"),
         (2, ("parallel.pp=2", "parallel.pp_schedule=zbv"), "", "would run the GEMMs of every backward pass twice"),
         (2, ("parallel.pp=2", "parallel.pp_schedule=2f2b"), "", "must be one of 1f1b, gpipe, interleaved"),
+        (2, ("parallel.pp=2",), LEAVES_OUT, "LlamaModel.fp4train_stages leaves out norm.weight"),
         (2, ("parallel.pp=2",), NO_STAGES, "LlamaModel does not say how it is cut into stages"),
     ],
 )

@@ -19,9 +19,10 @@ class StageCut:
     """How a model is cut into stages.
 
     Args:
-        blocks: path of the `nn.ModuleList` of blocks, which are shared out in order.
-        first: paths of the modules that the first stage alone has.
-        last: paths of those that the last stage alone has.
+        blocks: attribute of the model with the `nn.ModuleList` of blocks, which are shared out in order; the forward
+            pass iterates over it (a stage's list has the keys of the whole one, so that names stay).
+        first: attributes with the modules that the first stage alone has.
+        last: attributes with those that the last stage alone has.
         width: of the residual stream [B, T, width], which stages send each other.
     """
 
