@@ -54,7 +54,7 @@ class Inventory:
     def moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of this rank's optimizer with the whole one's numbers."""
         own, whole = optimizer.state_dict(), self._by_own_number(model, optimizer)
-        by_number, numbers = self._groups(), {own: self.numbers[name] for own, name in whole.items()}
+        by_number, numbers = self._groups(), self.numbers_of(model, optimizer)
         return {
             "state": {numbers[number]: moments for number, moments in own["state"].items()},
             "param_groups": [{**g, "params": by_number[whole[g["params"][0]]]} for g in own["param_groups"]],
@@ -68,7 +68,7 @@ class Inventory:
         mine = {name for name, module in model.named_modules() if name in self.layers}
         found["scaling"] = {k: v for k, v in state["scaling"].items() if k in mine or k not in self.layers}
         saved, whole = state["optimizer"], self._by_own_number(model, optimizer)
-        mine_of = {self.numbers[name]: own for own, name in whole.items()}
+        mine_of = {number: own for own, number in self.numbers_of(model, optimizer).items()}
         elsewhere = set(self.numbers.values()) - set(mine_of)
         groups, held, own_groups = self._groups(), {}, optimizer.state_dict()["param_groups"]
         for group in own_groups:
@@ -79,6 +79,14 @@ class Inventory:
             "param_groups": [{**g, "params": held.get(tuple(g["params"]), g["params"])} for g in saved["param_groups"]],
         }
         return found
+
+    def away(self, model: nn.Module) -> set[str]:
+        """Keys of the whole state dict that this rank's stages do not hold."""
+        return set(self.state) - set(model.state_dict())
+
+    def numbers_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+        """By number in this rank's optimizer, that in the whole one."""
+        return {own: self.numbers[name] for own, name in self._by_own_number(model, optimizer).items()}
 
     def own_weights(self, saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """The weights of a checkpoint that this rank's stages hold."""

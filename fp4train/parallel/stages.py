@@ -83,7 +83,7 @@ def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: 
     """This rank's stages of `model`, which shares its modules with them; what it does not hold is freed with `model`.
 
     Args:
-        model: a converted model with whole weights, the same on every rank.
+        model: a converted model with whole weights, the same on every rank, or on the meta device.
         inventory: of it.
     """
     count = parallel.pp * parallel.chunks
@@ -145,8 +145,8 @@ def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """The same module object anew, with the same parameters and submodules."""
+    """The module anew, with submodules and parameters that can be removed from it; the buffers are one for all."""
     made = copy.copy(module)
-    for kept in ("_modules", "_parameters", "_buffers"):
+    for kept in ("_modules", "_parameters"):
         made.__dict__[kept] = dict(made.__dict__[kept])
     return made

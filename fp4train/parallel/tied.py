@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.parallel.norm import local
 from fp4train.parallel.world import World
+from fp4train.shards import local
 
 
 class TiedWeight:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp4train.checkpoint import ALONE, Ranks
 from fp4train.errors import UserError
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.launch import Place
@@ -56,6 +57,7 @@ class World:
         pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
+        ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
         norm64: whether squares of the gradient norm are summed in float64.
     """
 
@@ -66,6 +68,7 @@ class World:
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     store: Any = None
+    ranks: Ranks = ALONE
     norm64: bool = False
 
     @classmethod
@@ -103,6 +106,9 @@ class World:
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD))
             pipeline, data = (mesh.get_group(STAGES), _data_group(mesh, timeout)) if sizes.stages > 1 else (None, None)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+            # Of the ranks that hold the same stages the first one writes what all of them hold.
+            leads = place.rank % (sizes.replicas * sizes.shards) == 0
+            ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -117,6 +123,7 @@ class World:
             pipeline=pipeline,
             control=control,
             store=store,
+            ranks=ranks,
             norm64=True,
         )
 

@@ -18,6 +18,7 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
+from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.models.common.stages import StageCut
 from fp4train.nn import convert
 from fp4train.parallel.agree import check_same
@@ -180,7 +181,7 @@ def build(
                 swap = None  # the same command again: that swap is on record
             else:
                 timeline = with_swap(timeline, wanted)
-        init = load_init(config) if start is None else None
+        init = load_init(config, world.ranks) if start is None else None
         warn_of_schedule(config)
         overwriting = config.run.overwrite and (start is None or branching)
         identity = None if overwriting else run_directory.identity(directory)
@@ -249,7 +250,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     check_same(world, {"the data": data.fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model = build_model(config, data.vocab_size, world.device)
+        model, born = _unborn(config, data.vocab_size, world)
         layers = find_layers(model)
         plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
         cut = None if world.stages == 1 else inspect(model, config, layers)
@@ -258,13 +259,21 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world)
+    whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
     for part in (model,) if pipeline is None else pipeline.stages.values():
         distribute(part, world)
+    if born:
+        with world.together():
+            try:
+                draw = getattr(config.model, "draw", "torch")
+                materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
+            except ValueError as error:
+                raise UserError(f"the weights cannot be drawn: {error}") from error
     optimizer = config.optim.build(model)
     if pipeline is not None:
+        pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
     return Run(
@@ -299,6 +308,22 @@ def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tu
         return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _unborn(config: Config, vocab_size: int, world: World) -> tuple[nn.Module, bool]:
+    """The model before it is cut over the ranks, and whether its weights are to be drawn after that.
+
+    On several ranks a model is cut first and drawn then, so that none ever holds all of it; one that cannot be drawn in
+    parts is drawn whole.
+    """
+    if world.size > 1:
+        model = build_model(config, vocab_size, torch.device("meta"))
+        if (reason := why_not_born(model)) is None:
+            if config.train.compile:
+                _compile(model, world.device)
+            return model, True
+        _log.warning("every rank draws the whole model in main memory first: %s", reason)
+    return build_model(config, vocab_size, world.device), False
 
 
 def with_swap(timeline: Timeline, swap: Swap) -> Timeline:

@@ -11,13 +11,12 @@ from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.parallel.held import Inventory
-from fp4train.parallel.whole import part_like
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
 from fp4train.run.restored import restored
 
 
-def load_init(config: Config) -> checkpoint.Checkpoint | None:
+def load_init(config: Config, ranks: checkpoint.Ranks) -> checkpoint.Checkpoint | None:
     """The checkpoint whose weights a new run begins with; None: it draws its own.
 
     Raises:
@@ -26,7 +25,7 @@ def load_init(config: Config) -> checkpoint.Checkpoint | None:
     if config.init is None:
         return None
     source = run_directory.require_run(Path(config.init))
-    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
+    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
 
 
 def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inventory | None = None) -> None:
@@ -39,11 +38,9 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inve
         UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
     """
     try:
-        saved = restored(found, model)["model"]
+        saved = restored(found, model, inventory=inventory)["model"]
         if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
             raise TypeError("they are no tensors by name")
-        if inventory is not None:
-            saved = inventory.own_weights(saved, model)
     except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError) as error:
         raise UserError(f"init: {found.path} holds no weights: {error}") from error
     own = model.state_dict()
@@ -64,7 +61,7 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inve
         check_model(model, saved)
     except ValueError as error:
         raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
-    model.load_state_dict({name: part_like(own[name], each) for name, each in saved.items()})
+    model.load_state_dict(saved)
 
 
 def _shape(tensor: torch.Tensor) -> str:
