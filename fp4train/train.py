@@ -19,6 +19,7 @@ from fp4train.parallel.agree import Word, agree
 from fp4train.parallel.apply import join_scales
 from fp4train.parallel.norm import clip, gradient_norms
 from fp4train.parallel.pipeline import Microbatch
+from fp4train.parallel.tensor import copies
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
@@ -188,7 +189,8 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
     if run.loss_scale != 1.0:
         torch._foreach_mul_(gradients, 1 / run.loss_scale)
-    norm, norms = gradient_norms(gradients, run.world)
+    alike = None if run.world.tensor is None else [copies(p) for p in trained.values()]
+    norm, norms = gradient_norms(gradients, run.world, alike)
     failed = ~(loss.isfinite() & norm.isfinite())
     run.failed = failed if run.failed is None else failed | run.failed
     if optim.clip is not None:

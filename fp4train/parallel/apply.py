@@ -16,10 +16,30 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from fp4train.errors import UserError
 from fp4train.nn import Linear
+from fp4train.nn.place import Ranks
 from fp4train.nn.scaling import join_amaxes
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
+
+
+def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
+    """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers whose amaxes they take.
+
+    Raises:
+        UserError: the model's class does not say how it is cut, or a size is not divisible.
+    """
+    data = Ranks(group=world.data, rank=world.data_rank, size=world.data_ranks) if world.data_ranks > 1 else None
+    if world.tensor is None:
+        set_data_ranks(model, amax=parallel.amax, data=data)
+        return
+    try:
+        cut_tensors(model, world.tensor, sequence=parallel.sp, amax=parallel.amax, data=data)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
 
 
 def distribute(model: nn.Module, world: World) -> None:

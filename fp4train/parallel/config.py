@@ -19,6 +19,7 @@ class Mesh(NamedTuple):
     stages: int
     replicas: int
     shards: int
+    tensors: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,11 @@ class Parallel:
             all backward ones (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides
             the idle time by as much (arXiv:2104.04473).
         pp_chunks: stages per rank under "interleaved".
+        tp: ranks that share every block's matrices (tensor parallelism, arXiv:1909.08053); best within one machine.
+        sp: with tp, whether tokens between the matrices are shared as well (sequence parallelism, arXiv:2205.05198).
+        amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that share it, so that
+            codes do not depend on tp; "data": also those of the data ranks, so that they do not depend on how a batch
+            is cut; "local": this rank's alone.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -47,6 +53,9 @@ class Parallel:
     pp: int = 1
     pp_schedule: str = "1f1b"
     pp_chunks: int = 2
+    tp: int = 1
+    sp: bool = True
+    amax: str = "tp"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -67,6 +76,15 @@ class Parallel:
             raise ValueError(f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}")
         if self.pp_chunks < 2:
             raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
+        if self.tp < 1:
+            raise ValueError(f"parallel.tp={self.tp} must be at least 1")
+        if self.tp > 1 and self.pp > 1:
+            raise ValueError(
+                f"parallel.tp={self.tp} with parallel.pp={self.pp}: a pipeline of blocks that are themselves shared "
+                "was not shown to give the losses of one rank; take one of them, and parallel.dp_shard for the rest"
+            )
+        if self.amax not in ("tp", "data", "local"):
+            raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:
@@ -83,23 +101,23 @@ class Parallel:
         Raises:
             ValueError: the sizes do not go into each other.
         """
-        shards, others = self.dp_shard, self.dp_replicate * self.pp
+        shards, others = self.dp_shard, self.dp_replicate * self.pp * self.tp
         if shards == REST:
             shards, rest = divmod(ranks, others)
             if rest or not shards:
-                given = [("dp_replicate", self.dp_replicate), ("pp", self.pp)]
+                given = [("dp_replicate", self.dp_replicate), ("pp", self.pp), ("tp", self.tp)]
                 said = " × ".join(f"parallel.{name}={size}" for name, size in given if size > 1)
                 raise ValueError(
                     f"{said} does not divide the {_count(ranks)} of this run" + (_START if ranks == 1 else "")
                 )
         if others * shards != ranks:
-            stages = f"parallel.pp={self.pp} × " if self.pp > 1 else ""
+            stages = "".join(f"parallel.{k}={n} × " for k, n in (("pp", self.pp), ("tp", self.tp)) if n > 1)
             raise ValueError(
                 f"{stages}parallel.dp_replicate={self.dp_replicate} × parallel.dp_shard={self.dp_shard} is "
                 f"{_count(others * shards)}, and this run has {ranks}"
                 + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )
-        return Mesh(self.pp, self.dp_replicate, shards)
+        return Mesh(self.pp, self.dp_replicate, shards, self.tp)
 
 
 _START = ": start it under torchrun"

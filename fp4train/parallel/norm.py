@@ -17,19 +17,25 @@ from torch import Tensor
 from fp4train.parallel.world import World
 
 
-def gradient_norms(gradients: Sequence[Tensor], world: World) -> tuple[Tensor, Tensor]:
+def gradient_norms(
+    gradients: Sequence[Tensor], world: World, copies: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32 [N]).
 
     They are NaN or infinite if a gradient is.
 
     Args:
         gradients: this rank's parts (`shards.local`), at least one.
+        copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
     """
     if not world.norm64:
         norms = torch.stack(torch._foreach_norm(list(gradients)))
         return torch.linalg.vector_norm(norms), norms
     norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
-    return world.summed_over_parts(norms.square().sum()).sqrt().float(), norms.float()
+    squares = norms.square()
+    if copies is not None:
+        squares = squares / torch.tensor(copies, device=squares.device)
+    return world.summed_over_parts(squares.sum()).sqrt().float(), norms.float()
 
 
 def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:

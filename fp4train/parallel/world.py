@@ -31,7 +31,7 @@ from fp4train.parallel.launch import Place
 
 T = TypeVar("T")
 
-STAGES, REPLICATE, SHARD = "pp", "dp_replicate", "dp_shard"
+STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions."""
 _FAILED = "failed"
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
@@ -53,7 +53,8 @@ class World:
         device: of its tensors.
         mesh: of the ranks that hold the same stages of the model; its dimensions are `REPLICATE` and `SHARD`. None in
             a world of one.
-        data: group of the ranks of `mesh`; None: all ranks.
+        data: group of the ranks of `mesh`, which have other parts of a batch; None: all ranks.
+        tensor: the ranks that share every block's matrices; None: there are none.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
@@ -65,6 +66,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     data: dist.ProcessGroup | None = None
+    tensor: DeviceMesh | None = None
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     store: Any = None
@@ -103,11 +105,13 @@ class World:
                 timeout=timeout,
                 device_id=device if cuda else None,
             )
-            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD))
-            pipeline, data = (mesh.get_group(STAGES), _data_group(mesh, timeout)) if sizes.stages > 1 else (None, None)
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR))
+            pipeline = mesh.get_group(STAGES) if sizes.stages > 1 else None
+            tensor = mesh[TENSOR] if sizes.tensors > 1 else None
+            data = None if pipeline is None and tensor is None else _data_group(mesh, timeout)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
-            leads = place.rank % (sizes.replicas * sizes.shards) == 0
+            leads = place.rank % (sizes.replicas * sizes.shards * sizes.tensors) == 0
             ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -120,6 +124,7 @@ class World:
             device=device,
             mesh=mesh[REPLICATE, SHARD],
             data=data,
+            tensor=tensor,
             pipeline=pipeline,
             control=control,
             store=store,
@@ -156,6 +161,11 @@ class World:
         return 1 if self.mesh is None else self.mesh.size(1)
 
     @property
+    def tensors(self) -> int:
+        """Ranks that share every block's matrices."""
+        return 1 if self.tensor is None else self.tensor.size()
+
+    @property
     def stages(self) -> int:
         """Ranks that the blocks of one model are cut over."""
         return 1 if self.pipeline is None else self.pipeline.size()
@@ -169,8 +179,9 @@ class World:
         if self.mesh is None:
             return "1 rank"
         cut = f"{self.shards} shards" + (f" × {self.mesh.size(0)} replicas" if self.mesh.size(0) > 1 else "")
-        if self.stages > 1:
-            cut = f"{self.stages} stages" + (f" × {cut}" if self.data_ranks > 1 else "")
+        for ranks, what in ((self.tensors, "tensor-parallel"), (self.stages, "stages")):
+            if ranks > 1:
+                cut = f"{ranks} {what}" + (f" × {cut}" if self.data_ranks > 1 else "")
         return f"{self.size} ranks ({cut})"
 
     # -- tensors ------------------------------------------------------------------------------------------------------
@@ -187,14 +198,16 @@ class World:
         """The sum over the ranks that hold the parts of one model, in place."""
         if self.mesh is not None and self.shards > 1:
             dist.all_reduce(tensor, group=self.mesh.get_group(SHARD))
+        if self.tensor is not None:
+            dist.all_reduce(tensor, group=self.tensor.get_group())
         if self.stages > 1:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The maximum over all data ranks, element by element, in place."""
-        if self.data_ranks > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.data)
+        """The maximum over all ranks that hold the same layers, or parts of them, element by element, in place."""
+        if self.data_ranks * self.tensors > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=None if self.stages == 1 else self.data)
         return tensor
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -332,7 +345,8 @@ class World:
 
 
 def _data_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
-    """The ranks that hold the same stages as this one, whose parts of a batch are summed."""
-    own = mesh.get_local_rank(STAGES)
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks.flatten().tolist(), timeout=timeout) for ranks in mesh.mesh]
-    return groups[own]
+    """The ranks that hold the same part of the model as this one, and other parts of a batch."""
+    stages, _, _, tensors = mesh.mesh.shape
+    held = mesh.mesh.permute(0, 3, 1, 2).reshape(stages * tensors, -1).tolist()
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in held]
+    return groups[mesh.get_local_rank(STAGES) * tensors + mesh.get_local_rank(TENSOR)]

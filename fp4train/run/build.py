@@ -22,7 +22,7 @@ from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.models.common.stages import StageCut
 from fp4train.nn import convert
 from fp4train.parallel.agree import check_same
-from fp4train.parallel.apply import distribute
+from fp4train.parallel.apply import distribute, share_tensors
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.launch import Place
 from fp4train.parallel.stages import check_microbatches, cut_of, cut_stages, tied_weights
@@ -233,6 +233,17 @@ def check_share(config: Config, world: World) -> None:
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
             "number of sequences and microbatches"
         )
+    sequences = rows or batch // ranks
+    if config.parallel.sp and sequences * config.train.seq_len % world.tensors:
+        raise UserError(
+            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
+            f"{world.tensors} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
+        )
+    if config.eval.errors_every and world.tensors > 1:
+        raise UserError(
+            f"eval.errors_every={config.eval.errors_every} measures whole operands, and parallel.tp={world.tensors} "
+            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one rank (fp4train sensitivity)"
+        )
     try:
         check_microbatches(batch // ranks // (rows or batch // ranks), config.parallel)
     except ValueError as error:
@@ -251,6 +262,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     _log.info("%s", data.description)
     with world.together():
         model, born = _unborn(config, data.vocab_size, world)
+        share_tensors(model, world, config.parallel)
         layers = find_layers(model)
         plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
         cut = None if world.stages == 1 else inspect(model, config, layers)
