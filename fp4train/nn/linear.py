@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
 from fp4train.hardware import Device
 from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered, HighPrecision
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
@@ -209,7 +210,9 @@ class Linear(nn.Linear):
         if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
-            return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table)
+            w_NK: Tensor = self.weight
+            w_NK = w_NK.clone() if isinstance(w_NK, Gathered) else w_NK
+            return self.kernels[gemms.together](x_MK, w_NK, self.bias, gemms.plan.table)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
             call = once(self, lambda: self.new_call(context, gemms, training))
@@ -241,6 +244,9 @@ class Linear(nn.Linear):
     def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
         bias = None if self.bias is None else self.bias.to(dtype)
+        if isinstance(self.weight, Gathered):
+            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
+            return y_MN
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool) -> Call:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.quantize import Decoded, QuantSpec, quantizer
+from fp4train.nn.gathered import Gathered
+from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -31,7 +32,7 @@ class WeightForm:
         column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
     """
 
-    __slots__ = ("dtype", "key", "make", "operand", "spec", "transposed")
+    __slots__ = ("decode", "dtype", "key", "make", "operand", "spec", "transposed")
 
     def __init__(
         self, spec: QuantSpec | None, backend: Backend, dtype: torch.dtype, device: str, *, column: bool
@@ -40,10 +41,20 @@ class WeightForm:
         if spec is not None:
             chosen = quantizer(spec, device)
             self.make = chosen.codes if backend.takes_codes else chosen.values
+            self.decode = None if backend.takes_codes else chosen.decode
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
         self.key = (spec, backend.name, dtype, column and not self.transposed)
+
+    def finish(self, prepared: Prepared) -> Prepared:
+        """This form from codes, or from the values that serve both forms."""
+        if isinstance(prepared, Quantized) and self.decode is not None:
+            prepared = self.decode(prepared)
+        if self.transposed:
+            assert isinstance(prepared, Decoded)
+            return Decoded(prepared.values.T, prepared.scale)
+        return prepared
 
 
 class PreparedWeights:
@@ -71,11 +82,12 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
-        position = (call.seed, call.step)
-        if position != self._position:
-            self._position = position
-            self._forms.clear()
-            self._amax, self._entered = None, False
+        if isinstance(w_NK, Gathered):
+            sent = w_NK.source.form(form, call)
+            if sent is not None:
+                return sent
+            w_NK = w_NK.source.values(w_NK.dtype)
+        self._at(call)
         version = 0 if w_NK.is_inference() else w_NK._version
         known = None if self._of is None else self._of()
         if known is not w_NK or version != self._version:
@@ -84,7 +96,9 @@ class PreparedWeights:
                 self._amax = None
             forms = self._forms
             self._of, self._version = weakref.ref(w_NK, lambda _: forms.clear()), version
-        amax = None if form.spec is None or form.spec.delayed is None else self._delayed_amax(w_NK, form.spec, call)
+        amax = None
+        if form.spec is not None and form.spec.delayed is not None:
+            amax = self.delayed_amax(w_NK, form.spec, call)
         prepared = None
         for key, found in self._forms:
             if key == form.key:
@@ -94,10 +108,15 @@ class PreparedWeights:
             prepared = self._prepare(w_NK.detach(), form, call, amax)
             if self._keep:
                 self._forms.append((form.key, prepared))
-        if form.transposed:
-            assert isinstance(prepared, Decoded)
-            return Decoded(prepared.values.T, prepared.scale)
-        return prepared
+        return form.finish(prepared)
+
+    def _at(self, call: Call) -> None:
+        """Forget what belongs to another step than that of `call`."""
+        position = (call.seed, call.step)
+        if position != self._position:
+            self._position = position
+            self._forms.clear()
+            self._amax, self._entered = None, False
 
     @staticmethod
     def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
@@ -107,8 +126,13 @@ class PreparedWeights:
             return Decoded(w.to(form.dtype), None)
         return form.make(w, call.weight_key(form.operand) if spec.rounding == "stochastic" else None, amax)
 
-    def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
-        """The weight's delayed amax, which enters the history once per step, at its first call in training."""
+    def delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
+        """The weight's delayed amax; its own enters the history once per step, at its first call in training.
+
+        Args:
+            w_NK: the weight, or its amax (0-d).
+        """
+        self._at(call)
         if self._amax is None or (call.training and not self._entered):
             enter, position = call.training and not self._entered, (call.seed, call.step)
             self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)

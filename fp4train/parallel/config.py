@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp4train.precision.gather import GATHERS
+from fp4train.text import check_choice
+
 REST = -1
 """As many as there are ranks left."""
 
@@ -16,6 +19,9 @@ class Parallel:
         dp_replicate: groups of ranks that each hold the whole model; gradients are summed over them (HSDP).
         dp_shard: ranks that share the weights, gradients and moments of one model (FSDP); -1: all ranks that
             dp_replicate leaves.
+        gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
+            where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
+            rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -24,6 +30,7 @@ class Parallel:
 
     dp_replicate: int = 1
     dp_shard: int = REST
+    gather: str = "recipe"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -32,6 +39,7 @@ class Parallel:
             raise ValueError(f"parallel.dp_replicate={self.dp_replicate} must be at least 1")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks that are left")
+        check_choice("parallel.gather", self.gather, GATHERS)
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:

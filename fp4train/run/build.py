@@ -240,7 +240,7 @@ def _build(config: Config, place: Path, timeline: Timeline, world: World) -> Run
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    distribute(model, world)
+    distribute(model, world, "fp32" if config.train.compile else config.parallel.gather)
     scaling = config.recipe.loss_scaling
     return Run(
         config=config,
