@@ -130,11 +130,10 @@ class WeightGather:
 
     def missing(self) -> Iterator[tuple[object, Tensor]]:
         """The amaxes of this rank's shard that are needed of the whole weight, and not yet known."""
-        for part in (*self.forward, *self.backward):
-            if (key := _covered(part)) is not None and key not in self.amaxes:
-                w = self.shard.T if part.column else self.shard
-                assert part.spec is not None
-                yield key, measure_amax(w, part.spec)
+        needed = {_covered(part): part for part in (*self.forward, *self.backward)}
+        for key, part in needed.items():
+            if part.spec is not None and key is not None and key not in self.amaxes:
+                yield key, measure_amax(self.shard.T if part.column else self.shard, part.spec)
 
     def enter(self, training: bool) -> None:
         """Take the delayed amax of the step; the weight's own enters its history."""
