@@ -45,17 +45,15 @@ class Gathered(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source, shape: torch.Size, device: torch.device) -> Gathered:
-        made: Gathered = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=torch.float32, device=device
-        )
+        made: Gathered = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
         made.source = source
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gathered({tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0] if args and isinstance(args[0], Gathered) else None
         if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
             return Gathered(own.source, own.shape, own.device)

@@ -33,7 +33,8 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.shards > 1
-    for block in find_blocks(model):
+    blocks = find_blocks(model)
+    for block in blocks:
         fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
         for layer in _layers(block):
             layer.keep_forms(not several)
@@ -44,7 +45,9 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
     for layer in _layers(model):
         layer.scaling.joined = True
     if several and gather != "fp32":
-        gather_weights(model, (each for each in _units(model) if each is not model), world.mesh.get_group(SHARD), gather)
+        # A model without blocks is the root, which stays whole between forward and backward.
+        inner = [block for block in blocks if block is not model]
+        gather_weights(model, inner, world.mesh.get_group(SHARD), gather)
 
 
 def synchronise(model: nn.Module, last: bool) -> None:

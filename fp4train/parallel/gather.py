@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp4train.backends import Prepared
-from fp4train.formats import pack_fp4, unpack_fp4
+from fp4train.formats import pack_fp4
 from fp4train.nn import Linear
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
@@ -76,22 +76,26 @@ class WeightGather:
     def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
         self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
         self.shape: torch.Size = parameter._orig_size
-        self.shard: Tensor = parameter._sharded_local_tensor
         self.position: Position | None = None
         self.amaxes: dict[object, Tensor] = {}
         """Of the whole weight at `position`, by what it covers: see `AMAX`."""
         self.delayed: Tensor | None = None
-        self.forward = self.backward = (MASTER,)
-        """What to send for the next forward pass, and for the backward pass of the last one."""
+        self.forward: tuple[Part, ...] = (MASTER,)
+        """What to send for the next forward pass, and"""
+        self.backward: tuple[Part, ...] = (MASTER,)
+        """for the backward pass of the last one."""
         self._made: dict[Part, Sent] = {}
         self._received: dict[Part, Sent] = {}
         self._received_at: Position | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
         self._repeats = False
         self._version = -1
-        self.shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
-        self.shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
-        parameter._init_extensions()
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows of the float32 master."""
+        shard: Tensor = self.parameter._sharded_local_tensor
+        return shard
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
@@ -103,7 +107,12 @@ class WeightGather:
             position: the step; None: unknown, so that nothing may be kept.
             training: whether a backward pass will follow.
         """
-        version = self.shard._version
+        shard = self.shard
+        if not hasattr(shard, "fsdp_pre_all_gather"):  # at first, or where another tensor became the shard
+            shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
+            shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
+            self.parameter._init_extensions()
+        version = shard._version
         if position is None or position != self.position or version != self._version:
             self._made.clear()
             self.amaxes.clear()
@@ -111,7 +120,9 @@ class WeightGather:
         forward, backward = self._parts(gemms, position)
         self.forward = forward
         if training:
-            self.backward = (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
+            self.backward = (
+                (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
+            )
 
     def _parts(self, gemms: LayerGemms | None, position: Position | None) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         """What forward needs, and what backward needs."""
@@ -241,24 +252,24 @@ class WeightGathers:
         found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
         if found:
             joined = self.largest(torch.cat([amax.reshape(-1) for _, _, amax in found]))
-            parts = joined.split([amax.numel() for _, _, amax in found])
+            parts = torch.split(joined, [amax.numel() for _, _, amax in found])
             for (each, key, amax), whole in zip(found, parts, strict=True):
                 each.amaxes[key] = whole.view(amax.shape)
         for each in self.gathers:
             each.enter(training)
 
 
-def gather_weights(model: nn.Module, units: Iterable[FSDPModule], group: dist.ProcessGroup, mode: str) -> None:
+def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.ProcessGroup, mode: str) -> None:
     """Let FSDP gather the weights of `model`'s layers as `mode` says, "recipe" or "bf16".
 
     Args:
-        units: the blocks, after `fully_shard`, and before the first forward pass.
+        blocks: units of FSDP, before the first forward pass.
         group: the ranks that share a weight.
     """
     gathers = [
         WeightGather(parameter._module_info.module, parameter, group, mode)
-        for unit in units
-        for parameter in _parameters(unit)
+        for block in blocks
+        for parameter in _parameters(block)
         if isinstance(parameter._module_info.module, Linear)
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
@@ -314,16 +325,15 @@ def _whole(sent: Sent, part: Part, shape: torch.Size) -> Quantized:
 def _turned(q: Quantized) -> Quantized:
     """The quantised transpose, for square blocks."""
     rows, columns = q.shape
-    if q.spec.element == "e2m1":
-        codes = pack_fp4(unpack_fp4(q.codes)[:, :columns].T)
-    else:
-        codes = q.codes[:, :columns].T
-    return Quantized(q.spec, (columns, rows), codes.contiguous(), q.scales.T.contiguous(), q.amax)
+    codes = q.element_codes[:, :columns].T.contiguous()
+    packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
+    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax)
 
 
-def _parameters(unit: FSDPModule) -> Iterator[Any]:
-    """FSDP's records of the parameters of a unit."""
-    state = unit._get_fsdp_state()
+def _parameters(block: nn.Module) -> Iterator[Any]:
+    """FSDP's records of the parameters of a block that is a unit."""
+    assert isinstance(block, FSDPModule)
+    state = block._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
         if group is not None:

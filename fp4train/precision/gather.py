@@ -18,6 +18,11 @@ GATHERS: Final = ("recipe", "bf16", "fp32")
 all in float32."""
 
 
+def effective(gather: str, *, compiled: bool) -> str:
+    """What is sent if `gather` is configured: graphs of torch.compile take plain float32 weights."""
+    return "fp32" if compiled else gather
+
+
 def quantised_forms(plan: LayerPlan) -> tuple[QuantSpec | None, QuantSpec | None]:
     """The specs of the weight's row-wise form (fprop) and of its column-wise form (dgrad)."""
     return plan.fprop.operands.second, plan.dgrad.operands.second

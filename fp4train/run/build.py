@@ -23,6 +23,7 @@ from fp4train.parallel.apply import distribute
 from fp4train.parallel.launch import Place
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
+from fp4train.precision.gather import effective
 from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
@@ -240,7 +241,7 @@ def _build(config: Config, place: Path, timeline: Timeline, world: World) -> Run
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    distribute(model, world, "fp32" if config.train.compile else config.parallel.gather)
+    distribute(model, world, effective(config.parallel.gather, compiled=config.train.compile))
     scaling = config.recipe.loss_scaling
     return Run(
         config=config,

@@ -79,27 +79,74 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     assert joined == [4 * 14]  # of 14 weights, for two microbatches, forward and backward
 
 
-FEATURES = {
-    "microbatches": ("train.microbatch=1",),
-    "recomputed blocks": ("model.recompute=true",),
-    "measured steps": ("eval.errors_every=2", "train.microbatch=1"),
-    "kept blocks": ("policy=last15",),
-    "a phase": ("phases=cooldown_fprop",),
-}
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_codes_give_the_bits_of_float32(ranks: Ranks, feature: str, recipe: str) -> None:
-    options = (*WIDE, f"recipe={recipe}", *FEATURES[feature])
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
+        ("fp8_delayed", ("eval.errors_every=2", "train.microbatch=1", "policy=last15")),
+        ("nvfp4", ("phases=cooldown_fprop",)),
+        ("nvfp4_forward_mxfp8_backward", ()),
+        ("nvfp4_unbiased", ()),
+        ("fp8_row", ()),
+        ("nvfp4_plain", ()),
+    ],
+)
+def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
+    """Recomputed blocks, microbatches, measured steps, a change of recipe, and two forms of a weight."""
+    options = (*WIDE, f"recipe={recipe}", *options)
     ranks.train(2, "float32", *options, "parallel.gather=fp32")
-    ranks.train(2, "codes", *options, "parallel.gather=recipe")
+    ranks.train(2, "codes", *options, patch=COUNT)
+    ranks.same("float32", "codes")
+    gathers = [found for found in sent(ranks, step=3) if "gather" in found["collective"]]
+    microbatches = 2 if "train.microbatch=1" in options else 1
+    assert len(gathers) == 5 * microbatches  # two blocks, forward and backward, and the root once
+    assert sum(found["dtype"] == "torch.float32" for found in gathers) == microbatches
+
+
+@pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
+def test_four_ranks(ranks: Ranks, cut: str) -> None:
+    options = (*WIDE, "recipe=nvfp4", cut)
+    ranks.train(4, "float32", *options, "parallel.gather=fp32")
+    ranks.train(4, "codes", *options)
     ranks.same("float32", "codes")
 
 
-@pytest.mark.parametrize("recipe", ["fp8_row", "fp8_block", "nvfp4_unbiased", "nvfp4_plain", "mxfp6", "nvfp4_forward_mxfp8_backward"])
-def test_other_forms_of_weights(ranks: Ranks, recipe: str) -> None:
-    options = (*WIDE, f"recipe={recipe}")
-    ranks.train(2, "float32", *options, "parallel.gather=fp32")
-    ranks.train(2, "codes", *options, "parallel.gather=recipe")
-    ranks.same("float32", "codes")
+def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: Ranks) -> None:
+    options = (*WIDE, "model.kv_heads=1", "recipe=mxfp8", "policy=all")
+    ranks.train(1, "one", "train.microbatch=2", *options)
+    ranks.train(2, "two", *options)
+    ranks.same("one", "two")
+    assert not plan(ranks, "one")
+    assert plan(ranks, "two") == [
+        "weights are gathered from 2 shards as codes and scales, but in float32:",
+        "  blocks.0–1.attention.wk, blocks.0–1.attention.wv: a shard of 16 is not whole blocks of 32",
+    ]
+
+
+def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
+    """It is in every step what one rank gives whose masters are rounded."""
+    for recipe in ("bf16", "nvfp4"):
+        options = (*WIDE, f"recipe={recipe}")
+        ranks.train(2, f"{recipe}_float32", *options, "parallel.gather=fp32")
+        ranks.train(2, f"{recipe}_bf16", *options, "parallel.gather=bf16", patch=COUNT)
+        blocks = [each["bytes"] for each in sent(ranks, step=3) if each["dtype"] == "torch.uint8"]
+        assert blocks == [2 * WEIGHTS / 2 + 2 * 64 * 4 / 2] * 4
+        assert plan(ranks, f"{recipe}_bf16") == ["weights are gathered from 2 shards in BF16"]
+    ranks.same("bf16_float32", "bf16_bf16")
+    first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
+    assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
+
+
+def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks) -> None:
+    ranks.train(2, "whole", *WIDE, "recipe=fp8_delayed", "checkpoint.every=3", "checkpoint.keep=2")
+    ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")
+    assert ended.codes == [0, 0], ended.err
+    assert ranks.state("whole") == ranks.state("parts")
+
+
+def plan(ranks: Ranks, name: str) -> list[str]:
+    """What plan.txt says about the gather."""
+    text = (ranks.folder / "runs" / name / "plan.txt").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    start = next((n for n, line in enumerate(lines) if line.startswith("weights are gathered")), len(lines))
+    return lines[start:]
