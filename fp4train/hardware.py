@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -44,6 +46,9 @@ RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Element format of an operand → the tensor-core rate that multiplies it."""
+
+OLDEST_GPU: Final = (8, 0)
+"""Compute capability from which on GPUs multiply BF16."""
 
 _NARROW_TO_WIDE: Final = ("FP4", "FP6", "FP8", "FP16", "BF16", "TF32", "FP32")
 
@@ -244,3 +249,27 @@ def _present(kind: str, index: int | None) -> Device:
     if kind != "cuda" or not torch.cuda.is_available():
         return Device(type=kind)
     return Device(type=kind, name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index))
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's kernel driver; None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3}\.[\d.]+)", text)
+    return found[1] if found else "unknown"
+
+
+def why_no_gpu() -> str:
+    """Why torch sees no GPU where there is a driver (`driver_version`)."""
+    if torch.version.cuda is None:
+        return "a driver is here, and this torch is built for CPUs: install a CUDA build of torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except Exception as error:  # torch and CUDA raise several types
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"a driver is here, and CUDA does not start ({reason})"
+    return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?)"

@@ -267,6 +267,13 @@ def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, 
 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """Validation loss in high precision and, beside it, in the recipe."""
+    high, in_recipe = validation_losses(run, recipe)
+    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
+    return {"val/loss": high, "val/loss_recipe": in_recipe}
+
+
+def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
+    """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     starts = range(0, batches * run.config.train.batch_size, run.rows)
     high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
@@ -274,8 +281,7 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     with torch.no_grad():
         found = {each: mean_loss(run, each, starts) for each in dict.fromkeys((high, recipe))}
     run.model.train()
-    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, found[high], found[recipe])
-    return {"val/loss": found[high], "val/loss_recipe": found[recipe]}
+    return found[high], found[recipe]
 
 
 def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:

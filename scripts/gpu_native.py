@@ -23,7 +23,7 @@ from fp4train.backends import choose
 from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision.recipe import Recipe
-from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row
+from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, Mixed
 
 RECIPES: dict[str, Recipe] = {
     "fp8 current": FP8Current(),
@@ -32,8 +32,13 @@ RECIPES: dict[str, Recipe] = {
     "fp8 delayed": FP8Delayed(history=4),
     "fp8 row": FP8Row(),
     "fp8 blocks": FP8Block(),
+    "fp8 blocks, scales in float32": FP8Block(power_of_two=False),
     "mxfp8": MXFP8(),
+    "mxfp8, gradients in e5m2": MXFP8(element="hybrid"),
     "nvfp4": NVFP4(),
+    "nvfp4, plain": NVFP4(stochastic_rounding=False, hadamard=False, two_d_weights=False),
+    "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),
+    "nvfp4 forward, mxfp8 backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
 }
 
 

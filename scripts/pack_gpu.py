@@ -4,12 +4,13 @@
 
 and there:
 
-    pip install --no-index --find-links FOLDER hydra-core omegaconf wandb …    (the last line printed)
+    pip install --no-index --no-deps FOLDER/*.whl
 
-PyTorch's and NVIDIA's images bring torch, numpy and Triton; those are not packed. antlr4-python3-runtime, which
+PyTorch's and NVIDIA's images bring torch, numpy and Triton; those are not packed, nor is hf-xet, which only
+downloads, so pip must not ask for it (--no-deps). antlr4-python3-runtime, which
 omegaconf needs, is published as a source archive only: its wheel is built here, for every Python. datasets is packed
-where it is asked for: with pyarrow it takes 65 MiB, and a machine without a network has nothing to load by it. The
-folder must stay below `--limit` MiB; the largest wheels are named with their sizes.
+where it is asked for: with pyarrow it takes 68 MB, and a machine without a network has nothing to load by it. The
+folder must stay below `--limit` MB; the largest wheels are named with their sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LEFT_OUT = ("datasets",)
 """Packed only where asked for."""
 
 FROM_SOURCE = "antlr4-python3-runtime==4.9.3"
-UNUSED = re.compile(r"(nvidia_|torch-|numpy-|triton-|cuda_)", re.IGNORECASE)
-"""Wheels that dependencies of dependencies bring along."""
+UNUSED = re.compile(r"(nvidia_|torch-|numpy-|triton-|cuda_|hf_xet-)", re.IGNORECASE)
+"""Wheels that dependencies of dependencies bring along, and that are there or not used without a network."""
 
 
 def requirements(also: set[str]) -> list[str]:
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--python", default="3.12", help="version of Python there")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest platform tag that runs there")
     parser.add_argument("--with", dest="also", action="append", default=[], metavar="PACKAGE", help="datasets")
-    parser.add_argument("--limit", type=float, default=60, help="MiB that the folder may hold")
+    parser.add_argument("--limit", type=float, default=60, help="MB that the folder may hold")
     parser.add_argument("--dry-run", action="store_true", help="print what would be run")
     args = parser.parse_args(arguments)
     wanted = requirements(set(args.also))
@@ -84,13 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
     for wheel in args.folder.iterdir():
         if UNUSED.match(wheel.name):
             wheel.unlink()
-    sizes = sorted(((each.stat().st_size / 2**20, each.name) for each in args.folder.iterdir()), reverse=True)
+    sizes = sorted(((each.stat().st_size / 1e6, each.name) for each in args.folder.iterdir()), reverse=True)
     total = sum(size for size, _ in sizes)
-    print(f"{len(sizes)} wheels, {total:.1f} MiB; the largest: " + ", ".join(f"{n} {s:.1f}" for s, n in sizes[:4]))
-    names = " ".join(re.split(r"[<>=~!\[; ]", line)[0] for line in wanted)
-    print(f"pip install --no-index --find-links {args.folder} {names}")
+    print(f"{len(sizes)} wheels, {total:.1f} MB; the largest: " + ", ".join(f"{n} {s:.1f}" for s, n in sizes[:4]))
+    print(f"pip install --no-index --no-deps {args.folder}/*.whl")
     if total > args.limit:
-        print(f"pack_gpu: more than {args.limit:g} MiB (--limit)", file=sys.stderr)
+        print(f"pack_gpu: more than {args.limit:g} MB (--limit)", file=sys.stderr)
         return 1
     return 0
 

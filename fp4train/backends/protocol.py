@@ -53,8 +53,14 @@ class LayerKernels(Protocol):
 
     name: str
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table) -> Tensor:
-        """y [*, N] of x [*, K] in the table's dtype; gradients through autograd."""
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table, *, position: tuple[int, int] | None = None
+    ) -> Tensor:
+        """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
+
+        position: (seed, step), within which the weight does not change, so that it is quantised once; None: it may
+        have changed since the last call.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:

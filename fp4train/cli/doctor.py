@@ -1,4 +1,7 @@
-"""`fp4train doctor [--json]`: what this machine can do; exit code 0 where the default run will work."""
+"""`fp4train doctor [--json]`: what this machine can do; exit code 0 where the default run will work.
+
+Under torchrun the ranks try the collectives together, and the first one looks at its machine and prints.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,19 @@ DEFAULT = "nvfp4"
 
 def main(arguments: list[str]) -> int:
     """Print the screen, or JSON; returns the exit code."""
-    from fp4train.doctor import examine
+    from fp4train.doctor import device, examine, ranks
 
     if wrong := [a for a in arguments if a != "--json"]:
         raise UserError(f"doctor takes --json only, not {' '.join(wrong)}")
     logging.getLogger("fp4train").setLevel(logging.WARNING)  # the screen says which kernels there are
-    report = examine(_recipes(), DEFAULT, Path("runs"))
+    rank, world = ranks.started()
+    found = []
+    if world > 1:
+        with ranks.meeting():
+            found = ranks.collectives(device().type)
+        if rank:
+            return 1 if any(each.problem for each in found) else 0
+    report = examine(_recipes(), DEFAULT, Path("runs"), ranks=world, collectives=found)
     print(json.dumps(report.as_json(), indent=2) if "--json" in arguments else report.render())
     return 1 if report.problems else 0
 

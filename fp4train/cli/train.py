@@ -90,6 +90,8 @@ def _train(
     from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import build, choose_device
+    from fp4train.run.determinism import determinism
+    from fp4train.run.gpu import explain
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.resume import find_start, start_on
     from fp4train.train import train
@@ -101,6 +103,7 @@ def _train(
     if world.size > 1:
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with ExitStack() as stack:
+        stack.enter_context(determinism(config.train.deterministic))
         with world.together():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
@@ -124,7 +127,12 @@ def _train(
                 _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
             if start is not None and before is not None and (jump := rate_jump(before, config, run.step)):
                 _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
-            result = train(run)
+            try:
+                result = train(run)
+            except (RuntimeError, MemoryError) as error:
+                if (text := explain(error, run)) is None:
+                    raise
+                raise UserError(text) from error
             code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
         finally:
             run.tracker.finish(code)

@@ -70,6 +70,8 @@ class TrainSettings:
             Layers that share an input (queries, keys and values) quantise it once per layer.
         step_timeout: seconds after which a step that does not end ends the run, with the stacks of all threads on
             standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
+        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/determinism.py`); CPUs
+            always do. Attention may be slower.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class TrainSettings:
     seq_len: int
     compile: bool = False
     step_timeout: float = 0.0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.step_timeout <= 1e9:

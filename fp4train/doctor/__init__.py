@@ -2,9 +2,11 @@
 
 machine    GPU, driver, CUDA, versions, CPU, threads, disk, wandb
 recipes    each recipe: its backend here and why, its kernels and products against the reference
-report     both as one screen, or as JSON
+ranks      the collectives, where several processes are started
+report     all of it as one screen, or as JSON
 """
 
+from fp4train.doctor.machine import device
 from fp4train.doctor.report import Report, examine
 
-__all__ = ["Report", "examine"]
+__all__ = ["Report", "device", "examine"]

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import warnings
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fp4train.backends.te import availability
-from fp4train.hardware import Device
+from fp4train.hardware import OLDEST_GPU, Device, driver_version, why_no_gpu
 from fp4train.kernels import cpu
 from fp4train.precision import compile_context
 from fp4train.quantize import QuantSpec
@@ -24,9 +23,6 @@ NEEDED = ("hydra-core", "omegaconf", "PyYAML", "safetensors", "tokenizers", "dat
 """Packages that runs import, by the names that pip knows."""
 
 OLDEST_TORCH = (2, 11)
-OLDEST_GPU = (8, 0)
-"""Compute capability from which on GPUs multiply BF16."""
-
 LITTLE_DISK = 2 << 30
 """Bytes; the checkpoints of the default run take a hundredth, those of a model of 1 B parameters six times as much."""
 
@@ -85,31 +81,7 @@ def _gpu() -> Part:
         return Part(name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem)
     if driver_version() is None:
         return Part(name="GPU", value="none")
-    return Part(name="GPU", value="torch sees none", note=_why_no_gpu())
-
-
-def _why_no_gpu() -> str:
-    """Why torch sees no GPU where there is a driver."""
-    if torch.version.cuda is None:
-        return "a driver is here, and this torch is built for CPUs: install a CUDA build of torch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        except Exception as error:  # torch and CUDA raise several types
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            return f"a driver is here, and CUDA does not start ({reason}): runs use the CPU"
-    return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?): runs use the CPU"
-
-
-def driver_version() -> str | None:
-    """Of NVIDIA's kernel driver; None where there is none."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3}\.[\d.]+)", text)
-    return found[1] if found else "unknown"
+    return Part(name="GPU", value="torch sees none", note=why_no_gpu())
 
 
 def _drivers() -> list[Part]:

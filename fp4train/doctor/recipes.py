@@ -49,6 +49,9 @@ class Checked:
         distance: the largest of y, dx and dw from the reference; None: it failed before.
         native_on: GPUs that run all its GEMMs on their own kernels.
         problem: what is wrong, or None.
+        scaled: as `distance`, of backend=native, torch's scaled_mm; None: it cannot run the recipe here.
+        scaled_why: why it cannot.
+        scaled_problem: what is wrong with it, or None.
     """
 
     name: str
@@ -59,6 +62,9 @@ class Checked:
     distance: float | None
     native_on: tuple[str, ...]
     problem: str | None = None
+    scaled: float | None = None
+    scaled_why: str | None = None
+    scaled_problem: str | None = None
 
 
 def check(name: str, recipe: Recipe, device: Device) -> Checked:
@@ -81,9 +87,10 @@ def check(name: str, recipe: Recipe, device: Device) -> Checked:
                 problem = f"{', '.join(kernels)} quantise {wrong[0]} otherwise than the reference"
         distance, close = products(recipe, plan, device)
     except Exception as error:  # of a driver, a compiler, a missing library: to be reported, whatever it is
-        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        problem = _named(error)
     if problem is None and not close:
         problem = f"y, dx or dw lie {distance:.1e} from the reference"
+    scaled, scaled_why, scaled_problem = _scaled_products(recipe, device) if plan.quantised else (None, None, None)
     return Checked(
         name=name,
         runs=" + ".join(backends),
@@ -93,7 +100,27 @@ def check(name: str, recipe: Recipe, device: Device) -> Checked:
         distance=distance,
         native_on=tuple(gpu.name for gpu in GPUS if gpu.name in ELSEWHERE and _native(recipe, Device.elsewhere(gpu))),
         problem=problem,
+        scaled=scaled,
+        scaled_why=scaled_why,
+        scaled_problem=scaled_problem,
     )
+
+
+def _scaled_products(recipe: Recipe, device: Device) -> tuple[float | None, str | None, str | None]:
+    """(distance, why it cannot run, what is wrong) of backend=native."""
+    try:
+        plan = resolve(SAMPLE, recipe, None, "native", device)
+    except ValueError as error:
+        return None, str(error), None
+    try:
+        distance, close = products(recipe, plan, device, "native")
+    except Exception as error:  # of a driver, of cuBLAS
+        return None, None, f"backend=native: {_named(error)}"
+    return distance, None, None if close else f"backend=native: y, dx or dw lie {distance:.1e} from the reference"
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _native(recipe: Recipe, device: Device) -> bool:
@@ -111,10 +138,10 @@ def equal_codes(spec: QuantSpec, device_type: str) -> bool:
     return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(found.scales.cpu(), wanted.scales)
 
 
-def products(recipe: Recipe, plan: LayerPlan, device: Device) -> tuple[float, bool]:
+def products(recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto") -> tuple[float, bool]:
     """(the largest distance of y, dx and dw from the reference, whether it is small enough)."""
     stochastic = any(spec.rounding == "stochastic" for spec in plan.table.specs())
-    found, wanted = _run(recipe, device.type, "auto"), _run(recipe, "cpu", "reference")
+    found, wanted = _run(recipe, device.type, backend), _run(recipe, "cpu", "reference")
     if not (stochastic and plan.layer_backend is not None):
         distance = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
         return distance, distance <= CLOSE

@@ -210,9 +210,9 @@ class Linear(nn.Linear):
         if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
-            w_NK: Tensor = self.weight
-            w_NK = w_NK.clone() if isinstance(w_NK, Gathered) else w_NK
-            return self.kernels[gemms.together](x_MK, w_NK, self.bias, gemms.plan.table)
+            w_NK = self.weight.clone() if isinstance(self.weight, Gathered) else self.weight
+            position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
+            return self.kernels[gemms.together](x_MK, w_NK, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
             call = once(self, lambda: self.new_call(context, gemms, training))

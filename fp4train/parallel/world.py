@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,10 +37,6 @@ _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Bro
 """Of the messages of collectives that another rank has left."""
 _GRACE = timedelta(seconds=3)
 """How long a rank that lost the others waits for the word of the one that failed."""
-
-
-_LINGER = 1.0
-"""How long, in seconds, a lead that failed keeps its word readable."""
 
 
 class AgreedError(UserError):
@@ -88,7 +83,7 @@ class World:
         try:
             # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the
             # one before.
-            own = place.lead and not _store_is_torchruns()
+            own = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             assert place.address is not None
             found = TCPStore(place.address, place.port, None, own, timeout, wait_for_workers=False)
             store = PrefixStore(f"fp4train/{place.attempt}", found)
@@ -262,11 +257,6 @@ class World:
                 if not broken and not isinstance(error, UserError):
                     traceback.print_exception(error)
                 print(f"fp4train: {word}", file=sys.stderr)
-            if self.place.lead and not _store_is_torchruns():
-                # The word ends with this process: first let the others find that it left, and read it.
-                with suppress(Exception):
-                    dist.destroy_process_group()
-                time.sleep(_LINGER)
         self._leave(1)
 
     def _last_word(self) -> str | None:
@@ -274,6 +264,8 @@ class World:
         try:
             self.store.wait([_FAILED], _GRACE)
             return str(self.store.get(_FAILED).decode())
+        except dist.DistNetworkError:  # without torchrun the lead keeps the store: it is the lead that ended
+            return "rank 0 speaks for itself"
         except Exception:
             return None
 
@@ -295,7 +287,3 @@ class World:
             with suppress(Exception):
                 stream.flush()
         os._exit(code)
-
-
-def _store_is_torchruns() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

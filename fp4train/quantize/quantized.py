@@ -49,6 +49,11 @@ class Quantized(NamedTuple):
         """uint8 [R, Cp], one code per byte for every format."""
         return unpack_fp4(self.codes) if self.spec.element == "e2m1" else self.codes
 
+    @property
+    def element_width(self) -> int:
+        """Cp: columns, padding included."""
+        return self.codes.shape[1] * (2 if self.spec.element == "e2m1" else 1)
+
     def block_scales(self) -> Tensor:
         """The block scales as float32 factors, in the shape of `scales`, without the global scale."""
         return self.spec.scale_format.decode(self.scales)

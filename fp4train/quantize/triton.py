@@ -25,8 +25,8 @@ from fp4train.quantize.quantizer import Quantizer, check_input
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
-from fp4train.quantize.triton_constants import NAN_ABOVE
-from fp4train.quantize.triton_launch import COLUMN_BLOCKS, SCALE_DTYPES, Launches, interpreted
+from fp4train.quantize.triton_constants import NAN_ABOVE, interpreted
+from fp4train.quantize.triton_launch import COLUMN_BLOCKS, SCALE_DTYPES, Launches
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 LARGEST_EXTENT: Final = 2**31 - 2**12

@@ -75,7 +75,7 @@ def random_words(key: RandomKey | None) -> tuple[int, ...]:
         key.col_offset // LANES & MASK,
         key.row_offset & MASK,
     )
-    return tuple(word - (1 << 32) if word >> 31 else word for word in words)
+    return tuple([word - (1 << 32) if word >> 31 else word for word in words])
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:
@@ -90,3 +90,10 @@ def column_tile(n: int, spec: QuantSpec) -> tuple[int, int, int]:
     """(blocks, rows, warps) of a program of the columns kernel: 32 bytes of codes a row; four or two rows a thread, two
     where the random words need the registers."""
     return (4, 128, 4) if n == 16 and spec.rounding == "nearest" else (4, 64, 4)
+
+
+def interpreted() -> bool:
+    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

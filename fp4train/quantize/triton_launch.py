@@ -9,7 +9,8 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partialmethod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from fp4train.quantize.triton_constants import (
     block_constants,
     column_tile,
     hadamard_constants,
+    interpreted,
     random_words,
     rounding_constants,
     tile,
@@ -34,6 +36,8 @@ COLUMN_BLOCKS: Final = (16, 32)
 SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
 MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
+
+_HERE: Final = nullcontext()
 
 Kind = tuple[object, ...]
 """What of a tensor decides a launch: dtype, shape, strides and device, and what is asked for."""
@@ -72,7 +76,9 @@ class _Whole(NamedTuple):
 
     launch: Launch
     dtype: torch.dtype
-    scales: int
+    scales: tuple[int, ...]
+    contiguous: bool
+    """Whether x must be copied first."""
 
 
 class _Amax(NamedTuple):
@@ -82,7 +88,7 @@ class _Amax(NamedTuple):
     turned: bool
     """Whether x is read as x.T."""
     contiguous: bool
-    results: int
+    results: tuple[int, ...]
 
 
 class Launches:
@@ -109,20 +115,19 @@ class Launches:
     def codes(self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None) -> Quantized:
         """Codes and scales."""
         shape = (x_RC.shape[0], x_RC.shape[1])
-        with torch.cuda.device_of(x_RC):  # type: ignore[no-untyped-call]
+        with _on(x_RC):
             if self.whole:
                 codes, inverse, whole = self._quantize_whole(x_RC, key, amax, values=False)
-                return Quantized(self.spec, shape, codes, inverse.reshape(-1, 1), whole)
+                return Quantized(self.spec, shape, codes, inverse, whole)
             codes, scales, used, _ = self._quantize_blocks(x_RC, key, amax, values=False)
             return Quantized(self.spec, shape, codes, scales, used)
 
     def values(self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
         spec = self.spec
-        with torch.cuda.device_of(x_RC):  # type: ignore[no-untyped-call]
+        with _on(x_RC):
             if self.whole:
-                values, inverse, _ = self._quantize_whole(x_RC, key, amax, values=True)
-                scale = inverse.reshape(()) if spec.block[0] is None else inverse.reshape(-1, 1)
+                values, scale, _ = self._quantize_whole(x_RC, key, amax, values=True)
                 return Decoded(values, scale, spec.transposable)
             values, _, _, decode = self._quantize_blocks(x_RC, key, amax, values=True)
             return Decoded(values, decode, spec.transposable)
@@ -157,19 +162,18 @@ class Launches:
             }
             sizes = (rows, groups, tiles, width, codes.stride(0), out.stride(0))
             launch = self._kinds[kind] = Launch(decode_blocks, _cdiv(rows, tile_rows) * tiles, sizes, constants)
-        with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
+        with _on(codes):
             launch(codes, quantized.scales, out)
         return Decoded(out, quantized.global_decode(), spec.transposable)
 
     def amax(self, x_RC: Tensor, *, per_row: bool = False) -> Tensor:
         """Largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]. NaN if x holds one."""
         kind: _Amax = self._known("_amax_by_row" if per_row else "_amax_of_all", x_RC, False)
-        out = torch.zeros(kind.results, dtype=torch.int32, device=x_RC.device)
+        out = torch.zeros(kind.results, dtype=torch.float32, device=x_RC.device)
         if kind.turned:
             x_RC = x_RC.T
-        kind.launch(x_RC.contiguous() if kind.contiguous else x_RC, out)
-        out = out.view(torch.float32)
-        return out.reshape(-1, 1) if per_row else out.reshape(())
+        kind.launch(x_RC.contiguous() if kind.contiguous else x_RC, out.view(torch.int32))
+        return out
 
     # -- per call -----------------------------------------------------------------------------------------------------
 
@@ -198,14 +202,15 @@ class Launches:
     def _quantize_whole(
         self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes or values, scale_inv [1] or [R], amax) of one scale a tensor or a row."""
-        given = amax is not None
+        """(codes [R, C] and scale_inv [R, 1] or [1, 1], or values and scale_inv [R, 1] or 0-d; amax) of one scale a
+        tensor or a row."""
+        kind: _Whole = self._known("_whole_measured" if amax is None else "_whole_given", x_RC, values)
         amax = self._shaped(x_RC, amax)
-        if _is_strided(x_RC):
+        if kind.contiguous:
             x_RC = x_RC.contiguous()
-        kind: _Whole = self._known("_whole_given" if given else "_whole_measured", x_RC, values)
-        out = torch.empty(x_RC.shape, dtype=kind.dtype, device=x_RC.device)
-        inverse = torch.empty(kind.scales, dtype=torch.float32, device=x_RC.device)
+        device = x_RC.device
+        out = torch.empty(x_RC.shape, dtype=kind.dtype, device=device)
+        inverse = torch.empty(kind.scales, dtype=torch.float32, device=device)
         kind.launch(x_RC, amax, out, inverse, words=random_words(key))
         return out, inverse, amax
 
@@ -289,17 +294,12 @@ class Launches:
         sizes = (rows, cols, groups, tiles, width, strides[0], stored[0])
         return Launch(quantize_squares, _cdiv(rows, n) * tiles, sizes, constants, 4 if n <= 64 else 8)
 
-    def _whole_given(self, x_RC: Tensor, values: bool) -> _Whole:
-        return self._whole(x_RC, values, given=True)
-
-    def _whole_measured(self, x_RC: Tensor, values: bool) -> _Whole:
-        return self._whole(x_RC, values, given=False)
-
     def _whole(self, x_RC: Tensor, values: bool, *, given: bool) -> _Whole:
         from fp4train.kernels.triton.whole import quantize_whole
 
         spec = self.spec
         rows, cols = x_RC.shape
+        contiguous = _is_strided(x_RC)
         groups = _cdiv(cols, LANES)
         tile_rows, tile_groups = tile(groups, TILE // LANES)
         tiles = _cdiv(groups, tile_groups)
@@ -314,9 +314,12 @@ class Launches:
             "OUTPUT": "values" if values else "codes",
             "HARDWARE": not interpreted(),
         }
-        sizes = (rows, cols, tiles, cols, x_RC.stride(0), cols)
+        sizes = (rows, cols, tiles, cols, cols if contiguous else x_RC.stride(0), cols)
         launch = Launch(quantize_whole, _cdiv(rows, tile_rows) * tiles, sizes, constants)
-        return _Whole(launch, torch.bfloat16 if values else torch.uint8, rows if self.per_row else 1)
+        scales = () if values and not self.per_row else (rows if self.per_row else 1, 1)
+        return _Whole(launch, torch.bfloat16 if values else torch.uint8, scales, contiguous)
+
+    _whole_given, _whole_measured = partialmethod(_whole, given=True), partialmethod(_whole, given=False)
 
     def _amax_by_row(self, x_RC: Tensor, _: bool) -> _Amax:
         from fp4train.kernels.triton.amax import amax_rows
@@ -327,7 +330,7 @@ class Launches:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
         launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
-        return _Amax(launch, turned=False, contiguous=False, results=rows)
+        return _Amax(launch, turned=False, contiguous=False, results=(rows, 1))
 
     def _amax_of_all(self, x_RC: Tensor, _: bool) -> _Amax:
         from fp4train.kernels.triton.amax import amax_tensor
@@ -346,7 +349,7 @@ class Launches:
         sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
         launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
-        return _Amax(launch, turned, contiguous, results=1)
+        return _Amax(launch, turned, contiguous, results=())
 
     def _amax_transformed(self, x_RC: Tensor, *, per_row: bool) -> _Amax:
         from fp4train.kernels.triton.amax import amax_hadamard
@@ -365,7 +368,14 @@ class Launches:
         programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
         sizes = (rows, cols, *x_RC.stride(), tiles)
         launch = Launch(amax_hadamard, programs, sizes, constants | hadamard_constants(self.spec), warps)
-        return _Amax(launch, turned=False, contiguous=False, results=rows if per_row else 1)
+        return _Amax(launch, turned=False, contiguous=False, results=(rows, 1) if per_row else ())
+
+
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """x's GPU as the current one, which costs some microseconds where it is not."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _HERE
 
 
 def _is_strided(x_RC: Tensor) -> bool:
@@ -380,13 +390,6 @@ def _cdiv(a: int, b: int) -> int:
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def interpreted() -> bool:
-    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton)."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _launch(

@@ -31,6 +31,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
@@ -48,6 +49,7 @@ VALIDATION_SEED = 0
 
 def choose_device(name: str, place: Place | None = None) -> torch.device:
     """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number."""
+    check_gpu(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -189,7 +191,7 @@ def build(
                 stack.enter_context(run_directory.workplace(directory, aside=aside))
                 if branching or init is not None:
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
-        run = _build(config, place, timeline, world)
+        run = assemble(config, place, timeline, world)
         with world.together():
             if start is not None:
                 run.restore(start)
@@ -227,8 +229,12 @@ def check_share(config: Config, world: World) -> None:
         )
 
 
-def _build(config: Config, place: Path, timeline: Timeline, world: World) -> Run:
-    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`."""
+def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> Run:
+    """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
+
+    Raises:
+        UserError: data, model or plan are not possible.
+    """
     # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may be its own.
     data = world.in_turns(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
     check_same(world, {"the data": data.fingerprint})

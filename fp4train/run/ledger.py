@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.guard import NonFiniteError
 
 if TYPE_CHECKING:
-    from fp4train.run.progress import Progress
     from fp4train.run.run import Run
-    from fp4train.run.watch import Watch
 
 Values = dict[str, float | str]
 
@@ -99,6 +97,20 @@ class Step:
         return f"gradient of {bad[-1]}" if bad else None
 
 
+class Counts(Protocol):
+    """Hears of every step that was done, as `Progress` does."""
+
+    def advance(self, loss: float, recipe: str, at: float) -> Values:
+        """One more step was done at `at`, by `time.perf_counter`; returns what is logged of it besides."""
+        ...
+
+
+class Shows(Protocol):
+    """Is told the last loss, as `Watch` is."""
+
+    loss: float | None
+
+
 class Ledger:
     """Holds the step whose numbers are not read yet, and logs it when they are.
 
@@ -107,7 +119,7 @@ class Ledger:
         blame: what was not finite in the step that `run.step` is at, whose loss is not: the first module's output.
     """
 
-    def __init__(self, run: Run, progress: Progress, watch: Watch, blame: Callable[[Run, Recipe], str]) -> None:
+    def __init__(self, run: Run, progress: Counts, watch: Shows, blame: Callable[[Run, Recipe], str]) -> None:
         self.run, self.progress, self.watch, self.blame = run, progress, watch, blame
         self.metrics: Values = {}
         self._step: Step | None = None

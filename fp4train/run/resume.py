@@ -94,12 +94,21 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
             raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
     if config.resume is None:
         return None
-    saved = run_directory.read_config(source)
-    _check_same(saved, cfg, source, resuming=True)
-    _check_edits(source, saved)
+    check_source(source, cfg)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
+
+
+def check_source(source: Path, cfg: DictConfig) -> None:
+    """Refuse a configuration that is not one of the run in `source` with changes that a resume allows.
+
+    Raises:
+        UserError: it would be another run, or the saved configuration was edited to be one.
+    """
+    saved = run_directory.read_config(source)
+    _check_same(saved, cfg, source, resuming=True)
+    _check_edits(source, saved)
 
 
 def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:

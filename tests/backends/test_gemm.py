@@ -146,8 +146,9 @@ def test_high_precision_is_torchs_whatever_the_backend() -> None:
     ("first", "second", "reason"),
     [
         (FP8, None, "both operands quantised"),
-        (QuantSpec(), QuantSpec(), "FP8 only, not E2M1"),
-        (MXFP8().table()["fprop"].first, FP8, "one scale per tensor or row"),
+        (QuantSpec(), QuantSpec(), "NVFP4 on NVIDIA GPUs only, not on cpu"),
+        (QuantSpec(element="e3m2"), FP8, r"does not take element=e3m2 block=(1, 16) scale=e4m3"),
+        (MXFP8().table()["fprop"].first, FP8, "the same kind of scale"),
         (FP8, ROW, "the same kind of scale"),
         (E5M2, E5M2, "E5M2 by E5M2"),
     ],

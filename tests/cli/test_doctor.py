@@ -49,6 +49,37 @@ def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture
     assert list(tmp_path.iterdir()) == [], "it looks, and leaves nothing behind"
 
 
+def test_the_readmes_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for the distances, which depend on the CPU's instructions."""
+
+    def rows(text: str) -> list[tuple[str, ...]]:
+        lines = text.partition("recipes on cpu\n")[2].partition("\n\n")[0].splitlines()
+        cells = [[cell for cell in line.split("  ") if cell] for line in lines]
+        return [(*(c.strip() for c in row[:4]), row[-1].strip()) for row in cells]
+
+    readme = (RECIPES.parent / "README.md").read_text("utf-8")
+    assert len(rows(readme)) == len(EVERY) + 2
+    assert rows(readme) == rows(doctor(capsys)[1])
+
+
+def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4train.backends import BACKENDS
+
+    def refused(*arguments: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    assert recipes.check("fp8_current", FP8Current(), Device(type="cpu")).scaled is not None
+    monkeypatch.setattr(BACKENDS["native"], "product", lambda a, b, **o: torch.zeros(a.shape[0], b.shape[0]))
+    found = recipes.check("fp8_current", FP8Current(), Device(type="cpu"))
+    assert found.problem is None and found.scaled_problem is not None and "from the reference" in found.scaled_problem
+    monkeypatch.setattr(BACKENDS["native"], "product", refused)
+    found = recipes.check("fp8_current", FP8Current(), Device(type="cpu"))
+    assert found.problem is None
+    assert found.scaled_problem == "backend=native: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
+    nvfp4 = recipes.check("nvfp4", NVFP4(), Device(type="cpu"))
+    assert nvfp4.scaled is None and nvfp4.scaled_why is not None and "NVIDIA GPUs only" in nvfp4.scaled_why
+
+
 @pytest.mark.usefixtures("few")
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = doctor(capsys, "--json")

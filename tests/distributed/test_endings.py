@@ -28,6 +28,7 @@ def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], sa
     assert said in ranks(2, "run.name=a", *arguments).message
 
 
+@pytest.mark.long
 def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
     patch = "if rank:\n    import fp4train.parallel.agree as a\n    a.code_version = lambda: 'another'"
     assert "the code is fp4train" in ranks(2, "run.name=a", patch=patch).message
@@ -36,8 +37,8 @@ def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
     other.write_text(ranks.text.read_text().replace("fox", "cat"))
     patch = "import os\nimport fp4train.data.text as t\n"
     patch += "original = t.Text.build\n"
-    patch += "def build(self, *rest):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
-    patch += "    return original(self, *rest)\n"
+    patch += "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
+    patch += "    return original(self, run_dir, seq_len, seed)\n"
     patch += "t.Text.build = build"
     said = ranks(2, "run.name=b", patch=patch).message
     assert "the data is" in said and not (ranks.folder / "runs/b/config.yaml").exists()
@@ -88,6 +89,7 @@ def training(ranks: Ranks, run: str) -> bool:
     return path.exists() and path.read_text().count("train/loss") >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks: Ranks, number: int, rank: int) -> None:
     options = (
@@ -117,6 +119,7 @@ def fails_at_3(rank: int, what: str) -> str:
     return patch + "    return original(run, recipe)\nloop.train_step = step"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
     ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "raise ValueError('a bad disk')"))
@@ -129,6 +132,7 @@ def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, ra
     ranks.same("whole", "a")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_the_others(ranks: Ranks) -> None:
     ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(1, "os.kill(os.getpid(), 9)"))
     assert ended.codes == [1, -9]
@@ -138,11 +142,13 @@ def test_a_rank_that_is_killed_ends_the_others(ranks: Ranks) -> None:
     ranks.same("whole", "a")
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_found_with_its_stack(ranks: Ranks) -> None:
     ended = ranks(2, "run.name=a", "train.step_timeout=6", patch=fails_at_3(1, "time.sleep(1000)"))
     assert all(ended.codes) and "in step" in ended.err[1] and "Thread 0x" in ended.err[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks, rank: int) -> None:
     poison = "next(iter(run.model.parameters())); run.model.blocks[1].mlp.down.register_forward_hook("

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_constants, triton_launch
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton, triton_constants, triton_launch
 from fp4train.quantize import triton as backend
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
@@ -97,6 +97,43 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
     )
     assert triton_constants.random_words(key) == (-1, -1, -1, -1, -1, -1)
     assert triton_constants.random_words(None) == (0,) * 6
+
+
+@needs_triton
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(),
+        QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
+        QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None),
+        QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None),
+        QuantSpec(element="e4m3", block=(1, None), scale="fp32", global_scale=None),
+    ],
+    ids=["nvfp4", "nvfp4 of tokens", "mxfp8", "fp8 of the tensor", "fp8 of rows"],
+)
+def test_a_quantisation_costs_little_python_before_tritons_launcher(
+    monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, values: bool
+) -> None:
+    """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10 µs."""
+    monkeypatch.setattr(triton_launch, "_launch", lambda *args, **options: None)
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    quantizer = triton.TritonQuantizer(spec)
+    run = quantizer.values if values else quantizer.codes
+    x, key = torch.zeros(64, 64, dtype=torch.bfloat16), RandomKey(seed=1, step=2, layer=3, operand=0)
+    run(x, key if spec.rounding == "stochastic" else None)
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name not in ("<lambda>", "_launch", "__call__"):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run(x, key if spec.rounding == "stochastic" else None)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= 16, entered
 
 
 @needs_triton

@@ -108,7 +108,7 @@ def test_native_products_are_native_and_what_the_policy_keeps_is_torchs(monkeypa
 
 
 def test_a_backend_that_cannot_is_refused_when_the_plan_is_made() -> None:
-    for backend, word in (("native", "FP8 only, not E2M1"), ("te", "needs an NVIDIA GPU")):
+    for backend, word in (("native", "NVFP4 on NVIDIA GPUs only"), ("te", "needs an NVIDIA GPU")):
         with pytest.raises(ValueError, match=word):
             plan_of(model_of(backend), Timeline(recipe=NVFP4(), steps=1), None)
 
@@ -196,7 +196,7 @@ def test_high_precision_is_called_by_the_runs_dtype() -> None:
 def test_a_layer_alone_is_resolved_by_the_same_function() -> None:
     layer = Linear(32, 32).layer
     assert resolve(layer, FP8Current(), None, "native", CPU).fprop.why == "backend=native"
-    with pytest.raises(ValueError, match=r"FP8 only, not E2M1\. backend=auto would run it by emulate"):
+    with pytest.raises(ValueError, match=r"GPUs only, not on cpu\. backend=auto would run it by emulate"):
         resolve(layer, NVFP4(), None, "native", CPU)
 
 

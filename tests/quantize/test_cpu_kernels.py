@@ -328,3 +328,12 @@ def test_empty_tensors_are_left_to_the_reference(shape: tuple[int, int]) -> None
 def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_extension", lambda: "the C extension is not built; reinstall")
     assert "reinstall" in str(cpu.why_not(NVFP4, "cpu"))
+
+
+@pytest.mark.parametrize("spec", [MXFP8, replace(MXFP8, block=(1, 64)), replace(MXFP8, block=(1, 128))], ids=str)
+def test_a_transposed_single_token_is_padded_with_zero_codes(spec: QuantSpec) -> None:
+    """torch calls one column contiguous whatever its strides are."""
+    x = torch.randn(1, 384, generator=torch.Generator().manual_seed(0)).T
+    found, wanted = CpuQuantizer(spec).codes(x), reference.quantize(x, spec)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scales, wanted.scales)

@@ -45,19 +45,19 @@ def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_mfu_is_the_speed_of_a_step_over_the_peak(clock: SimpleNamespace) -> None:
     with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4") == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
+        assert progress.advance(2.0, "NVFP4", clock.now) == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
         clock.now += 0.25
-        assert progress.advance(2.0, "NVFP4")["perf/mfu"] == 0.5, "of this step, not a mean over several"
+        assert progress.advance(2.0, "NVFP4", clock.now)["perf/mfu"] == 0.5, "of this step, not a mean over several"
     with Progress(0, 10, tokens=1000) as progress:
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4") == {"perf/tokens_per_s": 2000.0}
+        assert progress.advance(2.0, "NVFP4", clock.now) == {"perf/tokens_per_s": 2000.0}
 
 
 def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> None:
     with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        progress.advance(2.0, "NVFP4")
+        progress.advance(2.0, "NVFP4", clock.now)
         clock.now += 100.0  # an evaluation
         progress.resume_timing()
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4")["perf/mfu"] == 0.25
+        assert progress.advance(2.0, "NVFP4", clock.now)["perf/mfu"] == 0.25

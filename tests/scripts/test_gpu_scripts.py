@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recorded_products import Recorder
 
+from fp4train.backends.native import blocks
 from fp4train.config import overrides
 from fp4train.quantize import triton as kernels
 
@@ -147,6 +149,22 @@ def test_native_products_of_a_cpu_agree_and_others_are_left_out(
     assert row["agrees"] is agrees, row
 
 
+def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `scaled_mm` as a CPU can run it: what is left for the GPU is cuBLAS's answer."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script, recorder = load("gpu_native"), Recorder()
+    monkeypatch.setattr(blocks, "why_not", lambda *arguments: None)
+    monkeypatch.setattr(blocks.F, "scaled_mm", recorder)
+    problem = script.selfcheck.Problem.draw(128, 256, 128, "cpu")
+    names = [name for name in script.RECIPES if not name.startswith("fp8") or "blocks" in name]
+    for name in names:
+        recorder.calls.clear()
+        row = script.compare(name, script.RECIPES[name], problem, timed=False)
+        assert row["agrees"], row
+        assert len(recorder.calls) == 6, "three GEMMs in each of two steps"
+    assert len(names) >= 8
+
+
 def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = load("pack_gpu")
     folder = tmp_path / "wheels"
@@ -179,3 +197,23 @@ def test_every_script_still_imports_what_it_uses(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("pack_gpu")
+    folder = tmp_path / "wheels"
+
+    def download(command: list[str], *, check: bool) -> None:
+        if "download" in command:
+            for name in ("numpy-2.4", "torch-2.13", "nvidia_nccl_cu13-2.30", "hf_xet-1.8", "wandb-0.31"):
+                (folder / f"{name}-py3-none-any.whl").write_bytes(b"0" * 1_500_000)
+
+    monkeypatch.setattr(script.subprocess, "run", download)
+    assert script.main([str(folder), "--limit", "1"]) == 1
+    assert [path.name for path in folder.iterdir()] == ["wandb-0.31-py3-none-any.whl"]
+    said = capsys.readouterr()
+    assert "1 wheels, 1.5 MB" in said.out and f"pip install --no-index --no-deps {folder}/*.whl" in said.out
+    assert "more than 1 MB (--limit)" in said.err
+    assert script.main([str(folder)]) == 2, "a folder that holds something is left alone"

@@ -12,6 +12,7 @@ when TE's outermost autocast ends, once for all layers: wrap the model's forward
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -98,6 +99,28 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
         module.init_fp8_meta_tensors(te_recipe)
 
 
+class _Kept:
+    """Which weight TE's module holds the codes of, and from when."""
+
+    __slots__ = ("_of", "_when")
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._when: tuple[object, ...] = ()
+
+    def is_first(self, weight: Tensor, position: tuple[int, int] | None) -> bool | None:
+        """`is_first_microbatch` of TE's modules: True quantises and keeps the codes, False takes those that are kept,
+        None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
+        """
+        if position is None or not torch.is_grad_enabled():
+            self._of = None
+            return None
+        when = (position, weight._version)
+        first = self._of is None or self._of() is not weight or self._when != when
+        self._of, self._when = weakref.ref(weight), when
+        return first
+
+
 class _Built(NamedTuple):
     """What one table needs in one layer."""
 
@@ -105,6 +128,10 @@ class _Built(NamedTuple):
     module: Any
     token_multiple: int
     delayed: bool
+    keeps: bool
+    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose scale may change between
+    passes, nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
+    kept: _Kept
 
 
 class TEExecutor:
@@ -136,13 +163,16 @@ class TEExecutor:
         """Copies and pickles leave TE's modules behind; they are rebuilt when needed, with their history."""
         return {**self.__dict__, "_built": {}, "_delayed": None, "_to_load": self.state()}
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table, *, position: tuple[int, int] | None = None
+    ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
         Args:
             x: [*, K] on a CUDA device; padded with zeros to a multiple of 32 tokens (128 for FP8 blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
+            position: (seed, step): the weight is quantised once in each, if TE has a recipe for the table.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -150,7 +180,7 @@ class TEExecutor:
         tokens = x_MK.shape[0]
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        te_recipe, module, token_multiple, delayed = self._module(te, table, weight)
+        te_recipe, module, token_multiple, delayed, keeps, kept = self._module(te, table, weight)
         padding = -tokens % token_multiple
         if padding:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
@@ -168,7 +198,8 @@ class TEExecutor:
                 self._load(te_recipe, module)
             if delayed and not torch.is_grad_enabled():
                 stack.enter_context(_history_kept(module, te_recipe))
-            y_MN: Tensor = module(x_MK)
+            first = kept.is_first(weight, position if keeps else None)
+            y_MN: Tensor = module(x_MK, is_first_microbatch=first)
         return y_MN[:tokens].reshape(*x.shape[:-1], self.out_features)
 
     def _module(self, te: Any, table: Table, weight: Tensor) -> _Built:
@@ -181,7 +212,9 @@ class TEExecutor:
                 device="meta",  # the parameters are the caller's
                 name=self.name,
             )
-            self._built[table] = _Built(self._translate(table), module, _token_multiple(table), _is_delayed(table))
+            te_recipe, delayed = self._translate(table), _is_delayed(table)
+            keeps = not delayed and not te_recipe.custom()
+            self._built[table] = _Built(te_recipe, module, _token_multiple(table), delayed, keeps, _Kept())
         return self._built[table]
 
     def _enter_delayed(self, te: Any, table: Table) -> None:

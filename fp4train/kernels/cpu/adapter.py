@@ -221,7 +221,7 @@ class Kernels:
         down, across = x_RC.stride()
         if across != 1 and (down != 1 or not self.reads_columns):
             x_RC = x_RC.detach().contiguous()
-            down, across = x_RC.stride()
+            down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         address = factor_address = scale_address = 0
         if amax is not None:
             amax = self._given(amax, rows)
@@ -271,7 +271,7 @@ class Kernels:
         down, across = x_RC.stride()
         if across != 1 and (down != 1 or not self.reads_columns):
             x_RC = x_RC.detach().contiguous()
-            down, across = x_RC.stride()
+            down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         measure = False
         if amax is not None:
             amax = self._given(amax, rows)

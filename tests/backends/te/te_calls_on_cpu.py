@@ -60,6 +60,11 @@ class Codes(QuantizedTensorStorage):
     def get_data_tensors(self, **_: Any) -> tuple[None, None]:
         return None, None
 
+    def quantize_(self, x: torch.Tensor, *, noop_flag: Any = None) -> Codes:
+        """TE's way to quantise a kept weight anew."""
+        tex.quantize(x, self._quantizer)
+        return self
+
     def clear(self) -> None:
         pass
 
@@ -171,6 +176,33 @@ def calls() -> dict[str, list[dict[str, str]]]:
     return found
 
 
+def microbatches() -> dict[str, list[int]]:
+    """How often the weight is quantised in each pass: two microbatches of step 0, evaluation, two of step 1."""
+    found = {}
+    weights: list[Any] = []
+    plain = tex.quantize
+
+    def noted(x: torch.Tensor, quantizer: Any, *rest: Any) -> Any:
+        if x.shape == (K, K):
+            weights.append(x)
+        return plain(x, quantizer, *rest)
+
+    for name, recipe in (("mxfp8", MXFP8()), ("fp8_current", FP8Current()), ("fp8_delayed", FP8Delayed(history=4))):
+        made, counts = model(1, dtype=torch.float32), []
+        tex.quantize = noted
+        for step, grad in ((0, True), (0, True), (1, False), (1, True), (1, True)):
+            weights.clear()
+            run(made, recipe, step=step, grad=grad)
+            counts.append(len(weights))
+        with torch.no_grad():
+            made[0].weight.mul_(2)
+        weights.clear()
+        run(made, recipe, step=1)
+        found[name] = [*counts, len(weights)]
+        tex.quantize = plain
+    return found
+
+
 def delayed() -> dict[str, Any]:
     """Updates of delayed scaling per step, and what evaluation leaves in the histories."""
     recipe, made = FP8Delayed(history=4), model(3, dtype=torch.float32)
@@ -205,4 +237,4 @@ def delayed() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    json.dump({"calls": calls(), "delayed": delayed()}, sys.stdout)
+    json.dump({"calls": calls(), "delayed": delayed(), "microbatches": microbatches()}, sys.stdout)

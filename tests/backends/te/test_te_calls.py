@@ -63,3 +63,10 @@ def test_evaluation_enters_no_amax_into_delayed_histories(report: Any) -> None:
     assert min(report["delayed"]["entered in training"]) > 0, "the kernels' amaxes do enter in training"
     assert report["delayed"]["evaluation leaves the histories alone"]
     assert report["delayed"]["entered by evaluation alone"] == 0
+
+
+def test_weights_are_quantised_once_per_step_and_again_when_they_change(report: Any) -> None:
+    """Two microbatches of one step, an evaluation, two microbatches of the next step, and one with another weight."""
+    for recipe in ("mxfp8", "fp8_current"):
+        assert report["microbatches"][recipe] == [1, 0, 1, 1, 0, 1], recipe
+    assert report["microbatches"]["fp8_delayed"] == [1, 1, 1, 1, 1, 1], "its scale may change between passes"

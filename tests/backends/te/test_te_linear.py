@@ -61,7 +61,7 @@ class FakeTE(types.ModuleType):
                         scale=torch.ones(tensors), amax_history=torch.zeros(recipe.amax_history_len, tensors)
                     )
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None) -> torch.Tensor:
                 recipe = fake.stack[-1]
                 self.recipe = self.recipe or recipe  # built once, as TE's quantisers are
                 self.init_fp8_meta_tensors(recipe)

@@ -1,0 +1,77 @@
+"""`train.deterministic=true`: GPUs compute the same bits again.
+
+On a CPU runs repeat to the bit anyway. On a GPU three things do not by default: torch's operations that add by atomics,
+the backward pass of flash attention, and cuBLAS, which may share one workspace between streams. What is set here is
+what PyTorch's notes on reproducibility and torchtitan (distributed/utils.py) set. fp4train's own kernels need nothing:
+their only atomic is an integer maximum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fp4train.errors import UserError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")
+"""The values of `CUBLAS_WORKSPACE_CONFIG` with which cuBLAS repeats itself."""
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Inside, a run repeats to the bit on the same GPU, torch and number of ranks; afterwards all is as before.
+
+    Attention takes the flash kernel, whose backward has a deterministic mode, or torch's plain one. An operation that
+    has no deterministic form raises torch's error, which names it.
+
+    Raises:
+        UserError: cuBLAS runs already, or is told to use workspaces with which it does not repeat itself.
+    """
+    if not wanted:
+        yield
+        return
+    if torch.cuda.is_available():
+        _set_workspace()
+    # torch types none of these.
+    cuda: Any = torch.backends.cuda
+    memory: Any = torch.utils.deterministic
+    matmul = cuda.matmul
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills, benchmarks = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    attention = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    cuda.enable_mem_efficient_sdp(False)
+    cuda.enable_cudnn_sdp(False)
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fills, benchmarks
+        cuda.enable_mem_efficient_sdp(attention[0])
+        cuda.enable_cudnn_sdp(attention[1])
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = reduced
+
+
+def _set_workspace() -> None:
+    """Tell cuBLAS, which reads the variable when it starts."""
+    given = os.environ.get(CUBLAS)
+    if given is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ[CUBLAS] = WORKSPACES[0]
+    elif given is None:
+        raise UserError(
+            f"train.deterministic=true: the GPU is in use already; start the process with {CUBLAS}={WORKSPACES[0]}"
+        )
+    elif given not in WORKSPACES:
+        raise UserError(
+            f"train.deterministic=true: {CUBLAS}={given} does not let cuBLAS repeat itself; "
+            f"unset it, or set {' or '.join(WORKSPACES)}"
+        )

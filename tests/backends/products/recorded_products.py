@@ -1,0 +1,113 @@
+"""`torch.nn.functional.scaled_mm` as a CPU can run it: every call is checked as a GPU checks it, recorded and computed.
+
+The checks are torch's own for CUDA: its registration for shapes without memory, which takes the scales' sizes, strides,
+dtypes and swizzles. The product is computed in float64 from nothing but what the call was given, so that a wrong
+layout gives wrong numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._meta_registrations import _check_scaled_mm_sizes_v2
+from torch.nn.functional import ScalingType, SwizzleType
+
+from fp4train.formats import decode, get_format, get_scale_format, unpack_fp4
+from fp4train.quantize import unswizzle_scales
+
+ELEMENTS = {torch.float4_e2m1fn_x2: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+BLOCKS = {ScalingType.BlockWise1x16: ("e4m3", 16), ScalingType.BlockWise1x32: ("e8m0", 32)}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One call: dtypes of A and B, [M, N, K], scaling of both, dtype of the product."""
+
+    dtypes: tuple[torch.dtype, torch.dtype]
+    extents: tuple[int, int, int]
+    scalings: tuple[tuple[ScalingType, ...], tuple[ScalingType, ...]]
+    out_dtype: torch.dtype
+
+
+def values(data: Tensor, scales: list[Tensor], scaling: list[ScalingType]) -> Tensor:
+    """The operand [rows, K] that codes and scales stand for, in float64 (scaled_mm's rows are those of A and of Bᵀ)."""
+    codes = data.view(torch.uint8)
+    codes = unpack_fp4(codes) if data.dtype == torch.float4_e2m1fn_x2 else codes
+    rows, width = codes.shape
+    found = decode(codes, get_format(ELEMENTS[data.dtype])).double()
+    if scaling[0] in BLOCKS:
+        name, block = BLOCKS[scaling[0]]
+        plain = unswizzle_scales(scales[0].view(torch.uint8), rows, width // block)
+        found *= get_scale_format(name).decode(plain).double().repeat_interleave(block, dim=1)
+    elif scaling[0] == ScalingType.BlockWise1x128:
+        found *= scales[0].double().repeat_interleave(128, dim=1)
+    else:
+        assert scaling[0] == ScalingType.BlockWise128x128
+        square = scales[0].T[:, : width // 128].double()
+        found *= square.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    return found * scales[1].double() if len(scales) > 1 else found
+
+
+class Recorder:
+    """Stands in for `scaled_mm`; `calls` has what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[Recorded] = []
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: list[Tensor],
+        scaling_a: list[ScalingType],
+        scale_b: list[Tensor],
+        scaling_b: list[ScalingType],
+        swizzle_a: list[SwizzleType],
+        swizzle_b: list[SwizzleType],
+        *,
+        output_dtype: torch.dtype,
+        use_fast_accum: bool,
+    ) -> Tensor:
+        assert not use_fast_accum
+        check(a, b, scale_a, scaling_a, scale_b, scaling_b, output_dtype, swizzle_a, swizzle_b)
+        x, w = values(a, scale_a, scaling_a), values(b.T, scale_b, scaling_b)
+        self.calls.append(
+            Recorded(
+                (a.dtype, b.dtype), (len(x), len(w), x.shape[1]), (tuple(scaling_a), tuple(scaling_b)), output_dtype
+            )
+        )
+        return (x @ w.T).to(output_dtype)
+
+
+def check(a: Tensor, b: Tensor, *arguments: Any) -> None:
+    """torch's checks of a call on CUDA, and what cuBLAS needs beyond them: 16 bytes in every contiguous extent."""
+    scale_a, scaling_a, scale_b, scaling_b, out_dtype, swizzle_a, swizzle_b = arguments
+    with patch("torch._meta_registrations.device_hint", lambda tensor: "cuda"):
+        _check_scaled_mm_sizes_v2(
+            a,
+            b,
+            scale_a,
+            [s.value for s in scaling_a],
+            scale_b,
+            [s.value for s in scaling_b],
+            None,
+            out_dtype,
+            [s.value for s in swizzle_a],
+            [s.value for s in swizzle_b],
+        )
+    for data, scales, scaling, swizzle in (
+        (a, scale_a, scaling_a, swizzle_a),
+        (b.T, scale_b, scaling_b, swizzle_b),
+    ):
+        assert data.is_contiguous()
+        assert data.shape[0] % 16 == data.shape[1] % 16 == 0
+        assert all(each.data_ptr() % 16 == 0 for each in (data, scales[0]))
+        assert len(scales) == len(scaling) == len(swizzle)
+        if scaling[0] in BLOCKS:
+            assert scales[0].is_contiguous()
+            assert swizzle[0] == SwizzleType.SWIZZLE_32_4_4
+        assert all(each.numel() == 1 and each.dtype == torch.float32 for each in scales[1:])

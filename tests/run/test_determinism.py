@@ -1,0 +1,83 @@
+"""train.deterministic: what torch is told for the time of a run, and that CPUs compute the same bits with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp4train.errors import UserError
+from fp4train.run.determinism import CUBLAS, determinism
+
+
+def settings() -> tuple[object, ...]:
+    """All that the option sets."""
+    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose GPU has not been used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv(CUBLAS, "to be restored")
+    monkeypatch.delenv(CUBLAS)
+    yield
+
+
+def test_torch_is_told_for_the_time_of_a_run_and_then_as_before() -> None:
+    before = settings()
+    with pytest.raises(RuntimeError, match="step"), determinism(True):
+        assert settings() == (True, False, False, False, False, False, False, False)
+        raise RuntimeError("of a step")
+    assert settings() == before
+
+
+def test_nothing_changes_unasked() -> None:
+    before = settings()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with determinism(False):
+            assert torch.is_deterministic_algorithms_warn_only_enabled(), "a user's own choice stays"
+        with determinism(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert settings() == before
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cublas_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with determinism(True):
+        assert os.environ[CUBLAS] == ":4096:8"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with determinism(True):  # the next run of a sweep
+        assert os.environ[CUBLAS] == ":4096:8"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    with (
+        pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 .*unset it, or set :4096:8 or :16:8"),
+        determinism(True),
+    ):
+        pass
+    monkeypatch.delenv(CUBLAS)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    what = "in use already; start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    with pytest.raises(UserError, match=what), determinism(True):
+        pass
