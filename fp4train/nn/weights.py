@@ -87,7 +87,8 @@ class PreparedWeights:
             if sent is not None:
                 return sent
             w_NK = w_NK.source.values(w_NK.dtype)
-        self._at(call)
+        if (call.seed, call.step) != self._position:
+            self._begin(call)
         version = 0 if w_NK.is_inference() else w_NK._version
         known = None if self._of is None else self._of()
         if known is not w_NK or version != self._version:
@@ -108,15 +109,13 @@ class PreparedWeights:
             prepared = self._prepare(w_NK.detach(), form, call, amax)
             if self._keep:
                 self._forms.append((form.key, prepared))
-        return form.finish(prepared)
+        return form.finish(prepared) if form.transposed else prepared
 
-    def _at(self, call: Call) -> None:
+    def _begin(self, call: Call) -> None:
         """Forget what belongs to another step than that of `call`."""
-        position = (call.seed, call.step)
-        if position != self._position:
-            self._position = position
-            self._forms.clear()
-            self._amax, self._entered = None, False
+        self._position = (call.seed, call.step)
+        self._forms.clear()
+        self._amax, self._entered = None, False
 
     @staticmethod
     def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
@@ -132,7 +131,8 @@ class PreparedWeights:
         Args:
             w_NK: the weight, or its amax (0-d).
         """
-        self._at(call)
+        if (call.seed, call.step) != self._position:
+            self._begin(call)
         if self._amax is None or (call.training and not self._entered):
             enter, position = call.training and not self._entered, (call.seed, call.step)
             self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)

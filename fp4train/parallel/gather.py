@@ -31,7 +31,7 @@ from fp4train.nn.gemms import LayerGemms
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import why_float32
-from fp4train.quantize import Quantized, QuantSpec, amax_extent, measure_amax, quantizer
+from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
 
 Position = tuple[int, int]
@@ -201,7 +201,7 @@ class WeightGather:
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """See `nn.gathered.Source`."""
         if form.spec is None:
-            return None
+            return form.finish(Decoded(self.values(form.dtype), None))
         part = Part(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
         if (sent := self._received.get(part)) is None or not self._is_here(sent, (call.seed, call.step)):
             return None
@@ -212,11 +212,11 @@ class WeightGather:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.Source`."""
-        for wanted in (dtype, *((torch.bfloat16,) if self.mode == "bf16" else ())):
+        for wanted in (dtype, torch.bfloat16 if self.mode == "bf16" else torch.float32):
             sent = self._received.get(Part(None, dtype=wanted))
             if sent is not None and self._is_here(sent, self._received_at):
                 return sent.tensors[0].to(dtype)
-        return self.master() if dtype == torch.float32 else self.master().to(dtype)
+        return self.master().to(dtype)
 
     def master(self) -> Tensor:
         """See `nn.gathered.Source`."""

@@ -86,7 +86,7 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
         ("fp8_delayed", ("eval.errors_every=2", "train.microbatch=1", "policy=last15")),
         ("nvfp4", ("phases=cooldown_fprop",)),
         ("nvfp4_forward_mxfp8_backward", ()),
-        ("nvfp4_unbiased", ()),
+        ("bf16_forward_nvfp4_backward", ("model.recompute=true",)),
         ("fp8_row", ()),
         ("nvfp4_plain", ()),
     ],
