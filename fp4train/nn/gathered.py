@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fp4train.backends import Prepared, widened
+from fp4train.backends import Prepared
 
 if TYPE_CHECKING:
     from fp4train.nn.call import Call
@@ -72,28 +71,3 @@ def _master(value: Any) -> Any:
 
 def _with_masters(values: Any) -> Any:
     return type(values)(_master(each) for each in values)
-
-
-class HighPrecision(torch.autograd.Function):
-    """y [M, N] of x [M, K] in the dtype of x, with a gathered weight, which backward takes from its own gather.
-
-    As torch's linear layer computes it, in every bit.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Gathered, bias_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_MK, w_NK)
-        return widened(torch.nn.functional.linear, x_MK, w_NK.source.values(x_MK.dtype), bias_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x_MK, w_NK = ctx.saved_tensors
-        dx = dw = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = widened(torch.mm, dy_MN, w_NK.source.values(dy_MN.dtype))
-        if ctx.needs_input_grad[1]:
-            dw = widened(torch.mm, dy_MN.T, x_MK).to(w_NK.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = widened(torch.sum, dy_MN, dim=0)
-        return dx, dw, dbias

@@ -125,14 +125,32 @@ class Forms:
 
 
 class LayerGemms:
-    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up."""
+    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
+
+    Args:
+        device: device type of the layer's tensors.
+        sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
+    """
 
     __slots__ = (
-        *("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "quantised", "together", "w_column", "w_row"),
+        *(
+            "device",
+            "dgrad",
+            "dtype",
+            "dw_dtype",
+            "dy",
+            "fprop",
+            "keeps_x",
+            "plan",
+            "quantised",
+            "together",
+            "w_column",
+            "w_row",
+        ),
         *("wgrad", "x"),
     )
 
-    def __init__(self, plan: LayerPlan, device: str) -> None:
+    def __init__(self, plan: LayerPlan, device: str, *, sums: bool = False) -> None:
         self.plan, self.device = plan, device
         self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
@@ -140,6 +158,7 @@ class LayerGemms:
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
         self.fprop, self.dgrad, self.wgrad = backends
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
+        self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
 
@@ -219,7 +238,7 @@ class LayerGemms:
         if column is not None:
             assert x is not None and gradients.w is not None
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            dw_NK = self.wgrad.product(column, b, out_dtype=dtype).to(gradients.w)
+            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
 from fp4train.hardware import Device
 from fp4train.nn.call import Call
-from fp4train.nn.gathered import Gathered, HighPrecision
+from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
+from fp4train.nn.high_precision import HighPrecision
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
@@ -134,6 +135,7 @@ class Linear(nn.Linear):
         self.handle = Handle(self)
         self._calls = 0
         self._keep_forms = True
+        self._sums = False
         self._was_in_context = False
         self.settle(layer, backend)
 
@@ -159,7 +161,7 @@ class Linear(nn.Linear):
         key = (recipe, policy, Device.of(device))
         known = self._resolved.get(key)
         if known is None or known.plan != plan:
-            self._resolved[key] = LayerGemms(plan, device.type)
+            self._resolved[key] = LayerGemms(plan, device.type, sums=self._sums)
         self._held, self._gemms = (recipe, policy, device), self._resolved[key]
 
     def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
@@ -175,7 +177,7 @@ class Linear(nn.Linear):
         key = (context.recipe, context.policy, Device.of(device))
         if key not in self._resolved:
             plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
-            self._resolved[key] = LayerGemms(plan, device.type)
+            self._resolved[key] = LayerGemms(plan, device.type, sums=self._sums)
         self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
         return self._gemms
 
@@ -244,8 +246,9 @@ class Linear(nn.Linear):
     def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
         bias = None if self.bias is None else self.bias.to(dtype)
-        if isinstance(self.weight, Gathered):
-            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
+        sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
+        if sums or isinstance(self.weight, Gathered):
+            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias, sums)  # type: ignore[no-untyped-call]
             return y_MN
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
@@ -262,6 +265,12 @@ class Linear(nn.Linear):
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
         self._keep_forms = keep
         self._weights = PreparedWeights(keep)
+
+    def sum_gradients(self, sums: bool) -> None:
+        """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
+        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
+        self._sums = sums
+        self._forget_plans()
 
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""

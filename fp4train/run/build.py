@@ -17,7 +17,7 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
-from fp4train.nn import convert
+from fp4train.nn import Linear, convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute
 from fp4train.parallel.launch import Place
@@ -247,6 +247,10 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
+    rows = config.train.microbatch or config.train.batch_size // world.data_ranks
+    for each in model.modules():
+        if isinstance(each, Linear):
+            each.sum_gradients(rows < config.train.batch_size)
     distribute(model, world, effective(config.parallel.gather, compiled=config.train.compile))
     scaling = config.recipe.loss_scaling
     return Run(
