@@ -273,6 +273,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.Pr
         if isinstance(parameter._module_info.module, Linear)
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
+        and not parameter.is_dtensor  # cut by tensor parallelism
         and parameter._orig_size[0] % group.size() == 0
     ]
 

@@ -42,6 +42,8 @@ def why_float32(plan: LayerPlan, shards: int) -> str | None:
         return None
     if plan.layer.block is None:
         return "it lies outside the blocks"
+    if plan.layer.cut is not None:
+        return "tensor parallelism cuts it"
     if plan.layer_backend is not None:
         return f"{plan.layer_backend} quantises the weight itself"
     rows, rest = divmod(plan.layer.out_features, shards)

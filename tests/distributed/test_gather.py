@@ -52,15 +52,20 @@ WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128
 """Of a block's linear layers; beside them it has two norms of 64."""
 
 
+LONG = pytest.mark.long
+BYTES = {
+    **{"nvfp4": 0.5 + 1 / 256, "nvfp4_four_over_six": 0.5 + 1 / 256, "mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32},
+    **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2},
+}
+"""Per weight and gather."""
+
+
 @pytest.mark.parametrize(
-    ("recipe", "each"),
-    [
-        *(("nvfp4", 0.5 + 1 / 256), ("nvfp4_four_over_six", 0.5 + 1 / 256), ("mxfp4", 0.5 + 1 / 32)),
-        *(("mxfp8", 1 + 1 / 32), ("fp8_current", 1), ("fp8_delayed", 1), ("bf16", 2)),
-    ],
+    "recipe", [each if each in ("nvfp4", "fp8_delayed") else pytest.param(each, marks=LONG) for each in BYTES]
 )
-def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: str, each: float) -> None:
+def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     """And a weight costs so many bytes per gather, counted in the collectives themselves."""
+    each = BYTES[recipe]
     options = (*WIDE, f"recipe={recipe}")
     ranks.train(1, "one", "train.microbatch=2", *options)
     ranks.train(2, "two", *options, patch=COUNT)
@@ -83,12 +88,12 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     ("recipe", "options"),
     [
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
-        ("fp8_delayed", ("eval.errors_every=2", "train.microbatch=1", "policy=last15")),
-        ("nvfp4", ("phases=cooldown_fprop",)),
-        ("nvfp4_forward_mxfp8_backward", ()),
-        ("bf16_forward_nvfp4_backward", ("model.recompute=true",)),
-        ("fp8_row", ()),
-        ("nvfp4_plain", ()),
+        pytest.param("fp8_delayed", ("eval.errors_every=2", "train.microbatch=1", "policy=last15"), marks=LONG),
+        pytest.param("nvfp4", ("phases=cooldown_fprop",), marks=LONG),
+        pytest.param("nvfp4_forward_mxfp8_backward", (), marks=LONG),
+        pytest.param("bf16_forward_nvfp4_backward", ("model.recompute=true",), marks=LONG),
+        pytest.param("fp8_row", (), marks=LONG),
+        pytest.param("nvfp4_plain", (), marks=LONG),
     ],
 )
 def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
@@ -103,6 +108,7 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
     assert sum(found["dtype"] == "torch.float32" for found in gathers) == microbatches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
 def test_four_ranks(ranks: Ranks, cut: str) -> None:
     options = (*WIDE, "recipe=nvfp4", cut)
@@ -123,6 +129,7 @@ def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: R
     ]
 
 
+@pytest.mark.long
 def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     """It is in every step what one rank gives whose masters are rounded."""
     for recipe in ("bf16", "nvfp4"):
@@ -137,6 +144,7 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
 
 
+@pytest.mark.long
 def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks) -> None:
     ranks.train(2, "whole", *WIDE, "recipe=fp8_delayed", "checkpoint.every=3", "checkpoint.keep=2")
     ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")
