@@ -61,7 +61,7 @@ class WeightForm:
         self.holders = () if place is None or spec is None else place.holders("w", spec, transposed=turned)
 
     def finish(self, prepared: Prepared) -> Prepared:
-        """This form from codes, or from the values that serve both forms."""
+        """This form from codes that were gathered, or from the values that serve both forms."""
         if isinstance(prepared, Quantized) and self.decode is not None:
             prepared = self.decode(prepared)
         if self.transposed:
@@ -127,7 +127,10 @@ class PreparedWeights:
             prepared = self._prepare(w_NK.detach(), form, call, amax)
             if self._keep:
                 self._forms.append((form.key, prepared))
-        return form.finish(prepared) if form.transposed else prepared
+        if form.transposed:
+            assert isinstance(prepared, Decoded)
+            return Decoded(prepared.values.T, prepared.scale)
+        return prepared
 
     def _begin(self, call: Call) -> None:
         """Forget what belongs to another step than that of `call`."""
