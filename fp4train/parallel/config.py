@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fp4train.precision.gather import GATHERS
+from fp4train.text import check_choice
+
 REST = -1
 """As many as there are ranks left."""
 
@@ -42,6 +45,9 @@ class Parallel:
         amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that share it, so that
             codes do not depend on tp; "data": also those of the data ranks, so that they do not depend on how a batch
             is cut; "local": this rank's alone.
+        gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
+            where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
+            rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -56,6 +62,7 @@ class Parallel:
     tp: int = 1
     sp: bool = True
     amax: str = "tp"
+    gather: str = "recipe"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -85,6 +92,7 @@ class Parallel:
             )
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
+        check_choice("parallel.gather", self.gather, GATHERS)
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:
