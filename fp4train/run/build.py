@@ -25,6 +25,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.environment import environment
 from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
 from fp4train.run.swaps import as_swap, plain_swaps, read_entries, read_swaps, record_swap, write_entries
@@ -200,6 +201,7 @@ def build(
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])
     run.swaps = read_entries(directory)
+    record["environment"] = environment(run.device, run.fingerprint)
     history.append(directory, plan=run.plan, **record)
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
