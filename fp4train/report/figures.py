@@ -1,0 +1,185 @@
+"""The figures of runs: losses, gaps and recipes over one axis of steps; quantisation errors by layer and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, right_end, shortened, style
+from fp4train.analysis.picture import colour_of, line_of
+from fp4train.report.gaps import Curve, Group, curve, gap_curve
+from fp4train.report.sources import Source
+from fp4train.report.svg import LINE, NARROW
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fp4train.report.errors import Errors
+
+HEAT = "YlOrRd"
+LAYERS, COLUMNS = 48, 40
+"""Rows and columns of a heat map; of more layers the worst are shown, of more steps evenly chosen ones."""
+SETTLED = 10
+"""A gap's axis leaves out this part (a tenth) of the run's beginning."""
+MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
+"""What is marked on the band of a run."""
+
+
+def recipe_names(sources: Sequence[Source]) -> list[str]:
+    """All recipes of the runs in order of appearance; the place of one chooses its colour."""
+    return list(dict.fromkeys(recipe for source in sources for *_, recipe in bands(source)))
+
+
+def bands(source: Source) -> list[tuple[int, int, str]]:
+    """(first step, step after the last, recipe): from the history, or where there is none from the metrics."""
+    if source.stretches:
+        return [(s.start, s.stop, s.recipe) for s in source.stretches]
+    spans = source.metrics.spans()
+    return [(0 if span is spans[0] else span.first, span.last, span.recipe) for span in spans]
+
+
+def time_axis(groups: Sequence[Group], gaps_of: str | None) -> Callable[[float], Figure]:
+    """Losses, gaps to the first group (where `gaps_of` names a loss), and the recipes of every run."""
+    sources = sorted((source for each in groups for source in each.sources), key=lambda source: source.number)
+
+    def draw(width: float) -> Figure:
+        with_gaps = gaps_of is not None and len(groups) > 1
+        strip = 0.35 + 0.19 * len(sources)
+        heights = [2.6, *([1.7] if with_gaps else []), strip]
+        figure = new_figure(width, sum(heights) + 0.5)
+        panels: Sequence[Axes] = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )[:, 0]
+        _losses(panels[0], groups)
+        if with_gaps:
+            _gaps(panels[1], groups)
+        _bands(panels[-1], sources, width)
+        panels[0].set_xlim(0, right_end(max(bands(s)[-1][1] if bands(s) else s.done for s in sources)))
+        if width <= NARROW:
+            _thin(panels)
+        return figure
+
+    return draw
+
+
+def _thin(panels: Sequence[Axes]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for panel in panels:
+        panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def _band(axes: Axes, found: Curve, index: int, *, marker: str | None = None, **line: Any) -> None:
+    colour = colour_of(index)
+    if np.isfinite(found.low).any():
+        axes.fill_between(found.steps, found.low, found.high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(found.steps, found.mean, color=colour, marker=marker, **line)
+
+
+def _losses(axes: Axes, groups: Sequence[Group]) -> None:
+    shown = []
+    for index, group in enumerate(groups):
+        train, validation = curve(group, "train/loss"), curve(group, "val/loss")
+        _band(axes, train, index, linestyle=line_of(index), linewidth=1.3)
+        axes.plot(validation.steps, validation.mean, color=colour_of(index), linewidth=0, marker="o", markersize=3)
+        shown.append(train.mean)
+    style(axes, "loss, nats per token; dots: validation")
+    if all((values[np.isfinite(values)] > 0).all() for values in shown):
+        logarithmic(axes, fine=True)
+    if limits := loss_limits(shown):
+        axes.set_ylim(*limits)
+
+
+def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
+    first, settled = groups[0], [np.zeros(1)]
+    axes.axhline(0, color=colour_of(0), linewidth=1.1)
+    for index, group in enumerate(groups[1:], start=1):
+        train, validation = (gap_curve(first, group, key) for key in ("train/loss", "val/loss"))
+        axes.plot(
+            train.steps, train.mean, color=colour_of(index), linestyle=line_of(index), linewidth=0.8, alpha=0.5
+        )
+        _band(axes, validation, index, linestyle=line_of(index), linewidth=1.4, marker="o", markersize=3)
+        for found in (train, validation):
+            start = len(found) // SETTLED
+            values = np.concatenate([found.mean[start:], found.low[start:], found.high[start:]])
+            settled.append(values[np.isfinite(values)])
+    style(axes, "gap to the first, %; bold: validation")
+    low, high = np.percentile(np.concatenate(settled), [1, 99])
+    margin = 0.15 * (high - low) or 1.0
+    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
+
+
+def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
+    recipes = recipe_names(sources)
+    total = max([1, *(stop for source in sources for _, stop, _ in bands(source))])
+    for row, source in enumerate(sources):
+        for start, stop, recipe in bands(source):
+            colour = SHADES[recipes.index(recipe) % len(SHADES)]
+            ran = min(stop, max(start, source.done))
+            axes.barh(row, ran - start, left=start, height=0.8, color=colour, edgecolor=LINE, linewidth=0.5)
+            if stop > ran:
+                axes.barh(
+                    row, stop - ran, left=ran, height=0.6, color="none", edgecolor=QUIET, linestyle=":", linewidth=0.8
+                )
+            room = int((stop - start) / total * width * 11)  # characters
+            label = recipe if len(recipe) <= room else shortened(recipe, room) if room >= 8 else ""
+            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=7, color=INK)
+        marks = [(record.event, record.step) for record in source.records if record.step]
+        marks += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
+        for name, step in marks:
+            if name in MARKS:
+                axes.plot([step], [row], marker=MARKS[name], color=INK, markersize=5, clip_on=False)
+    style(axes, "recipe of every run")
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(sources)), [str(source.number) for source in sources], fontsize=7)
+    axes.set_ylim(len(sources) - 0.5, -0.5)
+    axes.spines[["left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("step", fontsize=8, color=INK)
+
+
+def heat_maps(errors: Errors) -> Callable[[float], Figure]:
+    """Relative error and underflow by layer and step, each of the layer's worst operand."""
+
+    def draw(width: float) -> Figure:
+        order = worst_layers(errors)[:LAYERS]
+        rows = sorted(order)
+        columns = np.unique(np.linspace(0, len(errors.steps) - 1, min(len(errors.steps), COLUMNS)).round().astype(int))
+        narrow = width <= NARROW
+        height = 0.75 + max(0.9, 0.15 * len(rows))
+        figure = new_figure(width, 2 * height if narrow else height)
+        panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, sharey=True)
+        for panel, metric, title in zip(
+            panels, ("relative_error", "underflow"), ("relative error", "underflow, % of values"), strict=True
+        ):
+            shown = errors.worst_operand(metric)[np.ix_(rows, columns)] * (1 if metric == "relative_error" else 100)
+            _map(panel, shown, title, [str(errors.steps[i]) for i in columns], narrow)
+            if narrow or panel is panels[0]:
+                names = [shortened(errors.layers[i], 20 if narrow else 34) for i in rows]
+                panel.set_yticks(range(len(rows)), names, fontsize=6.5)
+        return figure
+
+    return draw
+
+
+def _map(axes: Axes, values: np.ndarray[Any, Any], title: str, steps: Sequence[str], narrow: bool) -> None:
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=HEAT, interpolation="none", vmin=0.0)
+    every = max(1, -(-len(steps) // (5 if narrow else 8)))
+    axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=7)
+    axes.set_xlabel("step", fontsize=8, color=INK)
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.tick_params(length=0, colors=INK)
+    axes.spines[:].set_color(LINE)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
+    bar.ax.tick_params(labelsize=7, colors=INK, length=2)
+    bar.outline.set_visible(False)
+
+
+def worst_layers(errors: Errors) -> list[int]:
+    """Layers by their largest relative error at the last step that they were measured at, the worst first."""
+    error = errors.worst_operand("relative_error")
+    last = [next((x for x in reversed(row) if np.isfinite(x)), -np.inf) for row in error]
+    return sorted(range(len(last)), key=lambda i: -last[i])

@@ -1,0 +1,73 @@
+"""HTML from data: every text is escaped, and only what `tag` made is markup.
+
+Names and values come from run directories of other people. Besides `<`, `>`, `&` and quotes, control characters,
+lone surrogates and the marks that turn the direction of writing are replaced: they would let a name look like another
+one, or cannot be encoded.
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+VOID = ("br", "meta", "col")
+LONGEST = 300
+"""Characters of a single text that are shown."""
+
+
+class Html(str):
+    """Markup; a plain str is text."""
+
+    __slots__ = ()
+
+
+def plain(text: object, limit: int = LONGEST) -> str:
+    """`text` on one line, at most `limit` characters, without characters that cannot be seen."""
+    shown = str(text)
+    if len(shown) > limit:
+        shown = f"{shown[: limit - 12]}…{shown[-11:]}"
+    return "".join(" " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown)
+
+
+def escaped(child: object) -> Html:
+    """Markup as it is, anything else as text."""
+    return child if isinstance(child, Html) else Html(html.escape(plain(child)))
+
+
+def tag(name: str, /, *children: object, **attributes: str | None) -> Html:
+    """An element. A trailing underscore of an attribute is dropped (`class_`); None leaves it out."""
+    words = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value, 2000))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in VOID:
+        return Html(f"<{name}{words}>")
+    return Html(f"<{name}{words}>{joined(children)}</{name}>")
+
+
+def joined(parts: Iterable[object]) -> Html:
+    """The parts one after another."""
+    return Html("".join(escaped(part) for part in parts))
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, right: Iterable[int] = ()) -> Html:
+    """A table that scrolls in its own box where the page is narrow; columns in `right` are right-aligned."""
+    numbers = set(right)
+
+    def cells(row: Sequence[object], kind: str) -> Html:
+        made = [
+            tag(kind, cell, class_="n" if i in numbers else None, scope="col" if kind == "th" else None)
+            for i, cell in enumerate(row)
+        ]
+        return tag("tr", *made)
+
+    head = tag("thead", cells(header, "th"))
+    body = tag("tbody", *(cells(row, "td") for row in rows))
+    return tag("div", tag("table", tag("caption", caption), head, body), class_="scroll", tabindex="0")
+
+
+def folded(summary: object, *children: object, opened: bool = False) -> Html:
+    """Details that a reader may open; they are open on paper."""
+    return tag("details", tag("summary", summary), *children, open="" if opened else None)

@@ -1,0 +1,125 @@
+"""The report: one HTML file that needs no network and runs no script.
+
+Figures are SVG by matplotlib. The alternatives were weighed with a report of seven runs. Plotly's JavaScript is 4.6 MB
+in every file, and a plot that a script lays out for the screen is cut off or blurred on paper; lighter libraries (uPlot,
+Vega) come as no wheel with their JavaScript, or need a second toolchain. Matplotlib is here already, its licence (PSF
+style) allows to ship what it draws, a report takes some hundred kilobytes, prints as vectors, and shows in viewers that
+run no scripts: mail, forges, shared disks. What is given up is zooming and reading a value under the pointer; the tables
+have the numbers. Since nothing runs, the page's Content-Security-Policy forbids every script and every request, also
+those that a name from somebody else's run directory might smuggle in past the escaping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fp4train import __version__, files
+from fp4train.errors import UserError
+from fp4train.report import sections, study_sections
+from fp4train.report.gaps import common, group
+from fp4train.report.html import Html, joined, tag
+from fp4train.report.sources import Source, read_sources
+from fp4train.report.style import STYLE
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+ENDING = ".html"
+
+
+def write_report(runs: Sequence[Path], out: Path) -> list[str]:
+    """Write the report of `runs`, the first of which is the reference; what was left out or is missing.
+
+    Raises:
+        UserError: no run is given or can be read, or the file cannot be written.
+    """
+    check_out(out)
+    if not runs:
+        raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
+    sources, left_out = read_sources(runs)
+    page = render(sources, left_out)
+    try:
+        files.write(out, page.encode(), sync=False)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    return [*left_out, *(problem for source in sources for problem in source.problems)]
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that cannot be the report, before anything is read.
+
+    Raises:
+        UserError: its name ends otherwise, or there is no such folder.
+    """
+    if out.suffix.lower() != ENDING:
+        raise UserError(f"out={out if out.name else ''}: the name must end in {ENDING}")
+    if not out.parent.is_dir():
+        raise UserError(f"out={out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder; name a file in it")
+
+
+def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
+    """The whole page."""
+    groups = group(sources)
+    at = common(groups)
+    parts = [
+        sections.results(groups, at),
+        sections.curves(groups, at),
+        study_sections.rankings(sources),
+        study_sections.sensitivities(sources),
+        sections.errors(sources),
+        sections.differences(sources),
+        sections.environment(sources),
+        sections.cost(sources),
+    ]
+    names = ", ".join(source.name for source in sources[:3]) + (f" and {len(sources) - 3} more" if sources[3:] else "")
+    title = f"Report of {names}"
+    warned = [
+        *(f"Left out: {each}" for each in left_out),
+        *different_data(sources),
+        *(f"{source.name}: {problem}" for source in sources for problem in source.problems),
+    ]
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("title", title),
+        tag("style", Html(STYLE)),
+    )
+    body = tag(
+        "body",
+        tag("h1", title),
+        tag("p", f"{len(sources)} runs; made {made} by fp4train {__version__}", class_="note"),
+        sections.warnings(warned),
+        _contents(parts),
+        tag("main", *parts),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def different_data(sources: Sequence[Source]) -> list[str]:
+    """What makes losses of these runs incomparable: other data, tokens, or sequences. Empty where nothing is known."""
+    found = []
+    prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
+    keys = list(dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data.")))
+    keys = [key for key in (*keys, "train.seq_len", "eval.batches") if key != "data.cache_dir"]
+    known = [source for source in sources if source.config is not None]
+    differing = [key for key in keys if len({str(source.setting(key)) for source in known}) > 1]
+    if len(prints) > 1:
+        found.append("The runs were trained on different data (their fingerprints differ): losses do not compare.")
+    elif data := [key for key in differing if key.startswith("data.")]:
+        found.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
+    if other := [key for key in differing if not key.startswith("data.")]:
+        found.append(f"The runs differ in {', '.join(other)}: their validation losses are of different tokens.")
+    return found
+
+
+def _contents(parts: Sequence[Html]) -> Html:
+    """Links to the headings."""
+    import re
+
+    titles = [re.search(r'<section id="([^"]+)"><h2>([^<]+)</h2>', part) for part in parts]
+    return tag("nav", joined(tag("a", Html(t[2]), href=f"#{t[1]}") for t in titles if t), aria_label="contents")
