@@ -23,7 +23,7 @@ HEAT = "YlOrRd"
 LAYERS, COLUMNS = 48, 40
 """Rows and columns of a heat map; of more layers the worst are shown, of more steps evenly chosen ones."""
 SETTLED = 10
-"""A gap's axis leaves out this part (a tenth) of the run's beginning."""
+"""The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
 """What is marked on the band of a run."""
 
@@ -103,9 +103,9 @@ def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
         )
         _band(axes, validation, index, linestyle=line_of(index), linewidth=1.4, marker="o", markersize=3)
         for found in (train, validation):
-            start = len(found) // SETTLED
-            values = np.concatenate([found.mean[start:], found.low[start:], found.high[start:]])
-            settled.append(values[np.isfinite(values)])
+            bounds = len(found) // 2
+            values = [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
+            settled += [each[np.isfinite(each)] for each in values]
     style(axes, "gap to the first, %; bold: validation")
     low, high = np.percentile(np.concatenate(settled), [1, 99])
     margin = 0.15 * (high - low) or 1.0
@@ -166,7 +166,7 @@ def heat_maps(errors: Errors) -> Callable[[float], Figure]:
 
 
 def _map(axes: Axes, values: np.ndarray[Any, Any], title: str, steps: Sequence[str], narrow: bool) -> None:
-    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=HEAT, interpolation="none", vmin=0.0)
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=HEAT, interpolation="none")
     every = max(1, -(-len(steps) // (5 if narrow else 8)))
     axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=7)
     axes.set_xlabel("step", fontsize=8, color=INK)

@@ -8,12 +8,17 @@ one, or cannot be encoded.
 from __future__ import annotations
 
 import html
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 VOID = ("br", "meta", "col")
 LONGEST = 300
 """Characters of a single text that are shown."""
+
+
+ROOMY = 14
+"""Characters from which a cell is not squeezed into a column of single words."""
 
 
 class Html(str):
@@ -57,15 +62,17 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption
     numbers = set(right)
 
     def cells(row: Sequence[object], kind: str) -> Html:
-        made = [
-            tag(kind, cell, class_="n" if i in numbers else None, scope="col" if kind == "th" else None)
-            for i, cell in enumerate(row)
-        ]
-        return tag("tr", *made)
+        return tag("tr", *(_cell(kind, cell, number=i in numbers) for i, cell in enumerate(row)))
 
     head = tag("thead", cells(header, "th"))
     body = tag("tbody", *(cells(row, "td") for row in rows))
     return tag("div", tag("table", tag("caption", caption), head, body), class_="scroll", tabindex="0")
+
+
+def _cell(kind: str, cell: object, *, number: bool) -> Html:
+    roomy = len(re.sub(r"<[^>]*>", "", str(cell))) > ROOMY
+    names = "n" if number else "roomy" if roomy else None
+    return tag(kind, cell, class_=names, scope="col" if kind == "th" else None)
 
 
 def folded(summary: object, *children: object, opened: bool = False) -> Html:

@@ -326,7 +326,7 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in list(found.items())[:100]:
         if isinstance(value, dict) and not prefix:
-            flat |= _flat(value, f"{plain(key, 60)} ")
+            flat |= _flat(value, "version of " if key == "versions" else f"{plain(key, 60)} ")
         else:
             flat[plain(f"{prefix}{key}", 80)] = _show(value)
     return flat

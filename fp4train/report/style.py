@@ -35,6 +35,7 @@ caption{text-align:left;padding-bottom:.3rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .7rem .25rem 0;border-bottom:1px solid var(--line)}
 th{font-weight:600}
 td{max-width:24rem;overflow-wrap:break-word}
+.roomy{min-width:9rem}
 th.n,td.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 tbody tr:hover{background:var(--soft)}
 code{font-size:.95em;background:var(--soft);padding:0 .25em;border-radius:.2em}
@@ -59,6 +60,7 @@ summary{cursor:pointer;padding:.3rem 0}
   .scroll{overflow:visible}
   table{font-size:7.5pt;overflow-wrap:anywhere}
   th.n,td.n{white-space:normal}
+  .roomy{min-width:0}
   td,th{padding-right:.4rem}
   figure,tr,h2,h3{break-inside:avoid}
   h2,h3,summary{break-after:avoid}

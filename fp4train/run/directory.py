@@ -70,6 +70,7 @@ RESUMED = (
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
     *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
     *("data.path", "data.val_path"),
+    "parallel.",
 )
 """Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
 its fingerprint is compared with that in the checkpoint."""
@@ -269,6 +270,11 @@ def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> l
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
     gone = set(unknown_keys(plain(old), Config))
     return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
+
+
+def workplace_of(run: Path, *, aside: bool) -> Path:
+    """The folder that `workplace` gives, to a rank that does not make it."""
+    return run / ".new" if aside else run
 
 
 @contextmanager

@@ -19,11 +19,12 @@ PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
 """Whose versions change what a run computes, or how fast."""
 
 
-def environment(device: torch.device, fingerprint: str) -> dict[str, Any]:
+def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str, Any]:
     """Plain JSON values.
 
     Args:
-        device: what the run computes on. fingerprint: of its tokens; runs with equal ones have equal data.
+        device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have equal data.
+        ranks: how many processes train together.
     """
     versions = {"fp4train": __version__, "python": platform.python_version()}
     versions |= {name: found for name in PACKAGES if (found := _version(name)) is not None}
@@ -31,7 +32,6 @@ def environment(device: torch.device, fingerprint: str) -> dict[str, Any]:
         versions["cuda"] = torch.version.cuda
     if (driver := driver_version()) is not None:
         versions["driver"] = driver
-    cuda = device.type == "cuda"
     return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -39,7 +39,7 @@ def environment(device: torch.device, fingerprint: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(Device.of(device)),
-        "devices": torch.cuda.device_count() if cuda else 0,
+        "ranks": ranks,
         "data": fingerprint,
         "versions": versions,
     }

@@ -65,7 +65,7 @@ class Step:
     Args:
         index: optimizer steps done before it.
         recipe: it was computed in.
-        numbers: its mean loss, the norm of all gradients, and that of each.
+        numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of it).
         names: the parameters of those norms.
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
@@ -90,11 +90,11 @@ class Step:
         """Whether a smaller loss scale may mend gradients that are not finite."""
         return self.recipe.loss_scaling is not None and self.loss_scale > SMALLEST_LOSS_SCALE
 
-    def bad_gradient(self) -> str:
+    def bad_gradient(self) -> str | None:
         """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
         norms = self.numbers.read()[2:]
         bad = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
-        return f"gradient of {bad[-1]}" if bad else "the norm itself (finite gradients, overflowing sum)"
+        return f"gradient of {bad[-1]}" if bad else None
 
 
 class Counts(Protocol):
@@ -169,7 +169,8 @@ class Ledger:
         run.load_scaling(step.scaling)
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
-            raise NonFiniteError(step.index, "gradient norm", norm, step.bad_gradient(), step.recipe.name)
+            bad = run.world.first(step.bad_gradient()) or "the norm itself (finite gradients, overflowing sum)"
+            raise NonFiniteError(step.index, "gradient norm", norm, bad, step.recipe.name)
         where = self.blame(run, step.recipe)
         run.load_scaling(step.scaling)
         raise NonFiniteError(step.index, "loss", loss, where, step.recipe.name)

@@ -1,5 +1,7 @@
 """Checkpoints that are written while the next steps run.
 
+Of several ranks the lead writes; the others give it their parts of the tensors.
+
 The loop pays for a copy of the state in main memory, whose buffers are kept from one checkpoint to the next; a thread
 checks that it is finite, writes it, and reports. Two never overlap: the loop waits, within bounds, for one that is not
 done when the next is due. One that fails is tried again after 1, 2, 4, … steps, and at the end after a pause.
@@ -28,6 +30,7 @@ from torch import Tensor
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.parallel.whole import whole
 from fp4train.run import directory as run_directory
 from fp4train.run.guard import first_non_finite
 from fp4train.shards import Part, owned, separate
@@ -104,11 +107,14 @@ class Saver:
         Args:
             proven: a finite loss has been computed from this state.
         """
-        if not self._idle.wait(WAIT_SECONDS):
+        run, step = self.run, self.run.step
+        if not run.world.of_lead(self._idle.wait(WAIT_SECONDS)):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
             return False
-        run, step = self.run, self.run.step
         tensors, state = checkpoint.flatten(run.state())
+        tensors = whole(tensors, keep=run.world.lead)
+        if not run.world.lead:
+            return True
         state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]

@@ -10,6 +10,7 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
+from fp4train.parallel.whole import part_like
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
 from fp4train.run.restored import restored
@@ -57,7 +58,7 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
         check_model(model, saved)
     except ValueError as error:
         raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
-    model.load_state_dict(saved)
+    model.load_state_dict({name: part_like(own[name], each) for name, each in saved.items()})
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -180,9 +180,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         torn=False,
         failed=None,
     )
-    # The optimizer takes the moments themselves, and a fork changes them.
-    tensors = {name: tensor.clone() for name, tensor in subject.start.tensors.items()}
-    run.restore(replace(subject.start, tensors=tensors))
+    run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
     scaling = config.recipe.loss_scaling
     if subject.config.recipe.loss_scaling is None or scaling is None:
         run.loss_scale, run.good_steps = scaling.initial if scaling else 1.0, 0
@@ -220,7 +218,9 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
         ledger.settle()
         assert stretch is not None
         high, recipe = validation_losses(run, stretch.recipe)
-        check_evaluation(run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
+        check_evaluation(
+            run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name, run.world
+        )
     except NonFiniteError as error:
         problem = str(error)
     finally:

@@ -21,6 +21,7 @@ from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.data import Loader
 from fp4train.errors import UserError
+from fp4train.parallel.world import World
 from fp4train.run import directory as run_directory
 from fp4train.run.belonging import check_belongs
 from fp4train.run.build import assemble, build_timeline, choose_device
@@ -52,6 +53,7 @@ class Subject:
         start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
         weights: checksum of the model's weights.
         settings: checksum of the keys of the configuration that decide about model, batches and arithmetic.
+        trainable: whether the optimizer's moments were asked for.
     """
 
     source: Path
@@ -59,6 +61,7 @@ class Subject:
     start: checkpoint.Checkpoint | None = field(repr=False)
     weights: str
     settings: str
+    trainable: bool
 
     @property
     def config(self) -> Config:
@@ -96,7 +99,7 @@ class Subject:
         Raises:
             ValueError: the subject was opened without its optimizer, or there is no checkpoint.
         """
-        if self.start is None or not self.start.tensors:
+        if self.start is None or not self.trainable:
             raise ValueError("only a subject of a checkpoint that is opened with optimizer=True can be restored")
         self.run.restore(self.start)
 
@@ -138,7 +141,7 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     timeline = build_timeline(config, source)
     with tempfile.TemporaryDirectory() as place:
         run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
-        run = assemble(config, Path(place), timeline, choose_device(config.device))
+        run = assemble(config, Path(place), timeline, World(device=choose_device(config.device)))
     if start is not None:
         run.restore(start)
         run.plan = run.plan.since(run.step)
@@ -146,11 +149,14 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         load_weights(run.model, init)
     if not optimizer:
         run.optimizer.state.clear()
-        if start is not None:
-            start.tensors.clear()
     run.model.train()
     return Subject(
-        source=source, run=run, start=start, weights=_checksum_of_weights(run.model), settings=_checksum_of(cfg)
+        source=source,
+        run=run,
+        start=start,
+        weights=_checksum_of_weights(run.model),
+        settings=_checksum_of(cfg),
+        trainable=optimizer,
     )
 
 
