@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train.analysis.history import History
+from fp4train.report.html import plain
 
 METRICS: Final = ("relative_error", "sqnr_db", "underflow", "saturation", "kurtosis", "amax")
 
@@ -56,4 +57,4 @@ def read_errors(metrics: History) -> Errors | None:
     values = {name: np.full((len(layers), len(operands), len(steps)), np.nan) for name in METRICS}
     for (name, layer, operand, step), value in found.items():
         values[name][layer, operand, place[step]] = value
-    return Errors(steps=steps, layers=list(layers), operands=list(operands), values=values)
+    return Errors(steps=steps, layers=list(map(plain, layers)), operands=list(map(plain, operands)), values=values)

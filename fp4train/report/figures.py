@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4train.analysis.curves import INK, QUIET, SHADES, logarithmic, loss_limits, new_figure, right_end, shortened, style
+from fp4train.analysis.curves import (
+    INK,
+    QUIET,
+    SHADES,
+    logarithmic,
+    loss_limits,
+    new_figure,
+    right_end,
+    shortened,
+    style,
+)
 from fp4train.analysis.picture import colour_of, line_of
 from fp4train.report.gaps import Curve, Group, curve, gap_curve
+from fp4train.report.html import plain
 from fp4train.report.sources import Source
 from fp4train.report.svg import LINE, NARROW
 
@@ -22,6 +33,8 @@ if TYPE_CHECKING:
 HEAT = "YlOrRd"
 LAYERS, COLUMNS = 48, 40
 """Rows and columns of a heat map; of more layers the worst are shown, of more steps evenly chosen ones."""
+NAME = 120
+"""Characters of a recipe's name."""
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
@@ -36,9 +49,9 @@ def recipe_names(sources: Sequence[Source]) -> list[str]:
 def bands(source: Source) -> list[tuple[int, int, str]]:
     """(first step, step after the last, recipe): from the history, or where there is none from the metrics."""
     if source.stretches:
-        return [(s.start, s.stop, s.recipe) for s in source.stretches]
+        return [(s.start, s.stop, plain(s.recipe, NAME)) for s in source.stretches]
     spans = source.metrics.spans()
-    return [(0 if span is spans[0] else span.first, span.last, span.recipe) for span in spans]
+    return [(0 if span is spans[0] else span.first, span.last, plain(span.recipe, NAME)) for span in spans]
 
 
 def time_axis(groups: Sequence[Group], gaps_of: str | None) -> Callable[[float], Figure]:
@@ -50,9 +63,8 @@ def time_axis(groups: Sequence[Group], gaps_of: str | None) -> Callable[[float],
         strip = 0.35 + 0.19 * len(sources)
         heights = [2.6, *([1.7] if with_gaps else []), strip]
         figure = new_figure(width, sum(heights) + 0.5)
-        panels: Sequence[Axes] = figure.subplots(
-            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )[:, 0]
+        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+        panels: list[Axes] = list(grid[:, 0])
         _losses(panels[0], groups)
         if with_gaps:
             _gaps(panels[1], groups)
@@ -98,9 +110,7 @@ def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
     axes.axhline(0, color=colour_of(0), linewidth=1.1)
     for index, group in enumerate(groups[1:], start=1):
         train, validation = (gap_curve(first, group, key) for key in ("train/loss", "val/loss"))
-        axes.plot(
-            train.steps, train.mean, color=colour_of(index), linestyle=line_of(index), linewidth=0.8, alpha=0.5
-        )
+        axes.plot(train.steps, train.mean, color=colour_of(index), linestyle=line_of(index), linewidth=0.8, alpha=0.5)
         _band(axes, validation, index, linestyle=line_of(index), linewidth=1.4, marker="o", markersize=3)
         for found in (train, validation):
             bounds = len(found) // 2
@@ -155,7 +165,7 @@ def heat_maps(errors: Errors) -> Callable[[float], Figure]:
         for panel, metric, title in zip(
             panels, ("relative_error", "underflow"), ("relative error", "underflow, % of values"), strict=True
         ):
-            shown = errors.worst_operand(metric)[np.ix_(rows, columns)] * (1 if metric == "relative_error" else 100)
+            shown = errors.worst_operand(metric)[rows][:, columns] * (1 if metric == "relative_error" else 100)
             _map(panel, shown, title, [str(errors.steps[i]) for i in columns], narrow)
             if narrow or panel is panels[0]:
                 names = [shortened(errors.layers[i], 20 if narrow else 34) for i in rows]

@@ -18,6 +18,7 @@ import numpy as np
 from fp4train.analysis.compare import common_step, seed_groups
 from fp4train.analysis.history import Floats, Series
 from fp4train.errors import UserError
+from fp4train.report.html import ranges
 from fp4train.report.sources import Source
 from fp4train.report.studies import Interval
 from fp4train.studies.statistics import Estimate, estimate
@@ -45,7 +46,8 @@ class Group:
 
     @property
     def numbers(self) -> str:
-        return ", ".join(str(source.number) for source in self.sources)
+        """ "1–3": those of its runs."""
+        return ranges(source.number for source in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 VOID = ("br", "meta", "col")
-LONGEST = 300
+LONGEST = 2000
 """Characters of a single text that are shown."""
 
 
@@ -32,7 +32,9 @@ def plain(text: object, limit: int = LONGEST) -> str:
     shown = str(text)
     if len(shown) > limit:
         shown = f"{shown[: limit - 12]}…{shown[-11:]}"
-    return "".join(" " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown)
+    return "".join(
+        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown
+    )
 
 
 def escaped(child: object) -> Html:
@@ -43,7 +45,7 @@ def escaped(child: object) -> Html:
 def tag(name: str, /, *children: object, **attributes: str | None) -> Html:
     """An element. A trailing underscore of an attribute is dropped (`class_`); None leaves it out."""
     words = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value, 2000))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -57,7 +59,9 @@ def joined(parts: Iterable[object]) -> Html:
     return Html("".join(escaped(part) for part in parts))
 
 
-def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, right: Iterable[int] = ()) -> Html:
+def table(
+    header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, right: Iterable[int] = ()
+) -> Html:
     """A table that scrolls in its own box where the page is narrow; columns in `right` are right-aligned."""
     numbers = set(right)
 
@@ -66,7 +70,19 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption
 
     head = tag("thead", cells(header, "th"))
     body = tag("tbody", *(cells(row, "td") for row in rows))
-    return tag("div", tag("table", tag("caption", caption), head, body), class_="scroll", tabindex="0")
+    scrolling = tag("div", tag("table", head, body, aria_label=caption), class_="scroll", tabindex="0")
+    return joined([tag("p", caption, class_="caption"), scrolling])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """ "1–3, 7" for 1, 2, 3, 7."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
 
 
 def _cell(kind: str, cell: object, *, number: bool) -> Html:

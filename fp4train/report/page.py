@@ -1,23 +1,25 @@
 """The report: one HTML file that needs no network and runs no script.
 
-Figures are SVG by matplotlib. The alternatives were weighed with a report of seven runs. Plotly's JavaScript is 4.6 MB
-in every file, and a plot that a script lays out for the screen is cut off or blurred on paper; lighter libraries (uPlot,
-Vega) come as no wheel with their JavaScript, or need a second toolchain. Matplotlib is here already, its licence (PSF
-style) allows to ship what it draws, a report takes some hundred kilobytes, prints as vectors, and shows in viewers that
-run no scripts: mail, forges, shared disks. What is given up is zooming and reading a value under the pointer; the tables
-have the numbers. Since nothing runs, the page's Content-Security-Policy forbids every script and every request, also
-those that a name from somebody else's run directory might smuggle in past the escaping.
+Figures are SVG by matplotlib. The alternatives ship JavaScript that has to stand in every file (in their wheels: Plotly
+4.8 MB, Bokeh 1.3 MB) and would be a new dependency. A script lays a plot out for the screen that it starts on, so that
+paper and a turned phone need it to run again. Matplotlib is a dependency already, its licence sets no terms for what it
+draws, a report takes some hundred kilobytes, prints as vectors, and shows in viewers that run no scripts: mail, forges,
+shared disks. What is given up is zooming, and reading a value under the pointer; the tables have the numbers.
+
+Since nothing has to run, the page's Content-Security-Policy forbids every script and every request, also one that a
+name from somebody else's run directory might bring in past the escaping.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fp4train import __version__, files
 from fp4train.errors import UserError
-from fp4train.report import sections, study_sections
+from fp4train.report import facts, sections, study_sections
 from fp4train.report.gaps import common, group
 from fp4train.report.html import Html, joined, tag
 from fp4train.report.sources import Source, read_sources
@@ -69,9 +71,9 @@ def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
         study_sections.rankings(sources),
         study_sections.sensitivities(sources),
         sections.errors(sources),
-        sections.differences(sources),
-        sections.environment(sources),
-        sections.cost(sources),
+        facts.differences(sources),
+        facts.environment(sources),
+        facts.cost(sources),
     ]
     names = ", ".join(source.name for source in sources[:3]) + (f" and {len(sources) - 3} more" if sources[3:] else "")
     title = f"Report of {names}"
@@ -119,7 +121,5 @@ def different_data(sources: Sequence[Source]) -> list[str]:
 
 def _contents(parts: Sequence[Html]) -> Html:
     """Links to the headings."""
-    import re
-
     titles = [re.search(r'<section id="([^"]+)"><h2>([^<]+)</h2>', part) for part in parts]
     return tag("nav", joined(tag("a", Html(t[2]), href=f"#{t[1]}") for t in titles if t), aria_label="contents")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
             continue
         seen.add(path.resolve())
         problems: list[str] = []
-        history = _try(lambda path=path: _metrics(path), problems, None)
+        history = _try(partial(_metrics, path), problems, None)
         if history is None:
             left_out += problems
         else:
@@ -97,7 +98,8 @@ def _metrics(path: Path) -> History:
 def _source(number: int, name: str, metrics: History) -> Source:
     problems: list[str] = []
     path = metrics.path
-    records = _try(lambda: run_history.read_history(path), problems, [])
+    none: list[run_history.Record] = []
+    records = _try(lambda: run_history.read_history(path), problems, none)
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
     config = _try(lambda: _config(path, records), problems, None)

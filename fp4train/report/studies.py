@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.files import Folder
+from fp4train.report.html import plain
 
 STUDIES = "studies"
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are shown."""
+NAME = 300
+"""Characters of a name in a study."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,6 @@ class SensitivityResult:
         keep: patterns of the policy. kept, predicted, measured: its share of multiply-adds and its nMSE.
     """
 
-    folder: str
     step: int
     recipe: str
     batches: int
@@ -88,7 +90,6 @@ class Candidate:
 class RankingResult:
     """Of one checkpoint; the candidates in their order, diverged ones last."""
 
-    folder: str
     step: int
     forks: int
     steps: int
@@ -124,9 +125,9 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                 with studies.folder(name) as folder:
                     try:
                         if folder.has_file("sensitivity.json"):
-                            sensitivities.append(_sensitivity(name, _parsed(folder, "sensitivity.json")))
+                            sensitivities.append(_sensitivity(_parsed(folder, "sensitivity.json")))
                         elif folder.has_file("rank.json"):
-                            rankings.append(_ranking(name, _parsed(folder, "rank.json")))
+                            rankings.append(_ranking(_parsed(folder, "rank.json")))
                         else:
                             problems.append(f"{folder.path} has no result: the study is not finished")
                     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -143,16 +144,15 @@ def _parsed(folder: Folder, name: str) -> dict[str, Any]:
     return found
 
 
-def _sensitivity(folder: str, found: dict[str, Any]) -> SensitivityResult:
+def _sensitivity(found: dict[str, Any]) -> SensitivityResult:
     policy = found["policy"]
     return SensitivityResult(
-        folder=folder,
         step=int(found["step"]),
-        recipe=str(found["recipe"]),
+        recipe=plain(found["recipe"], NAME),
         batches=int(found["batches"]),
-        parts={str(name): _part(str(name), part) for name, part in found["parts"].items()},
+        parts={name: _part(plain(name, NAME), part) for name, part in found["parts"].items()},
         pareto=[(_number(point["macs"]), _number(point["nmse"])) for point in found["pareto"]],
-        keep=[str(each) for each in policy["keep"]],
+        keep=[plain(each, NAME) for each in policy["keep"]],
         kept=_number(policy["macs"]),
         predicted=_number(policy["nmse"]),
         measured=_estimate(policy["measured"]["nmse"]),
@@ -175,7 +175,7 @@ def _estimate(found: dict[str, Any]) -> Interval:
     return _interval(found["mean"], low, high)
 
 
-def _ranking(folder: str, found: dict[str, Any]) -> RankingResult:
+def _ranking(found: dict[str, Any]) -> RankingResult:
     pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
     reference, tested = str(found["reference"]), bool(found["looks"])
     entries = {str(each["name"]): each for each in found["candidates"] if each["asked"]}
@@ -186,7 +186,7 @@ def _ranking(folder: str, found: dict[str, Any]) -> RankingResult:
         is_reference = name == reference
         candidates.append(
             Candidate(
-                name=name,
+                name=plain(name, NAME),
                 gap=None if is_reference or "gap" not in entry else _bounded(entry["gap"]),
                 high=None if is_reference or "gap_high" not in entry else _bounded(entry["gap_high"]),
                 p=None if pair is None else _number(pair["p"]),
@@ -197,11 +197,10 @@ def _ranking(folder: str, found: dict[str, Any]) -> RankingResult:
         )
     floor = found["floor"]
     return RankingResult(
-        folder=folder,
         step=int(found["step"]),
         forks=int(found["forks"]),
         steps=int(found["settings"]["steps"]),
-        reference=reference,
+        reference=plain(reference, NAME),
         floor=None if floor is None else _bounded(floor),
         candidates=candidates,
     )

@@ -71,7 +71,7 @@ def _pareto(axes: Axes, found: SensitivityResult) -> None:
     axes.errorbar(
         [100 * found.kept], [found.measured.mean], yerr=[half], color=VALIDATION, marker="D", markersize=4, capsize=3
     )
-    style(axes, "nMSE left, predicted; diamond: measured")
+    style(axes, "nMSE left; diamond: measured")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("multiply-adds kept in high precision, %", fontsize=8, color=INK)

@@ -18,14 +18,14 @@ VERDICTS = {"apart": "told apart", "alike": "alike", "open": "not told apart", "
 
 def sensitivities(sources: Sequence[Source]) -> Html:
     """What every sensitivity study of the runs found."""
-    parts = [_sensitivity(source, found) for source in sources for found in source.studies.sensitivities]
+    every = [(source, found) for source in sources for found in source.studies.sensitivities]
+    parts = [_sensitivity(f"sensitivity-{place}", *each) for place, each in enumerate(every, start=1)]
     return section("Sensitivity", *parts) if parts else Html()
 
 
-def _sensitivity(source: Source, found: SensitivityResult) -> Html:
-    name = f"sensitivity-{source.number}-{found.folder}"
+def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
     layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)
-    wholes = [part for name in ("nothing", "everything") if (part := found.parts.get(name)) is not None]
+    wholes = [part for whole in ("nothing", "everything") if (part := found.parts.get(whole)) is not None]
     shown = [*wholes, *found.of_kind("gemm"), *found.of_kind("operand"), *layers[:LISTED]]
     rows = [
         [
@@ -41,8 +41,8 @@ def _sensitivity(source: Source, found: SensitivityResult) -> Html:
     drawn = figure(
         name,
         sensitivity(found),
-        alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted nMSE "
-        "against the share of multiply-adds kept in high precision. The table has the numbers.",
+        alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted "
+        "nMSE against the share of multiply-adds kept in high precision. The table has the numbers.",
         caption=f"Policy: keep {kept}, {found.kept:.1%} of the multiply-adds; nMSE {found.predicted:.4f} predicted, "
         f"{found.measured.show('.4f')} measured.",
     )
@@ -53,11 +53,12 @@ def _sensitivity(source: Source, found: SensitivityResult) -> Html:
 
 def rankings(sources: Sequence[Source]) -> Html:
     """What every ranking on a checkpoint of the runs found."""
-    parts = [_ranking(source, found) for source in sources for found in source.studies.rankings]
+    every = [(source, found) for source in sources for found in source.studies.rankings]
+    parts = [_ranking(f"ranking-{place}", *each) for place, each in enumerate(every, start=1)]
     return section("Ranking", *parts) if parts else Html()
 
 
-def _ranking(source: Source, found: RankingResult) -> Html:
+def _ranking(name: str, source: Source, found: RankingResult) -> Html:
     title = f"{source.name}, step {found.step}: {found.forks} forks of {found.steps} steps for each candidate"
     rows = [
         [
@@ -78,10 +79,10 @@ def _ranking(source: Source, found: RankingResult) -> Html:
     if not any(each.gap is not None for each in found.candidates):
         return tag("div", tag("h3", title), body, *troubles)
     drawn = figure(
-        f"ranking-{source.number}-{found.folder}",
+        name,
         ranking(found),
         alt=f"{title}: gap of each candidate to {found.reference} with its 95 % interval. The table has the numbers.",
-        caption="Orange: told apart from the reference, green: alike, blue: not told apart; grey: the floor of the noise.",
+        caption="Orange: told apart from the reference; green: alike; blue: not told apart; grey: floor of the noise.",
     )
     return tag("div", tag("h3", title), drawn, body, *troubles)
 

@@ -23,7 +23,7 @@ h2{font-size:1.2rem;margin:2.2rem 0 .6rem;padding-bottom:.2rem;border-bottom:1px
 h3{font-size:1rem;margin:1.4rem 0 .4rem}
 a{color:var(--accent)}
 nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem;margin:.8rem 0}
-.note,figcaption,caption{color:var(--quiet);font-size:.85rem}
+.note,figcaption,.caption{color:var(--quiet);font-size:.85rem}
 .warnings{background:var(--warn);padding:.6rem .8rem .6rem 1.8rem;border-radius:.4rem;margin:.8rem 0}
 figure{margin:.6rem 0 1rem}
 figure svg{display:block;width:100%;height:auto;stroke-linejoin:round}
@@ -31,14 +31,14 @@ figure svg text{font-family:inherit!important}
 .narrow{display:none}
 .scroll{overflow-x:auto;margin:.6rem 0}
 table{border-collapse:collapse;font-size:.85rem;min-width:100%;overflow-wrap:normal}
-caption{text-align:left;padding-bottom:.3rem}
+.caption{margin:.8rem 0 -.3rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .7rem .25rem 0;border-bottom:1px solid var(--line)}
 th{font-weight:600}
 td{max-width:24rem;overflow-wrap:break-word}
 .roomy{min-width:9rem}
 th.n,td.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 tbody tr:hover{background:var(--soft)}
-code{font-size:.95em;background:var(--soft);padding:0 .25em;border-radius:.2em}
+code{overflow-wrap:anywhere;font-size:.95em;background:var(--soft);padding:0 .25em;border-radius:.2em}
 .runs{color:var(--quiet)}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1.2rem;padding:0;margin:.4rem 0;font-size:.85rem}
 .legend li{max-width:100%}
@@ -58,12 +58,13 @@ summary{cursor:pointer;padding:.3rem 0}
   .wide{display:block}
   .narrow{display:none}
   .scroll{overflow:visible}
-  table{font-size:7.5pt;overflow-wrap:anywhere}
+  table{font-size:8pt}
+  td{overflow-wrap:anywhere}
   th.n,td.n{white-space:normal}
   .roomy{min-width:0}
   td,th{padding-right:.4rem}
   figure,tr,h2,h3{break-inside:avoid}
-  h2,h3,summary{break-after:avoid}
+  h2,h3,summary,.caption{break-after:avoid}
   details::details-content{content-visibility:visible;display:block;height:auto}
   *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 }

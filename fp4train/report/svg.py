@@ -11,7 +11,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from fp4train.analysis.curves import INK, QUIET, SHADES
@@ -60,12 +60,19 @@ def render(name: str, draw: Draw, width_inches: float, alt: str) -> Html:
     """The figure as an element; its ids begin with `name`."""
     import matplotlib
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False, "path.simplify_threshold": 0.3}
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "text.parse_math": False,
+        "path.simplify_threshold": 0.3,
+    }
     file = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
         warnings.simplefilter("ignore")  # the font that matplotlib measures with lacks a letter; a browser finds one
         drawn = draw(width_inches)
         drawn.patch.set_visible(False)
+        for axes in drawn.axes:
+            axes.patch.set_visible(False)
         drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     root = ElementTree.fromstring(file.getvalue())
     _, _, width, height = root.attrib["viewBox"].split()

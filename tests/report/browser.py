@@ -104,7 +104,9 @@ class Page:
 
     def pdf(self) -> bytes:
         """The page as it is printed on A4."""
-        printed = self.call("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69, preferCSSPageSize=True)
+        printed = self.call(
+            "Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69, preferCSSPageSize=True
+        )
         return base64.b64decode(printed["data"])
 
 
@@ -118,7 +120,12 @@ def page() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [
             *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-extensions", "--no-proxy-server"),
+            *(
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-extensions",
+                "--no-proxy-server",
+            ),
             *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={home}", "--remote-debugging-pipe"),
         ]
 
