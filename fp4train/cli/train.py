@@ -93,7 +93,7 @@ def _train(
     from fp4train.run.determinism import determinism
     from fp4train.run.gpu import explain
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.resume import find_start, start_on
+    from fp4train.run.resume import find_start
     from fp4train.train import train
 
     keep_freed_memory()
@@ -108,9 +108,7 @@ def _train(
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
         check_shared(world, directory)
-        with world.together():
-            found = find_start(config, chosen) if world.lead else None
-        start = start_on(world, found)
+        start = find_start(config, chosen, world)
         if start is not None and start.step >= config.train.steps:
             if world.lead:
                 print(_finished(config, start.path.parent.parent, start.step))
