@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 HEAT = "YlOrRd"
 LAYERS, COLUMNS = 48, 40
 """Rows and columns of a heat map; of more layers the worst are shown, of more steps evenly chosen ones."""
+BANDS = 3
+"""Up to this many groups have their intervals as bands."""
 NAME = 120
 """Characters of a recipe's name."""
 SETTLED = 10
@@ -84,18 +86,23 @@ def _thin(panels: Sequence[Axes]) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
-def _band(axes: Axes, found: Curve, index: int, *, marker: str | None = None, **line: Any) -> None:
-    colour = colour_of(index)
-    if np.isfinite(found.low).any():
-        axes.fill_between(found.steps, found.low, found.high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(found.steps, found.mean, color=colour, marker=marker, **line)
+def _shade(axes: Axes, found: Curve, index: int, count: int) -> None:
+    """The interval of one of `count` groups: as a band, or where many would cover each other as a bar at the end."""
+    if not np.isfinite(found.low).any():
+        return
+    if count <= BANDS:
+        axes.fill_between(found.steps, found.low, found.high, color=colour_of(index), alpha=0.15, linewidth=0)
+        return
+    axes.vlines([found.steps[-1] * (1 + index * 0.004)], found.low[-1], found.high[-1], color=colour_of(index), lw=0.9)
 
 
 def _losses(axes: Axes, groups: Sequence[Group]) -> None:
     shown = []
     for index, group in enumerate(groups):
         train, validation = curve(group, "train/loss"), curve(group, "val/loss")
-        _band(axes, train, index, linestyle=line_of(index), linewidth=1.3)
+        if len(groups) <= BANDS:
+            _shade(axes, train, index, len(groups))
+        axes.plot(train.steps, train.mean, color=colour_of(index), linestyle=line_of(index), linewidth=1.3)
         axes.plot(validation.steps, validation.mean, color=colour_of(index), linewidth=0, marker="o", markersize=3)
         shown.append(train.mean)
     style(axes, "loss, nats per token; dots: validation")
@@ -111,7 +118,16 @@ def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
     for index, group in enumerate(groups[1:], start=1):
         train, validation = (gap_curve(first, group, key) for key in ("train/loss", "val/loss"))
         axes.plot(train.steps, train.mean, color=colour_of(index), linestyle=line_of(index), linewidth=0.8, alpha=0.5)
-        _band(axes, validation, index, linestyle=line_of(index), linewidth=1.4, marker="o", markersize=3)
+        _shade(axes, validation, index, len(groups))
+        axes.plot(
+            validation.steps,
+            validation.mean,
+            color=colour_of(index),
+            linestyle=line_of(index),
+            linewidth=1.4,
+            marker="o",
+            markersize=3,
+        )
         for found in (train, validation):
             bounds = len(found) // 2
             values = [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]

@@ -16,6 +16,7 @@ from functools import reduce
 import numpy as np
 
 from fp4train.analysis.compare import common_step, seed_groups
+from fp4train.analysis.curves import shortened
 from fp4train.analysis.history import Floats, Series
 from fp4train.errors import UserError
 from fp4train.report.html import ranges
@@ -23,6 +24,8 @@ from fp4train.report.sources import Source
 from fp4train.report.studies import Interval
 from fp4train.studies.statistics import Estimate, estimate
 
+NAMED = 3
+"""Runs of a group that are named."""
 POINTS = 400
 """Points of a curve; of a longer one, evenly chosen ones."""
 
@@ -40,9 +43,10 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Of the first run; with several seeds, how many there are."""
-        first = self.sources[0].name
-        return first if len(self.sources) == 1 else f"{first} and {len(self.sources) - 1} more"
+        """Of its runs, the first ones if there are many."""
+        names = [source.name for source in self.sources]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return names[0] if len(names) == 1 else ", ".join(shortened(each, 40) for each in names[:NAMED]) + more
 
     @property
     def numbers(self) -> str:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fp4train import __version__, files
+from fp4train.analysis.curves import shortened
 from fp4train.errors import UserError
 from fp4train.report import facts, sections, study_sections
 from fp4train.report.gaps import common, group
@@ -75,8 +76,8 @@ def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
         facts.environment(sources),
         facts.cost(sources),
     ]
-    names = ", ".join(source.name for source in sources[:3]) + (f" and {len(sources) - 3} more" if sources[3:] else "")
-    title = f"Report of {names}"
+    named = " and ".join(shortened(source.name, 40) for source in sources)
+    title = f"Report of {named if len(sources) < 3 else f'{len(sources)} runs'}"
     warned = [
         *(f"Left out: {each}" for each in left_out),
         *different_data(sources),
@@ -94,7 +95,7 @@ def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
     body = tag(
         "body",
         tag("h1", title),
-        tag("p", f"{len(sources)} runs; made {made} by fp4train {__version__}", class_="note"),
+        tag("p", f"{len(sources)} run{'s' * (len(sources) > 1)}; made {made} by fp4train {__version__}", class_="note"),
         sections.warnings(warned),
         _contents(parts),
         tag("main", *parts),

@@ -45,7 +45,7 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
         rows.append(
             [
                 joined([_sample(index), " ", group.numbers]),
-                first.name if len(group.sources) == 1 else ", ".join(source.name for source in group.sources),
+                group.name,
                 " → ".join(recipe for *_, recipe in bands(first)),
                 ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
                 f"{math.fsum(train) / len(train):.4f}",
@@ -84,8 +84,8 @@ def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
         time_axis(groups, None if at is None else at[0]),
         alt=f"Training and validation losses of {len(sources)} runs over steps, the gap of each to the first, and "
         "below them the recipe that each run had at each step. The tables have the numbers.",
-        caption="Training losses are smoothed; shaded: 95 % interval over seeds; dotted: planned and not trained yet; "
-        "▾ swap, | start from a checkpoint, × a value that is not finite.",
+        caption="Training losses are smoothed; shaded, or a bar at the end: 95 % interval over seeds; dotted: planned "
+        "and not trained yet; ▾ swap, | start from a checkpoint, × a value that is not finite.",
     )
     runs = tag(
         "ul",
@@ -177,14 +177,12 @@ def errors(sources: Sequence[Source]) -> Html:
         drawn = figure(
             f"errors-{source.number}",
             heat_maps(found),
-            alt=f"Heat maps of relative error and underflow by layer and step of {source.name}, the worst operand of "
+            alt=f"Heat maps of relative error and underflow by layer and step of {source.label}, the worst operand of "
             f"each layer at each step; {len(found.layers)} layers, steps {found.steps[0]} to {found.steps[-1]}.",
-            caption=f"{source.name}: the worst operand of each layer; empty: not quantised then"
+            caption=f"{source.label}: the worst operand of each layer; empty: not quantised then"
             + (f"; the worst {LAYERS} layers, {left_out} are left out" if left_out > 0 else ""),
         )
-        parts.append(
-            folded(f"{source.number} {source.name}", drawn, _worst(found), opened=place == 0 or len(measured) <= 2)
-        )
+        parts.append(folded(source.label, drawn, _worst(found), opened=place == 0 or len(measured) <= 2))
     return section("Quantisation errors", *parts)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from fp4train.analysis.compare import names_of
+from fp4train.analysis.curves import shortened
 from fp4train.analysis.history import History, read_history
 from fp4train.errors import UserError
 from fp4train.report.errors import Errors, read_errors
@@ -49,6 +50,11 @@ class Source:
     errors: Errors | None = field(repr=False)
     studies: Studies
     problems: Sequence[str]
+
+    @property
+    def label(self) -> str:
+        """The number and the name, short enough for a heading."""
+        return f"{self.number} {shortened(self.name, 40)}"
 
     @property
     def done(self) -> int:

@@ -36,7 +36,7 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
         ]
         for part in shown
     ]
-    title = f"{source.name}, step {found.step}: gradients in {found.recipe} against FP32, {found.batches} batches"
+    title = f"{source.label}, step {found.step}: gradients in {found.recipe} against FP32, {found.batches} batches"
     kept = ", ".join(found.keep) or "nothing"
     drawn = figure(
         name,
@@ -59,7 +59,7 @@ def rankings(sources: Sequence[Source]) -> Html:
 
 
 def _ranking(name: str, source: Source, found: RankingResult) -> Html:
-    title = f"{source.name}, step {found.step}: {found.forks} forks of {found.steps} steps for each candidate"
+    title = f"{source.label}, step {found.step}: {found.forks} forks of {found.steps} steps for each candidate"
     rows = [
         [
             each.name,

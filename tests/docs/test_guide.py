@@ -17,7 +17,7 @@ SMALL = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
     *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl"),
 )
-VERBS = ("plan", "swap", "compare", "formats")
+VERBS = ("plan", "swap", "compare", "report", "formats")
 
 
 def blocks(language: str) -> list[str]:
