@@ -18,6 +18,7 @@ def write_run(
     *,
     seed: int | None = None,
     steps: int = 40,
+    first: int = 1,
     recipe: str = "NVFP4",
     errors: bool = False,
     settings: dict[str, Any] | None = None,
@@ -25,7 +26,7 @@ def write_run(
 ) -> Path:
     """A run with losses `level`; with a seed it has a configuration and a history, too."""
     log = MetricsLog(run / "metrics.jsonl")
-    for step in range(1, steps + 1):
+    for step in range(first, first + steps):
         log.log(
             step,
             {
