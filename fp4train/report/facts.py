@@ -15,6 +15,8 @@ from fp4train.run.history import UNRECORDED, Stretch
 
 KEYS = 150
 """Differing keys that are listed."""
+MOST_ROWS = 1 << 40
+"""A batch of more sequences is none."""
 _UNINTERESTING = ("run.name", "run.dir", "data.cache_dir")
 
 
@@ -89,7 +91,8 @@ def cost(sources: Sequence[Source]) -> Html:
 def _arithmetic(source: Source) -> dict[str, float]:
     """Multiply-adds of the linear layers by elements, for the steps that were trained."""
     batch, microbatch = source.setting("train.batch_size"), source.setting("train.microbatch")
-    count = batch / microbatch if isinstance(batch, int) and isinstance(microbatch, int) and microbatch > 0 else 1.0
+    sizes = [size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS]
+    count = sizes[0] / sizes[1] if len(sizes) == 2 else 1.0
     found: dict[str, float] = {}
     for stretch in source.stretches:
         steps = max(0, min(stretch.stop, source.done) - stretch.start)

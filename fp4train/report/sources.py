@@ -23,6 +23,9 @@ from fp4train.run import history as run_history
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file that somebody else prepared may raise."""
 
+MOST_STEPS, MOST_MACS = 10**12, 10**30
+"""A plan of more steps, or of more multiply-adds in one, is none."""
+
 T = TypeVar("T")
 
 
@@ -105,6 +108,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
     problems: list[str] = []
     path = metrics.path
     none: list[run_history.Record] = []
+    no_plan: list[run_history.Stretch] = []
     records = _try(lambda: run_history.read_history(path), problems, none)
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
@@ -119,13 +123,21 @@ def _source(number: int, name: str, metrics: History) -> Source:
         name=plain(name, 120),
         metrics=metrics,
         records=records,
-        stretches=_try(lambda: run_history.stretches(records), problems, []),
+        stretches=_try(partial(_plan, path, records), problems, no_plan),
         config=config,
         environments=environments,
         errors=_try(lambda: read_errors(metrics), problems, None),
         studies=_try(lambda: read_studies(path, problems), problems, Studies()),
         problems=problems,
     )
+
+
+def _plan(path: Path, records: Sequence[run_history.Record]) -> list[run_history.Stretch]:
+    found = run_history.stretches(records)
+    for each in found:
+        if not 0 <= each.start < each.stop <= MOST_STEPS or not 0 <= sum(each.macs) <= MOST_MACS:
+            raise ValueError(f"{path / run_directory.HISTORY} holds a plan that is impossible: it is not shown")
+    return found
 
 
 def _config(path: Path, records: Sequence[run_history.Record]) -> dict[str, Any] | None:

@@ -50,7 +50,8 @@ def write_run(
     return run
 
 
-def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str) -> None:
+def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str, **planned: Any) -> None:
+    """A history of one start; `planned` replaces values of its one stretch."""
     stretch = {
         "start": 0,
         "stop": steps + 10,
@@ -58,6 +59,7 @@ def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str) ->
         "reason": "recipe",
         "kinds": [[[512, 64, 32], "E2M1·E2M1", "emulate", "auto"], [[512, 64, 32], "BF16·BF16", "torch", "kept"]],
         "layers": {LAYERS[0]: [0, 0, 0], LAYERS[1]: [1, 1, 1]},
+        **planned,
     }
     line = {
         "event": "start",

@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
 ]
 
+SMUGGLED = '"><img src=http://localhost/x onerror=alert(1)>'
+"""Part of every recipe's name: nothing may be requested because of it."""
 WIDTHS = (1100, 390)
 PLOTS = """[...document.querySelectorAll('figure svg')].map(e => e.getBoundingClientRect())
     .filter(r => r.width > 0).map(r => [r.left, r.right, r.height])"""
@@ -30,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of 24 runs with long names, errors and studies."""
     folder = tmp_path_factory.mktemp("report")
     runs = [
-        write_run(folder / f"run-{i}-{'long' * 12}", 3 + i / 100, seed=i, recipe=f"R{i}", errors=i < 2)
+        write_run(folder / f"run-{i}-{'long' * 12}", 3 + i / 100, seed=i, recipe=f"R{i}{SMUGGLED}", errors=i < 2)
         for i in range(24)
     ]
     write_ranking(runs[0], "nvfp4 policy.keep=[blocks.0,blocks.1] phases=cooldown_fprop")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import LAYERS, write_ranking, write_run, write_sensitivity
+from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity
 
 from fp4train import files
 from fp4train.cli import main
@@ -17,6 +17,7 @@ from fp4train.errors import UserError
 from fp4train.report.page import write_report
 from fp4train.report.style import DARK, LIGHT
 from fp4train.report.svg import VARIABLES
+from fp4train.track import MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
 """What a name may be; no "/", because one is a folder's name."""
@@ -177,6 +178,46 @@ def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, level, seed=0) for name, level in (("a", 3.0), ("b", float("nan")))]
     page = report(tmp_path, *runs)
     assert "nan" in page.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": 10**30, "train/loss": 3.0},
+        {"step": -5, "train/loss": 3.0, "precision/recipe": ["a"]},
+        {"step": 41, "train/loss": 1e308, "train/tokens": 1e308, "perf/tokens_per_s": 0.0, "perf/mfu": float("nan")},
+        {"step": 41, "train/loss": -1e308, "val/loss": float("inf"), "perf/tokens_per_s": -1.0},
+        {"step": 50, "train/loss": 0.0, "val/loss": 0.0, "train/tokens": 10**400},
+        {"step": 50, "error/a/b/sqnr_db": float("inf"), "error/a/b/relative_error": 1e308, "error/c/b/amax": 1},
+        {"step": 50, "error/a/b/relative_error": float("nan")},
+    ],
+)
+def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "a", errors=True)
+    log = MetricsLog(run / "metrics.jsonl")
+    log.log(line.pop("step"), line)
+    log.finish()
+    page = report(tmp_path, write_run(tmp_path / "b", seed=0), run)
+    assert "Cost" in page.text
+
+
+@pytest.mark.parametrize(
+    "stretch",
+    [
+        {"start": -(10**400), "stop": 10**400},
+        {"start": 30, "stop": 10},
+        {"start": 0, "stop": 10**17},
+        {"start": 0, "stop": 40, "kinds": [[[10**200] * 3, "x", "y", "z"]], "layers": {"a": [0, 0, 0]}},
+        {"start": 0, "stop": 40, "kinds": [], "layers": {}},
+    ],
+)
+def test_a_strange_plan_leaves_a_report(tmp_path: Path, stretch: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "a", seed=0)
+    config = {"train": {"batch_size": 10**400, "microbatch": 1}, "data": {"path": "text"}}
+    write_history(run, config, 40, "NVFP4", **stretch)
+    page = report(tmp_path, write_run(tmp_path / "b", seed=0), run)
+    assert "Cost" in page.text
+    assert ("holds a plan that is impossible" in page.text) is bool(stretch.get("kinds", True))
 
 
 def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
