@@ -266,7 +266,7 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
         saved_config=b"",
     )
     run.state = lambda: state(model, optimizer)
-    settings = SimpleNamespace(keep=10, also=folder / "also")
+    settings = SimpleNamespace(keep=10, every=0, keep_before_cooldown=False, also=folder / "also")
     run.config = SimpleNamespace(checkpoint=settings, run=SimpleNamespace(name="a"))
     saver, told, held = Saver(run, ranks), [], None  # type: ignore[arg-type]
     original = tensors.write_all
