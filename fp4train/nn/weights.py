@@ -96,7 +96,7 @@ class PreparedWeights:
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        return form.make(w, call.weight_key(form.operand) if spec.rounding == "stochastic" else None, amax)
+        return form.make(w, call.weight_key(form.operand) if spec.random else None, amax)
 
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""
