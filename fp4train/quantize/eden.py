@@ -14,7 +14,7 @@ N(0, 1) in the paper, 9.7e-3 here with the constants of its authors' kernels. A 
 hence `global_bound=256`.
 
 Sums run over the values themselves; the authors' kernels sum elements divided by their block scales, which gives large
-blocks of a group less weight. A block whose scale rounds to zero before the correction (below 2^-19 of the amax) becomes
+blocks of a group less weight. A block whose scale rounds to zero uncorrected (below 2^-19 of the amax) becomes
 zero, which is a bias.
 """
 

@@ -103,5 +103,5 @@ def test_it_has_no_kernel_and_no_counterpart_in_te() -> None:
     assert again.kernel == "reference" and "requantises" in str(again.why)
     with pytest.raises(ValueError, match="eden"):
         family(SPEC)
-    with pytest.raises(ValueError, match="needs|key=None"):
+    with pytest.raises(ValueError, match="key=None"):
         quantize(torch.zeros(1, 128), SPEC)
