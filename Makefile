@@ -1,14 +1,18 @@
 # make train   the default pretraining run, NVFP4 by emulation (sets up .venv first)
+# make train-2 the same model on two ranks of this machine (gloo), its weights cut over them
 # make test    the tests, the linter, the type checker and the import layers (sets up .venv first)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test check clean
+.PHONY: train train-2 test check clean
 
 train: $(VENV)/.ready
 	$(BIN)/fp4train
+
+train-2: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fp4train run.name=two-ranks device=cpu $(RUN)
 
 test: check
 	$(BIN)/pytest -n 2 --durations=10

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4train.errors import UserError
 from fp4train.measure.probe import probe
 from fp4train.optim.gate import step_unless
+from fp4train.parallel.agree import Word, agree
+from fp4train.parallel.apply import join_scales, synchronise
+from fp4train.parallel.norm import clip, gradient_norms, local
+from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.change import pick_up_swaps
+from fp4train.run.change import follow_swaps, pick_up_swaps
 from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.ledger import Ledger, Numbers, Step, Values
 from fp4train.run.progress import Progress
-from fp4train.run.rescue import keep_what_is_whole, report, rescue, save, save_at_end
+from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.watch import Watch, alarm
 
 _log = logging.getLogger(__name__)
+
+RANK_SPREAD = 0x9E3779B97F4A7C15
+"""Between the dropout seeds of two ranks: far more than there are steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +65,14 @@ def train(run: Run) -> Result:
         Exception: whatever a step raised.
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
-    stretch, saved = None, True
-    shown = Progress(run.step, steps, config.train.tokens, run.peak_tokens_per_s())
+    stretch, saved, world = None, True, run.world
+    shown = Progress(
+        run.step, steps, config.train.tokens, run.peak_tokens_per_s(), ranks=world.size, quietly=not world.lead
+    )
     started = run.step
     try:
         with (
-            stop_on_signals() as stop,
+            stop_on_signals(quietly=not world.lead) as stop,
             CollectorBetweenSteps() as collector,
             shown as progress,
             Watch(run) as watch,
@@ -71,9 +80,12 @@ def train(run: Run) -> Result:
         ):
             ledger = Ledger(run, progress, watch, blame)
             try:
-                while run.step < steps and stop.signal is None and watch.trouble is None:
+                while True:
                     watchdog.set()
-                    pick_up_swaps(run)
+                    word = agree(world, stop.signal, news(run, watch) if world.lead else {})
+                    act(run, ledger, word)
+                    if run.step >= steps or word.signal is not None or "trouble" in word.lead:
+                        break
                     stretch = enter_stretch(run, stretch)
                     step = step_or_restore(run, stretch.recipe)
                     run.step, run.torn = run.step + 1, False
@@ -83,9 +95,8 @@ def train(run: Run) -> Result:
                         ledger.check()
                         values = evaluate(run, stretch.recipe)
                         ledger.settle(values)
-                        check_evaluation(run.model, run.step, values, stretch.recipe.name)
-                    report(run)
-                    saving = due(run.step, config.checkpoint.every, steps) or run.saver.due(run.step)
+                        check_evaluation(run.model, run.step, values, stretch.recipe.name, world)
+                    saving = due(run.step, config.checkpoint.every, steps)
                     if saving:
                         ledger.settle()
                         save(run, proven=evaluating)
@@ -95,18 +106,48 @@ def train(run: Run) -> Result:
                 ledger.settle()
                 saved = run.step == started or save_at_end(run, watch)
             except NonFiniteError as error:
-                raise UserError(rescue(run, error)) from error
+                raise AgreedError(rescue(run, error)) from error
             except Exception as error:
                 keep_what_is_whole(run, ledger, watch, error)
                 raise
-            if watch.look() is not None:
-                raise UserError(f"{watch.trouble}; the run ended after step {run.step}")
+            if trouble := world.of_lead(watch.look()):
+                raise AgreedError(f"{trouble}; the run ended after step {run.step}")
+            signal = world.largest_numbers(stop.signal or 0)[0] or None
     finally:
         run.feed.close()
         run.saver.close()
     return Result(
-        step=run.step, metrics=ledger.metrics, seconds=time.perf_counter() - began, signal=stop.signal, saved=saved
+        step=run.step, metrics=ledger.metrics, seconds=time.perf_counter() - began, signal=signal, saved=saved
     )
+
+
+def news(run: Run, watch: Watch) -> dict[str, Any]:
+    """What the lead found and every rank must act on before the next step; only what there is."""
+    found: dict[str, Any] = {}
+    if (bad := report(run)) is not None:
+        found["bad"] = bad
+    if watch.trouble is not None:
+        found["trouble"] = watch.trouble
+    elif run.step < run.config.train.steps and pick_up_swaps(run):
+        found["swaps"] = run.swaps
+    if run.saver.due(run.step):
+        found["save"] = True
+    return found
+
+
+def act(run: Run, ledger: Ledger, word: Word) -> None:
+    """Do what the lead's news ask of every rank.
+
+    Raises:
+        NonFiniteError: a checkpoint was not written because weights or moments are not finite.
+    """
+    if "bad" in word.lead:
+        refuse(word.lead["bad"])
+    if "swaps" in word.lead and not run.world.lead:
+        follow_swaps(run, word.lead["swaps"])
+    if "save" in word.lead:
+        ledger.settle()
+        save(run)
 
 
 def due(step: int, every: int, steps: int) -> bool:
@@ -136,15 +177,14 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     config, optim = run.config.train, run.config.optim
     loss = forward_and_backward(run, recipe)
     trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
-    gradients = [p.grad for p in trained.values() if p.grad is not None]
+    gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
     if run.loss_scale != 1.0:
         torch._foreach_mul_(gradients, 1 / run.loss_scale)
-    norms = torch.stack(torch._foreach_norm(gradients))
-    norm = torch.linalg.vector_norm(norms)
+    norm, norms = gradient_norms(gradients, run.world)
     failed = ~(loss.isfinite() & norm.isfinite())
     run.failed = failed if run.failed is None else failed | run.failed
     if optim.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(trained.values(), optim.clip, norm)
+        clip(gradients, optim.clip, norm)
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
     values: Values = {
         "train/lr": lr,
@@ -170,14 +210,16 @@ def train_step(run: Run, recipe: Recipe) -> Step:
 
 def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
     """Gradients of the current step's batch, times the loss scale, added to the parameters'; the mean loss."""
-    # A model's own random numbers (dropout) depend on the step alone, so that a resumed run draws the same ones.
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step) % 2**63)
-    config, total = run.config.train, torch.zeros((), device=run.device)
-    share = (config.microbatch or config.batch_size) / config.batch_size
-    for loss in losses(run, recipe):
+    # A model's own random numbers (dropout) depend on the step and the rank's part of the batch alone, so that a
+    # resumed run draws the same ones.
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + run.world.data_rank * RANK_SPREAD) % 2**63)
+    total, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
+    for number, loss in enumerate(losses(run, recipe), 1):
+        synchronise(run.model, last=number * run.rows == run.share)
         (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
         total += loss.detach() * share
-    return total
+    join_scales(run.model, run.world)
+    return run.world.summed(total)
 
 
 def measured_step(run: Run, recipe: Recipe) -> Step:
@@ -195,12 +237,13 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
 
 
 def losses(run: Run, recipe: Recipe) -> Iterator[Tensor]:
-    """The mean loss of each microbatch of the current step."""
-    config = run.config.train
-    rows, begin = config.microbatch or config.batch_size, run.step * config.batch_size
-    for first in range(0, config.batch_size, rows):
-        at = begin + first
-        batch = run.feed.rows(at, rows, then=at + rows)
+    """The mean loss of each microbatch of this rank's share of the current step's batch."""
+    config, own = run.config.train, run.world.data_rank * run.share
+    for first in range(own, own + run.share, run.rows):
+        at, then = run.step * config.batch_size + first, first + run.rows
+        # After the last row of its share a rank goes on with the first one of the next step's.
+        then = run.step * config.batch_size + (then if then < own + run.share else own + config.batch_size)
+        batch = run.feed.rows(at, run.rows, then=then)
         yield forward(run, recipe, *batch, token_offset=first * config.seq_len)
 
 
@@ -208,7 +251,8 @@ def blame(run: Run, recipe: Recipe) -> str:
     """What is not finite first in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
     with run.eagerly():
-        return first_non_finite_output(run.model, losses(run, recipe))
+        where = first_non_finite_output(run.model, losses(run, recipe), cut=run.world.size > 1)
+    return run.world.first(where) or "the loss itself"
 
 
 def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0) -> Tensor:
@@ -223,20 +267,33 @@ def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, 
 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
     """Validation loss in high precision and, beside it, in the recipe."""
+    high, in_recipe = validation_losses(run, recipe)
+    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
+    return {"val/loss": high, "val/loss_recipe": in_recipe}
+
+
+def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
+    """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
-    rows = run.config.train.microbatch or run.config.train.batch_size
-    starts = range(0, batches * run.config.train.batch_size, rows)
+    starts = range(0, batches * run.config.train.batch_size, run.rows)
     high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
     run.model.eval()
     with torch.no_grad():
-        found = {
-            each: sum(torch.stack([forward(run, each, *run.val_data.rows(first, rows)) for first in starts]).tolist())
-            / len(starts)
-            for each in dict.fromkeys((high, recipe))
-        }
+        found = {each: mean_loss(run, each, starts) for each in dict.fromkeys((high, recipe))}
     run.model.train()
-    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, found[high], found[recipe])
-    return {"val/loss": found[high], "val/loss_recipe": found[recipe]}
+    return found[high], found[recipe]
+
+
+def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
+    """The mean loss of the validation batches that begin at `starts`, each computed by one rank.
+
+    Summed in one order by every rank, so that it does not depend on how many there are.
+    """
+    found = torch.zeros(len(starts), device=run.device)
+    for number in range(run.world.data_rank, len(starts), run.world.data_ranks):
+        found[number] = forward(run, recipe, *run.val_data.rows(starts[number], run.rows))
+    each: list[float] = run.world.summed(found).tolist()
+    return sum(each) / len(each)
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:

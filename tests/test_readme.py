@@ -52,7 +52,9 @@ def commands() -> list[list[str]]:
 def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str], mine: Path) -> None:
     words = command[1:]
     if words and "=" not in words[0] and not words[0].startswith("-"):
-        assert words.pop(0) in {"plan", "swap", "compare", "formats", "doctor"}
+        verb = words.pop(0)
+        assert verb in {"plan", "swap", "compare", "sensitivity", "rank", "formats", "doctor"}
+        words += ["-m"] * (verb == "rank")  # it sweeps
     flags, words = overrides.flags_and_words(words)
     overrides.check(
         [*flags, *(word for word in words if "=" in word and not word.startswith(("resume=", "at=", "full=")))]

@@ -1,6 +1,22 @@
-"""Checkpoints: verified folders of safetensors and JSON, written atomically, free of pickle."""
+"""Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many, free of pickle."""
 
 from fp4train.checkpoint.folder import Checkpoint, CheckpointError, load, prune, save, steps
+from fp4train.checkpoint.ranks import ALONE, Ranks
+from fp4train.checkpoint.stored import StoredTensors
 from fp4train.checkpoint.tree import JSON, escaped, flatten, unflatten
 
-__all__ = ["JSON", "Checkpoint", "CheckpointError", "escaped", "flatten", "load", "prune", "save", "steps", "unflatten"]
+__all__ = [
+    "ALONE",
+    "JSON",
+    "Checkpoint",
+    "CheckpointError",
+    "Ranks",
+    "StoredTensors",
+    "escaped",
+    "flatten",
+    "load",
+    "prune",
+    "save",
+    "steps",
+    "unflatten",
+]

@@ -1,9 +1,9 @@
-"""Named tensors as a safetensors file, written to and read from an open descriptor, with its checksum on the way.
+"""Named parts of tensors as a safetensors file, on an open descriptor: written with its checksum, read by boxes.
 
 The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header with dtype,
 shape and place of each tensor, then the bytes of the tensors without gaps, largest dtype first so that each is aligned.
-It is written here because the library takes a path, which could lead over a link, and so that the file is read once:
-the checksum is taken of what is written, not of what was written.
+It is written here because the library takes a path, which could lead over a link, and so that the checksum is taken of
+what is written. Where a file holds parts, `__metadata__` says of which tensors: the shape of the whole and the offsets.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4train.files import write_all
+from fp4train.shards import Part
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,33 +44,37 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 24
 _HEADER_LIMIT = 100_000_000
+_PARTS = "parts"
 
 
-def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without those that are another one (tied weights), and the names of these with what they stand for."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    names: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if names.setdefault(place, name) != name:
-                aliases[name] = names[place]
-                continue
-        stored[name] = tensor
-    return stored, aliases
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A part of a tensor as it lies in a file.
+
+    Args:
+        dtype: of its elements.
+        shape: of the whole tensor; `offsets` and `sizes`: of the part, by dimension.
+        start: its first byte in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
 
 
-def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write `tensors`, of any device and strides; returns the number of bytes and their SHA-256.
+def write_parts(descriptor: int, parts: Mapping[str, Part]) -> tuple[int, str]:
+    """Write `parts`, of any device and strides; returns the number of bytes and their SHA-256.
 
     Raises:
         OSError: the disk takes no more.
         TypeError: a dtype that the format does not know.
     """
+    tensors = {name: part.tensor.detach() for name, part in parts.items()}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {}
+    places = {n: {"shape": list(p.shape), "offsets": list(p.offsets)} for n, p in parts.items() if not p.whole}
+    header: dict[str, object] = {"__metadata__": {_PARTS: _compact(places)}} if places else {}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -76,7 +82,7 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[int, 
             raise TypeError(f"{name}: a tensor of {tensor.dtype} cannot be in a checkpoint")
         first, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _compact(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
 
@@ -86,40 +92,90 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[int, 
 
     put(len(text).to_bytes(8, "little") + text)
     for name in order:
-        whole = tensors[name].detach().cpu().contiguous()
-        if whole.numel():
-            data = _bytes(whole.reshape(-1).view(torch.uint8))
+        held = tensors[name].cpu().contiguous()
+        if held.numel():
+            data = _bytes(held.reshape(-1).view(torch.uint8))
             for start in range(0, len(data), _CHUNK):
                 put(data[start : start + _CHUNK])
     return 8 + len(text) + end, digest.hexdigest()
 
 
-def read_tensors(descriptor: int, size: int) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file of `size` bytes, each with memory of its own, and the SHA-256 of the file.
+def checksum(descriptor: int, size: int) -> str:
+    """The SHA-256 of a file of `size` bytes.
+
+    Raises:
+        ValueError: it is shorter.
+    """
+    digest, done = hashlib.sha256(), 0
+    view = memoryview(bytearray(min(size, _CHUNK)))
+    while done < size:
+        count = os.preadv(descriptor, [view[: size - done]], done)
+        if not count:
+            raise ValueError(f"it ends after {done} of {size} bytes")
+        digest.update(view[:count])
+        done += count
+    return digest.hexdigest()
+
+
+def read_header(descriptor: int, size: int) -> dict[str, Box]:
+    """What lies where in a file of `size` bytes.
 
     Raises:
         ValueError: it is no such file; the message says why.
     """
-    data = torch.empty(size, dtype=torch.uint8)
-    view, done, digest = _bytes(data), 0, hashlib.sha256()
-    while done < size:
-        count = os.readv(descriptor, [view[done : done + _CHUNK]])
-        if not count:
-            raise ValueError(f"it ends after {done} of {size} bytes")
-        digest.update(view[done : done + count])
-        done += count
-    length = int.from_bytes(view[:8], "little")
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(size - 8, _HEADER_LIMIT):
         raise ValueError("its header does not fit into it")
     try:
-        header = json.loads(bytes(view[8 : 8 + length]))
-    except (ValueError, RecursionError):
+        header = json.loads(os.pread(descriptor, length, 8))
+        places = {}
+        if isinstance(header, dict):
+            places = json.loads((header.pop("__metadata__", None) or {}).get(_PARTS, "{}"))
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError("its header is no JSON") from None
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not isinstance(places, dict):
         raise ValueError("its header is no table")
-    header.pop("__metadata__", None)
-    body = data[8 + length :]
-    return {name: _tensor(name, entry, body) for name, entry in header.items()}, digest.hexdigest()
+    return {name: _box(name, entry, places.get(name), 8 + length, size) for name, entry in header.items()}
+
+
+def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) -> int:
+    """Read what `box` has of the part `into` at `offsets` of the same tensor; returns the number of elements read.
+
+    Rows of the first dimension are read whole, some at a time, and what is not wanted of them is dropped.
+
+    Raises:
+        ValueError: the file is too short.
+    """
+    first = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
+    last = tuple(
+        min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, into.shape, strict=True)
+    )  # exclusive
+    if any(a >= b for a, b in zip(first, last, strict=True)):
+        return 0
+    if not first:
+        into.copy_(_read(descriptor, box, box.start, ()))
+        return 1
+    row = math.prod(box.sizes[1:])
+    inner_box = tuple(slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], box.offsets[1:], strict=True))
+    inner_into = tuple(slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], offsets[1:], strict=True))
+    step = max(1, _CHUNK // (row * box.dtype.itemsize))
+    for begin in range(first[0], last[0], step):
+        end = min(begin + step, last[0])
+        start = box.start + (begin - box.offsets[0]) * row * box.dtype.itemsize
+        rows = _read(descriptor, box, start, (end - begin, *box.sizes[1:]))
+        into[(slice(begin - offsets[0], end - offsets[0]), *inner_into)] = rows[(slice(None), *inner_box)]
+    return math.prod(b - a for a, b in zip(first, last, strict=True))
+
+
+def _read(descriptor: int, box: Box, start: int, sizes: tuple[int, ...]) -> Tensor:
+    data = torch.empty(math.prod(sizes) * box.dtype.itemsize, dtype=torch.uint8)
+    view, done = _bytes(data), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if not count:
+            raise ValueError(f"it ends after {start + done} bytes")
+        done += count
+    return data.view(box.dtype).reshape(sizes)
 
 
 def _bytes(tensor_u8: Tensor) -> memoryview:
@@ -128,17 +184,30 @@ def _bytes(tensor_u8: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _tensor(name: str, entry: object, body: Tensor) -> Tensor:
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    dtype, sizes, bounds = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
     if dtype is None:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
-    for numbers in (shape, offsets):
+    if place is None:
+        place = {"shape": sizes, "offsets": [0] * len(sizes) if isinstance(sizes, list) else None}
+    if not isinstance(place, dict) or set(place) != {"shape", "offsets"}:
+        raise ValueError(f"{name}: its part is not described by shape and offsets")
+    shape, offsets = place["shape"], place["offsets"]
+    for numbers in (sizes, bounds, shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"{name}: {numbers!r} are no sizes")
-    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= len(body):
+    if not len(shape) == len(offsets) == len(sizes) or any(
+        o + n > full for o, n, full in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"{name}: a part of {sizes} at {offsets} does not lie in a tensor of {shape}")
+    if len(bounds) != 2 or not bounds[0] <= bounds[1] <= size - begin:
         raise ValueError(f"{name} lies outside of the file")
-    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {offsets[1] - offsets[0]} bytes do not make {dtype} of {shape}")
-    return body[offsets[0] : offsets[1]].clone().view(dtype).reshape(shape)
+    if bounds[1] - bounds[0] != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {sizes}")
+    return Box(dtype=dtype, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes), start=begin + bounds[0])

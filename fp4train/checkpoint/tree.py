@@ -5,6 +5,7 @@ strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters
 ``{"$float": "nan"}``. Only data can be written this way, so reading it back executes nothing.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -28,6 +29,30 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSON]
 def unflatten(tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> dict[str, Any]:
     """The tree that `flatten` was given."""
     return {key: _decode(value, tensors) for key, value in state.items()}
+
+
+def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
+    """The union of what two ranks say of one state: each key's value is that of either, or the same of both.
+
+    Raises:
+        ValueError: they differ; the place is named.
+    """
+    if isinstance(first, dict) and isinstance(other, dict):
+        if set(first) == set(other) == {"$items"}:
+            ours, theirs = first["$items"], other["$items"]
+            if isinstance(ours, list) and isinstance(theirs, list):
+                rows = {json.dumps(row[0]): row for row in ours if isinstance(row, list)}
+                for row in theirs:
+                    assert isinstance(row, list)
+                    key, value = row
+                    known = rows.setdefault(json.dumps(key), [key, value])
+                    known[1] = merged(known[1], value, f"{path}/{key}")
+                return {"$items": list(rows.values())}
+        both = {key: merged(first[key], other[key], f"{path}/{key}") for key in first if key in other}
+        return {**first, **other, **both}
+    if to_strict(first) != to_strict(other):
+        raise ValueError(f"{path} is {first!r} on one rank and {other!r} on another")
+    return first
 
 
 def to_strict(value: Any) -> Any:

@@ -38,6 +38,7 @@ def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
     """
     given = set(arguments)
     overrides.check_flags(arguments)
+    arguments = overrides.with_files(arguments)
     if given & _SWEEP and given & _SHOW:
         raise UserError("--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m")
     resumed = [a for a in arguments if a.startswith("resume=") and a != "resume=null"]

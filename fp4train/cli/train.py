@@ -3,50 +3,121 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from fp4train.cli.launch import launch, settings
-from fp4train.config.schema import Config, to_config
+from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
+from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
+from fp4train.run import history
 from fp4train.track.config import METRICS
 
 if TYPE_CHECKING:
+    from fp4train.parallel.world import World
     from fp4train.train import Result
 
 _log = logging.getLogger("fp4train")
 
 
 def main(arguments: list[str]) -> int:
-    """Train; returns the exit code."""
-    return launch(arguments, _train)
+    """Train; returns the exit code. Of several ranks each is a process that ends here."""
+    place = find_place(os.environ)
+    if place.size > 1:
+        return _as_rank(arguments, place)
+    return launch(arguments, lambda cfg: _train(*_chosen(cfg)))
 
 
-def _train(cfg: DictConfig) -> int:
+def _as_rank(arguments: list[str], place: Place) -> int:
+    """Train as one rank of several. What all of them have to say, the lead alone says."""
+    from fp4train.parallel.world import AgreedError, World
+    from fp4train.run.build import choose_device
+
+    # Before the ranks have met, each machine speaks for itself.
+    speaks = place.local_rank == 0
+    world: World | None = None
+    if not place.lead:
+        logging.getLogger("fp4train").setLevel(logging.ERROR)
+
+    def task(cfg: DictConfig) -> int:
+        nonlocal world, speaks
+        try:
+            chosen, config, swap = _chosen(cfg)
+            world = World.start(place, config.parallel, choose_device(config.device, place))
+            speaks = place.lead
+            return _train(chosen, config, swap, world)
+        except AgreedError:
+            if speaks:
+                raise
+            return 1
+        except BaseException as error:
+            if world is not None:
+                world.fail(error)
+            if speaks or not isinstance(error, UserError):
+                raise
+            return 1
+
+    try:
+        if {"-m", "--multirun"} & set(arguments):
+            raise UserError(
+                f"-m trains one run after another, and {place.size} ranks train one together: start each point of the "
+                "sweep by itself"
+            )
+        code = launch(arguments, task)
+    except UserError:
+        if speaks:
+            raise
+        code = 1
+    return code if world is None else world.end(code)
+
+
+def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, tuple[str, dict[str, Any]] | None]:
+    chosen, swap = settings(cfg)
+    return chosen, to_config(chosen), swap
+
+
+def _train(
+    chosen: DictConfig, config: Config, swap: tuple[str, dict[str, Any]] | None, world: World | None = None
+) -> int:
+    from fp4train.parallel.agree import check_same, check_shared, code_version
+    from fp4train.parallel.world import World
     from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
-    from fp4train.run.build import build
+    from fp4train.run.build import build, choose_device
     from fp4train.run.determinism import determinism
     from fp4train.run.gpu import explain
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.resume import find_start
+    from fp4train.run.resume import find_start, start_on
     from fp4train.train import train
 
     keep_freed_memory()
-    chosen, swap = settings(cfg)
-    config = to_config(chosen)
     directory = config.run.dir
-    with run_directory.locked(directory), determinism(config.train.deterministic):
-        start = find_start(config, chosen)
+    if world is None:
+        world = World.start(Place(), config.parallel, choose_device(config.device))
+    if world.size > 1:
+        check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+    with ExitStack() as stack:
+        stack.enter_context(determinism(config.train.deterministic))
+        with world.together():
+            if world.lead:
+                stack.enter_context(run_directory.locked(directory))
+        check_shared(world, directory)
+        with world.together():
+            found = find_start(config, chosen) if world.lead else None
+        start = start_on(world, found)
         if start is not None and start.step >= config.train.steps:
-            print(_finished(config, start.path.parent.parent, start.step))
+            if world.lead:
+                print(_finished(config, start.path.parent.parent, start.step))
             return 0
-        before = None if start is None else to_config(run_directory.read_config(start.path.parent.parent))
-        run = build(config, chosen, start, swap)
+        with world.together():
+            before = None if start is None else to_config(run_directory.read_config(start.path.parent.parent))
+        run = build(config, chosen, start, swap, world)
         code = 1
         try:
             _log.info("%s: %s", directory, run.description)
@@ -64,8 +135,9 @@ def _train(cfg: DictConfig) -> int:
             code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
         finally:
             run.tracker.finish(code)
-            picture = _draw(directory)
-    print(_summary(directory, result) + picture)
+            picture = _draw(directory) if world.lead else ""
+    if world.lead:
+        print(_summary(directory, result) + picture)
     return code
 
 

@@ -2,9 +2,11 @@
 
 In a checkout `configs/` and `recipes/` stand beside the package; in an installed package they are inside it (setup.py
 maps them there). `configs/` is Hydra's primary folder. `recipes/` holds the options of the group `recipe` without a
-folder of that name above them, so they are given to Hydra through its ConfigStore.
+folder of that name above them, so they are given to Hydra through its ConfigStore. So are single files that a command
+names as an option (policy=FILE.yaml).
 """
 
+import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +45,59 @@ def options(folder: Path) -> dict[str, list[str]]:
 def own_options() -> dict[str, list[str]]:
     """`options` of fp4train, the recipes among them."""
     return options(CONFIGS) | {"recipe": sorted(path.stem for path in RECIPES.glob("*.yaml"))}
+
+
+_FILE = "file "
+"""Begins the provider of options that are single files, in Hydra's ConfigStore; their path follows."""
+
+
+def register_file(group: str, path: Path) -> str:
+    """Give Hydra a YAML file as an option of `group`; returns the option's name.
+
+    The name is that of the file, or with a checksum of its path where an option of that name is there already.
+
+    Raises:
+        UserError: there is no such file, or it is no mapping in YAML.
+    """
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UserError(f"{group}={path}: there is no such file") from None
+    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{group}={path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, DictConfig):
+        raise UserError(f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do")
+    provider, name = f"{_FILE}{path.absolute()}", path.stem
+    taken = {**dict.fromkeys(own_options().get(group, ())), **_registered(group)}
+    if taken.get(name, provider) != provider or not name.replace("-", "_").isidentifier():
+        name = f"file-{hashlib.sha256(provider.encode()).hexdigest()[:8]}"
+    ConfigStore.instance().store(group=group, name=name, node=found, provider=provider)
+    return name
+
+
+def registered_files() -> dict[str, list[str]]:
+    """Group → the options that `register_file` made."""
+    from hydra.core.config_store import ConfigStore
+
+    return {group: list(_registered(group)) for group in ConfigStore.instance().repo}
+
+
+def _registered(group: str) -> dict[str, str]:
+    """Option → provider of the options that `register_file` made."""
+    from hydra.core.config_store import ConfigStore
+
+    stored = ConfigStore.instance().repo.get(group, {})
+    nodes = stored.items() if isinstance(stored, dict) else ()
+    return {
+        name.removesuffix(".yaml"): node.provider
+        for name, node in nodes
+        if str(getattr(node, "provider", None)).startswith(_FILE)
+    }
 
 
 def check_folder(folder: Path) -> None:

@@ -19,7 +19,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.config.binding import complete
-from fp4train.config.folders import CONFIGS, check_folder, options, own_options, register_recipes
+from fp4train.config.folders import (
+    CONFIGS,
+    check_folder,
+    options,
+    own_options,
+    register_file,
+    register_recipes,
+    registered_files,
+)
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError
 from fp4train.text import near_miss
@@ -114,9 +122,30 @@ def swept_keys(arguments: list[str]) -> list[str]:
 def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Config group → its options, those of fp4train and of `folders`; nested groups with a slash ("data/tokenizer")."""
     found = own_options()
-    for folder in folders:
-        for group, names in options(folder).items():
+    for more in (registered_files(), *(options(folder) for folder in folders)):
+        for group, names in more.items():
             found.setdefault(group, []).extend(names)
+    return found
+
+
+def with_files(arguments: list[str]) -> list[str]:
+    """The arguments of a command; a YAML file that stands for an option (policy=FILE.yaml) is registered as one.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    known = {group for group in own_options() if "/" not in group and group != "experiment"}
+
+    def option(group: str, value: str) -> str:
+        bare = value.strip("'\"")
+        return register_file(group, Path(bare)) if bare.endswith((".yaml", ".yml")) else value
+
+    found = []
+    for argument in arguments:
+        group, equals, value = argument.partition("=")
+        if equals and group in known:
+            argument = f"{group}={','.join(option(group, each) for each in value.split(','))}"
+        found.append(argument)
     return found
 
 
@@ -239,11 +268,7 @@ def check(arguments: list[str]) -> None:
         if key in known and not override.is_delete():
             picked = _picked(override)
             for option in picked:
-                if option not in (*known[key], *(["null", "None"] if key == "experiment" else [])):
-                    listed = ", ".join(known[key])
-                    raise UserError(
-                        f"{key}={option}: there is no such {key}{near_miss(option, known[key])} (known: {listed})"
-                    )
+                check_option(key, option, known[key])
             chosen.append([f"{key}={option}" for option in picked if option not in ("null", "None")] or [""])
         elif not (override.is_add() or override.is_force_add()):
             values.append(key)
@@ -260,6 +285,18 @@ def check(arguments: list[str]) -> None:
             _check_keys(values, [*keys(bare), *added])
             raise
         _check_keys(swept, have)
+
+
+def check_option(group: str, option: str, known: list[str]) -> None:
+    """Refuse an option that the group `group` does not have.
+
+    Raises:
+        UserError: it is none of `known`; the message suggests one.
+    """
+    if option not in (*known, *(["null", "None"] if group == "experiment" else [])):
+        raise UserError(
+            f"{group}={option}: there is no such {group}{near_miss(option, known)} (known: {', '.join(known)})"
+        )
 
 
 def _check_hydra(override: str) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fp4train.hardware import find_gpu
 from fp4train.models.architecture import Architecture
 from fp4train.optim.optimizer import Optimizer
 from fp4train.optim.schedule import Schedule
+from fp4train.parallel.config import Parallel
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
 from fp4train.track.config import Tracking
@@ -60,7 +61,8 @@ class TrainSettings:
     Args:
         steps: optimizer steps.
         batch_size: sequences per step.
-        microbatch: sequences per forward pass; None: the whole batch. The gradient is that of the whole batch.
+        microbatch: sequences per forward pass of a rank; None: all of its share of the batch. The gradient is that of
+            the whole batch.
         seq_len: tokens per sequence.
         compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling takes a minute or more
             on a CPU. It saved 7 % of a BF16 step and 4 % of an NVFP4 step of llama_30m (2 cores, 2048 tokens).
@@ -174,6 +176,7 @@ class Config:
     resume_step: int | None = None
     init: str | None = None
     init_step: int | None = None
+    parallel: Parallel = field(default_factory=Parallel)
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)

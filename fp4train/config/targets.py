@@ -2,7 +2,7 @@
 
 Dataclasses that are defined in fp4train, or in a plugin that the command line names (see `plugins`); no other module is
 imported. The class's defining module is checked and not only its name, because attributes lead anywhere:
-"fp4train.checkpoint.folder.os.system". A configuration found in a run directory is therefore data: building a dataclass
+"fp4train.files.os.system". A configuration found in a run directory is therefore data: building a dataclass
 of ours stores values, and foreign code does not run.
 """
 

@@ -77,7 +77,8 @@ def probe(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Probe]:
     probing = Probe()
 
     def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.weight = seen.weight if seen.x_MK is not None else seen.weight.detach().clone()  # before the step
+        # Before the step, and while it is whole: sharded weights are gathered for the layer's call only.
+        seen.weight = seen.weight if seen.x_MK is not None else module.weight.detach().clone()  # type: ignore[operator]
         seen.x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
         if output.requires_grad:
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]

@@ -74,5 +74,6 @@ class Call:
         if self.amaxes is None:
             self.amaxes = {}
         if name not in self.amaxes:
-            self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training)
+            position = (self.seed, self.step)
+            self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training, position=position)
         return self.amaxes[name]

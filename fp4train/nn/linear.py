@@ -132,6 +132,7 @@ class Linear(nn.Linear):
         """Kernels of the backends that run a layer as a whole, by backend name."""
         self.handle = Handle(self)
         self._calls = 0
+        self._keep_forms = True
         self._was_in_context = False
         self.settle(layer, backend)
 
@@ -142,7 +143,7 @@ class Linear(nn.Linear):
         for kernels in self.kernels.values():
             kernels.name = layer.name
         self._layer_key = zlib.crc32(layer.name.encode())
-        self._weights = PreparedWeights()
+        self._weights = PreparedWeights(self._keep_forms)
         self._forget_plans()
 
     # -- what the layer runs ------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class Linear(nn.Linear):
         if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
-            position = None if context.step is None else (context.seed, context.step)
+            position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
             return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
@@ -252,6 +253,11 @@ class Linear(nn.Linear):
             step, weights = self._calls, PreparedWeights()
         return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
 
+    def keep_forms(self, keep: bool) -> None:
+        """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
+        self._keep_forms = keep
+        self._weights = PreparedWeights(keep)
+
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""
         if is_stray_recomputation(now):
@@ -276,7 +282,8 @@ class Linear(nn.Linear):
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`."""
-        self._weights = PreparedWeights()  # it records whether the weight's amax has entered the history in this step
+        # It records whether the weight's amax has entered the history in this step.
+        self._weights = PreparedWeights(self._keep_forms)
         rest = dict(state)
         for name, kernels in self.kernels.items():
             mine = [key for key in rest if key.startswith(f"{name}.")]

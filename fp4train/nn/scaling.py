@@ -1,11 +1,14 @@
 """Amax histories of one layer's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
 
-A delayed scale comes from the amax of earlier steps. A call of the layer first takes the amax to use from the history,
-then adds the tensor's own amax to it (with data parallelism, the maximum over the ranks). If the history gives 0 or a
-non-finite value, the amax used last is used again.
+A delayed scale comes from the amax of earlier steps. The first call of a layer in a step takes the amax to use from the
+history; all calls of that step use it. The tensor's own amax enters the history once per step: the maximum over the
+calls of the step (microbatches) and, with data parallelism, over the ranks. So a step's scales do not depend on how its
+batch is split. If the history gives 0 or a non-finite value, the amax used last is used again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,21 +17,32 @@ from torch import Tensor
 from fp4train.quantize import QuantSpec
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax, push_amax
 
+Position = tuple[int, int]
+"""Seed and step."""
+
 
 class DelayedScaling:
-    """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last."""
+    """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last.
+
+    Attributes:
+        joined: the loop joins the newest entries of all layers over the ranks (`join_amaxes`); else each call of a
+            layer takes the maximum over the default process group by itself.
+    """
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}
         self.used: dict[str, Tensor] = {}
+        self.joined = False
+        self._entered: dict[str, Position] = {}
 
-    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool) -> Tensor:
+    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """The amax that scales `tensor`, a 0-d float32.
 
         Args:
             name: "x", "w" or "dy".
             spec: its spec, with `delayed` set.
             enter: whether the tensor's own amax enters the history (in training, not in evaluation).
+            position: the step; the newest entry is that of the step in which an amax entered last.
         """
         assert spec.delayed is not None
         history, previous = self.histories.get(name), self.used.get(name)
@@ -36,10 +50,17 @@ class DelayedScaling:
             history = torch.zeros(spec.delayed.history, device=tensor.device)
             previous = torch.tensor(initial_delayed_amax(spec), device=tensor.device)
         history, previous = _resized(history, spec.delayed.history).to(tensor.device), previous.to(tensor.device)
-        amax = delayed_amax(history, previous, spec.delayed)
+        again = self._entered.get(name) == position
+        amax = previous if again else delayed_amax(history, previous, spec.delayed)
         if enter:
             own = tensor.detach().abs().amax().float() if tensor.numel() else amax.new_zeros(())
-            self.histories[name], self.used[name] = push_amax(history, largest_over_ranks(own)), amax
+            own = own if self.joined else largest_over_ranks(own)
+            if again:
+                history, own = history[1:], torch.maximum(own, history[0])
+                self.histories[name] = torch.cat((own.reshape(1), history))
+            else:
+                self.histories[name], self.used[name] = push_amax(history, own), amax
+                self._entered[name] = position
         return amax
 
     def state(self) -> dict[str, Tensor]:
@@ -47,19 +68,35 @@ class DelayedScaling:
         return {f"history.{k}": v for k, v in self.histories.items()} | {f"used.{k}": v for k, v in self.used.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `state`."""
+        """Restore the result of `state`; no amax of the coming step has entered yet."""
+        self._entered.clear()
         self.histories = {k.removeprefix("history."): v for k, v in state.items() if k.startswith("history.")}
         self.used = {k.removeprefix("used."): v for k, v in state.items() if k.startswith("used.")}
+
+
+def join_amaxes(scalings: Iterable[DelayedScaling], largest: Callable[[Tensor], Tensor]) -> None:
+    """Make the newest entries of all histories their maximum over the ranks, in one collective.
+
+    Args:
+        scalings: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
+        largest: the maximum over the ranks of a float32 vector, element by element.
+    """
+    entries = [(each, name) for each in scalings for name in sorted(each.histories)]
+    if not entries:
+        return
+    newest = torch.stack([each.histories[name][0] for each, name in entries])
+    # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
+    joined = largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    for (each, name), amax in zip(entries, joined.unbind(), strict=True):
+        each.histories[name] = torch.cat((amax.reshape(1), each.histories[name][1:]))
 
 
 def largest_over_ranks(amax: Tensor) -> Tensor:
     """The maximum of `amax` over the ranks of the default process group, so that all use the same scale.
 
-    One all-reduce of four bytes per tensor that enters its history: x and dy of every layer once per microbatch, w once
-    per step. Each costs the latency of a collective and negligible bandwidth; TE merges those of a whole forward or
-    backward pass into one. All ranks of the group must run the same layers in the same order, as in data parallelism. A
-    rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with other layers (pipeline
-    stages) must not be in the default group.
+    For loops that are not fp4train's: one all-reduce of four bytes per call of a layer and tensor. All ranks of the
+    group must run the same layers in the same order, as in data parallelism. A rank that skips a layer, or evaluates
+    while others train, makes the others hang. Ranks with other layers (pipeline stages) must not be in that group.
     """
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)

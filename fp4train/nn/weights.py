@@ -6,6 +6,8 @@ the fused optimizers change weights without incrementing it. For square blocks t
 the row-wise form, a view.
 
 The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
+Where a weight is gathered for the time of a call only (FSDP), no form is kept: those of all layers would be a whole
+model on every rank.
 """
 
 from __future__ import annotations
@@ -45,11 +47,17 @@ class WeightForm:
 
 
 class PreparedWeights:
-    """The prepared forms of one weight [N, K] in one step."""
+    """The prepared forms of one weight [N, K] in one step.
 
-    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_of", "_position", "_version")
+    Args:
+        keep: whether forms are kept for later calls of the step; else each call makes its own, from the same amax and
+            random bits.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_keep", "_of", "_position", "_version")
+
+    def __init__(self, keep: bool = True) -> None:
+        self._keep = keep
         self._position: tuple[int, int] | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._version = 0
@@ -57,9 +65,9 @@ class PreparedWeights:
         self._amax: Tensor | None = None
         self._entered = False
 
-    def __reduce__(self) -> tuple[type[PreparedWeights], tuple[()]]:
+    def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
         """Copies and pickles start empty: the forms belong to the original tensor."""
-        return PreparedWeights, ()
+        return PreparedWeights, (self._keep,)
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
@@ -84,7 +92,8 @@ class PreparedWeights:
                 break
         if prepared is None:
             prepared = self._prepare(w_NK.detach(), form, call, amax)
-            self._forms.append((form.key, prepared))
+            if self._keep:
+                self._forms.append((form.key, prepared))
         if form.transposed:
             assert isinstance(prepared, Decoded)
             return Decoded(prepared.values.T, prepared.scale)
@@ -101,6 +110,7 @@ class PreparedWeights:
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""
         if self._amax is None or (call.training and not self._entered):
-            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=call.training and not self._entered)
+            enter, position = call.training and not self._entered, (call.seed, call.step)
+            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)
             self._entered = self._entered or call.training
         return self._amax

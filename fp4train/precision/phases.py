@@ -58,11 +58,16 @@ class Phase:
         """The recipe after this phase, applied to the previous `recipe`."""
         if self.gemms is None:
             return self.recipe
-        if not self.recipe.quantised:
-            return recipe.with_high_precision(*self.gemms) if recipe.quantised else recipe
-        fprop, dgrad, wgrad = (self.recipe if gemm in self.gemms else _part(recipe, gemm) for gemm in GEMMS)
-        kept = tuple(gemm for gemm in recipe.high_precision if gemm not in self.gemms)
-        return Mixed(fprop=fprop, dgrad=dgrad, wgrad=wgrad, dtype=recipe.dtype, high_precision=kept)
+        return in_gemms(self.gemms, recipe, self.recipe)
+
+
+def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
+    """`recipe`, with `gemms` in `other` instead; if that quantises nothing, they run in the dtype of `recipe`."""
+    if not other.quantised:
+        return recipe.with_high_precision(*gemms) if recipe.quantised else recipe
+    fprop, dgrad, wgrad = (other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS)
+    kept = tuple(gemm for gemm in recipe.high_precision if gemm not in gemms)
+    return Mixed(fprop=fprop, dgrad=dgrad, wgrad=wgrad, dtype=recipe.dtype, high_precision=kept)
 
 
 def _part(recipe: Recipe, gemm: str) -> Recipe:

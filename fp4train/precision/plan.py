@@ -104,7 +104,6 @@ def resolve(
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
-    kept = policy.why_kept(layer) if policy is not None and recipe.quantised else None
     table = own.table()
     unconverted = layer.unconverted
     if unconverted is not None:
@@ -115,6 +114,7 @@ def resolve(
     gemms = {}
     for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
+        kept = policy.why_kept(layer, name) if policy is not None and recipe.quantised else None
         if unconverted is None and not operands.quantised and recipe.quantised:
             why = kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from fp4train.backends.table import GEMMS
 from fp4train.precision.layers import Layer
+from fp4train.precision.phases import in_gemms
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 
@@ -28,7 +30,8 @@ class LayerPolicy:
         first, last: blocks kept at either end: a count (integer) or a share of all blocks (float in [0, 1], rounded
             up).
         keep: patterns of layer names, matched on whole name components: "mlp.down" matches "blocks.3.mlp.down", not
-            "blocks.3.mlp.down_norm"; "*" matches within one component.
+            "blocks.3.mlp.down_norm"; "*" matches within one component. "mlp.down:fprop" or "mlp.down:fprop+dgrad" keeps
+            these GEMMs of a layer only.
         recipe_for_kept: recipe of kept layers inside the blocks, BF16 or another such as MXFP8.
     """
 
@@ -49,6 +52,12 @@ class LayerPolicy:
         if not isinstance(self.recipe_for_kept, Recipe):
             raise TypeError(f"recipe_for_kept={self.recipe_for_kept!r} must be a recipe, for instance BF16()")
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        for pattern in self.keep:
+            if wrong := [gemm for gemm in _gemms(pattern) if gemm not in GEMMS]:
+                raise ValueError(
+                    f"keep={pattern!r}: {wrong[0]!r} is no GEMM; after the colon stand some of {', '.join(GEMMS)}, "
+                    "joined by +"
+                )
 
     def count(self, which: str, blocks: int) -> int:
         """The number of blocks that `first` or `last` selects, out of `blocks`."""
@@ -56,8 +65,8 @@ class LayerPolicy:
         # The tolerance keeps 0.2 of 5 blocks at one block, although 0.2·5 may round to a value above 1.
         return min(blocks, value if isinstance(value, int) else math.ceil(value * blocks - 1e-9))
 
-    def why_kept(self, layer: Layer) -> str | None:
-        """The reason why `layer` does not follow the recipe, or None if it does."""
+    def why_kept(self, layer: Layer, gemm: str | None = None) -> str | None:
+        """The reason why `layer`, or one GEMM of it, does not follow the recipe; None if it does."""
         if layer.block is None:
             return "outside the blocks"
         first, last = self.count("first", layer.blocks), self.count("last", layer.blocks)
@@ -65,13 +74,20 @@ class LayerPolicy:
             return f"policy.first={self.first} ({first} of {layer.blocks} blocks)"
         if layer.block >= layer.blocks - last:
             return f"policy.last={self.last} ({last} of {layer.blocks} blocks)"
-        pattern = next((p for p in self.keep if matches(p, layer.name)), None)
-        return f"policy.keep={pattern}" if pattern else None
+        for pattern in self.keep:
+            gemms = _gemms(pattern)
+            if (not gemms or gemm in gemms) and matches(_name(pattern), layer.name):
+                return f"policy.keep={pattern}"
+        return None
 
     def recipe_for(self, layer: Layer, recipe: Recipe) -> Recipe:
         """The recipe of `layer` when the run's current recipe is `recipe`."""
-        if not recipe.quantised or self.why_kept(layer) is None:
+        if not recipe.quantised:
             return recipe
+        if self.why_kept(layer) is None:
+            kept_gemms = [gemm for gemm in GEMMS if self.why_kept(layer, gemm) is not None]
+            gemms = tuple(gemm for gemm in kept_gemms if gemm not in recipe.high_precision)
+            return in_gemms(gemms, recipe, replace(self.recipe_for_kept, dtype=recipe.dtype)) if gemms else recipe
         kept = BF16() if layer.block is None else self.recipe_for_kept
         return replace(kept, dtype=recipe.dtype, high_precision=(*kept.high_precision, *recipe.high_precision))
 
@@ -79,9 +95,21 @@ class LayerPolicy:
         """Raise ValueError for a pattern that matches none of these layers; it would have no effect."""
         names = list(names)
         for pattern in self.keep:
-            if not any(matches(pattern, name) for name in names):
+            name = _name(pattern)
+            if name not in names and not any(matches(name, each) for each in names):
                 some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
                 raise ValueError(f"policy.keep={pattern!r} matches no linear layer; the model has: {some}")
+
+
+def _name(pattern: str) -> str:
+    """The part of a pattern that is about the layer's name."""
+    return pattern.partition(":")[0]
+
+
+def _gemms(pattern: str) -> tuple[str, ...]:
+    """The GEMMs that a pattern names; none: the whole layer."""
+    _, colon, gemms = pattern.partition(":")
+    return tuple(gemms.split("+")) if colon else ()
 
 
 def matches(pattern: str, name: str) -> bool:

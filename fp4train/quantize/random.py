@@ -20,9 +20,9 @@ ROUNDS = 10
 MASK = 0xFFFFFFFF
 LANES = 8  # elements served by one Philox call
 
-FPROP_X, FPROP_W, DGRAD_DY, DGRAD_W, WGRAD_DY, WGRAD_X, MEASUREMENT, SIGNS = range(8)
-"""Values of `RandomKey.operand`: the six operands of a table, measurements, and signs of transforms, none of which must
-share bits."""
+FPROP_X, FPROP_W, DGRAD_DY, DGRAD_W, WGRAD_DY, WGRAD_X, MEASUREMENT, INITIAL = range(8)
+"""Values of `RandomKey.operand`: the six operands of a table, and measurements and the initial values of weights, which
+must not share their bits."""
 
 _LIMITS = {
     "seed": 1 << 64,

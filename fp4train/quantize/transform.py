@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.quantize.random import MASK, SIGNS, RandomKey, philox4x32
+from fp4train.quantize.random import MASK, RandomKey, philox4x32
 from fp4train.quantize.rotation import Rotation, rotation_matrix
 
 SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
@@ -57,7 +57,8 @@ def drawn(spec: Hadamard | Rotation, key: RandomKey | None) -> Hadamard | Rotati
         return spec
     if key is None:
         raise ValueError("key=None: hadamard.signs='step' draws signs from a RandomKey(seed=, step=, layer=, operand=)")
-    counter = [torch.tensor([word], dtype=torch.int64) for word in (0, 0, (key.step * 8 + SIGNS) & MASK, key.layer)]
+    # the last row and column, which no element reaches
+    counter = [torch.tensor([word], dtype=torch.int64) for word in (MASK, MASK, key.step * 8 & MASK, key.layer)]
     words = philox4x32((counter[0], counter[1], counter[2], counter[3]), (key.seed & MASK, key.seed >> 32))
     return Hadamard(size=spec.size, signs="random", seed=int(words[0]) << 32 | int(words[1]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,22 @@ from fp4train.hardware import Device
 from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run import history
-from fp4train.run.build import build_plan, with_swap, write_plan
+from fp4train.run.begin import write_plan
+from fp4train.run.build import build_plan, with_swap
 from fp4train.run.requests import take_requests
 from fp4train.run.run import Run
-from fp4train.run.swaps import as_swap, record_swap, remove_swap
+from fp4train.run.swaps import Entry, as_swap, record_swap, remove_swap
 
 _log = logging.getLogger(__name__)
 
 
-def pick_up_swaps(run: Run) -> None:
-    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way."""
+def pick_up_swaps(run: Run) -> bool:
+    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way.
+
+    Returns:
+        Whether the recipe of a coming step may have changed.
+    """
+    before = run.timeline
     for request in take_requests(run.folder, run.swaps):
         body = request.body or {}
         name = str(body.get("name", ""))
@@ -46,6 +53,15 @@ def pick_up_swaps(run: Run) -> None:
             _log.warning("swap: %s", text)
             run.tracker.log_event(run.step + 1, event, values)
             request.answer(True, text)
+    return run.timeline is not before
+
+
+def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
+    """On a rank that records nothing: go on by the swaps that the lead has recorded."""
+    run.swaps = list(entries)
+    swaps = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
+    timeline = replace(run.timeline, swaps=swaps)
+    run.timeline, run.plan = timeline, _plan(run, timeline)
 
 
 def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
@@ -66,7 +82,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
     timeline = with_swap(run.timeline, swap)
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    plan = _plan(run, timeline)
     run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
     _record_change(run, timeline, plan, "swap", name=name, at=swap.step, recipe=recipe)
 
@@ -82,9 +98,14 @@ def cancel_swap(run: Run, step: int) -> None:
     if step < run.step:
         raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
     timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device)).since(run.step)
+    plan = _plan(run, timeline)
     run.swaps = remove_swap(run.directory, step)
     _record_change(run, timeline, plan, "swap cancelled", at=step)
+
+
+def _plan(run: Run, timeline: Timeline) -> Plan:
+    plan = build_plan(run.config, run.model, timeline, Device.of(run.device), run.world.data_ranks)
+    return plan.since(run.step)
 
 
 def _record_change(run: Run, timeline: Timeline, plan: Plan, event: str, **values: Any) -> None:

@@ -7,6 +7,7 @@
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
     swap_requests/    recipe changes that the running process is asked for, and its answers (`requests`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
+    studies/          what was measured on its checkpoints, a folder for each study (`fp4train.studies`)
 
 A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
 
@@ -67,8 +68,9 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute"),
+    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
     *("data.path", "data.val_path"),
+    "parallel.",
 )
 """Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
 its fingerprint is compared with that in the checkpoint."""
@@ -87,17 +89,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
+def locked(run: Path, taken: str = "another process trains in it; choose another run.name") -> Iterator[None]:
     """Hold the lock of `run`, which is created.
 
+    Args:
+        taken: what an error says of a lock that another process holds.
+
     Raises:
-        UserError: another process trains in it, or it cannot be written.
+        UserError: another process holds it, or it cannot be written.
     """
     try:
         folder = Folder.open(run, create=True)
         descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UserError(f"run directory {run} cannot be written: {error}") from error
+        raise UserError(f"{run} cannot be written: {error}") from error
     try:
         try:
             try:
@@ -106,7 +111,7 @@ def locked(run: Path) -> Iterator[None]:
                 time.sleep(0.1)  # `is_running` holds it for a moment when somebody looks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{run} is in use: another process trains in it; choose another run.name") from None
+            raise UserError(f"{run} is in use: {taken}") from None
         with suppress(OSError):
             folder.remove_litter()
         yield
@@ -265,6 +270,11 @@ def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> l
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
     gone = set(unknown_keys(plain(old), Config))
     return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
+
+
+def workplace_of(run: Path, *, aside: bool) -> Path:
+    """The folder that `workplace` gives, to a rank that does not make it."""
+    return run / ".new" if aside else run
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 Asked before anything is taken over. A moment of another shape would make torch's fused optimizers read memory that is
 not theirs, and one of another dtype would be taken in silence.
+
+Shapes are those of whole tensors; of values a rank looks at those that it holds, without a collective.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.run.guard import first_non_finite
+from fp4train.shards import local
 
 Tensors = Mapping[str, Tensor]
 
@@ -29,7 +32,7 @@ def check_model(model: nn.Module, saved: Any) -> None:
     for name, tensor in wanted.items():
         _check(name, saved[name], tensor.shape, tensor.dtype)
     parameters = {name for name, _ in model.named_parameters()}
-    if bad := first_non_finite({name: tensor for name, tensor in saved.items() if name in parameters}):
+    if bad := first_non_finite({name: local(tensor) for name, tensor in saved.items() if name in parameters}):
         raise ValueError(f"{bad} is not finite")
 
 
@@ -63,7 +66,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
                     raise ValueError(f"{what} has dtype {tensor.dtype}, not {parameter.dtype}")
             elif any(group.get("fused") for group in optimizer.param_groups) and tensor.numel() != 1:
                 _check(what, tensor, parameter.shape, None)
-        if bad := first_non_finite(tensors):
+        if bad := first_non_finite({name: local(tensor) for name, tensor in tensors.items()}):
             raise ValueError(f"{bad} of parameter {number} is not finite")
 
 

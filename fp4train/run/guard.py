@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
+from fp4train.parallel.norm import local
+from fp4train.parallel.world import World
 
 
 class NonFiniteError(UserError):
@@ -27,11 +29,13 @@ class NonFiniteError(UserError):
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity; None if all are finite.
+    """The name of the first tensor that holds a NaN or an infinity; None if all are finite. Of a tensor that is cut
+    over ranks this rank's part is looked at.
 
     Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the host.
     """
-    floating = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    parts = {name: local(t.detach()) for name, t in tensors.items()}
+    floating = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
     if not floating:
         return None
     largest = torch._foreach_norm(list(floating.values()), torch.inf)
@@ -45,10 +49,13 @@ def finite_weights(model: nn.Module) -> bool:
     return first_non_finite(dict(model.named_parameters())) is None
 
 
-def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
+def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> str | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
 
-    Named is the innermost one: a block's output is bad because a layer's is.
+    Named is the innermost one: a block's output is bad because a layer's is. None: every output is finite.
+
+    Args:
+        cut: the model is cut over ranks, which must all make the same passes; then all of `losses` is consumed.
     """
     found: list[str] = []
 
@@ -59,22 +66,25 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor]) -> str:
     handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
-            bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
-            if bad:
-                return f"weight {bad[0]}"
+            bad = first_non_finite(dict(model.named_parameters()))
+            if bad and not cut:
+                return f"weight {bad}"
             for _ in losses:
-                if found:
+                if found and not cut:
                     return found[0]
+            if bad or found:
+                return f"weight {bad}" if bad else found[0]
     finally:
         for handle in handles:
             handle.remove()
-    return "the loss itself"
+    return None
 
 
-def check_evaluation(model: nn.Module, step: int, values: Mapping[str, float | str], recipe: str) -> None:
+def check_evaluation(model: nn.Module, step: int, values: Mapping[str, float | str], recipe: str, world: World) -> None:
     """Raises NonFiniteError where a validation loss is not finite."""
     for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
         if not math.isfinite(value := float(values[key])):
-            bad = first_non_finite({f"weight {name}": p for name, p in model.named_parameters()})
-            where = bad or "no weight: the evaluation itself"
+            named = {f"weight {name}": p for name, p in model.named_parameters()}
+            where = world.first(first_non_finite(named))
+            where = where or "no weight: the evaluation itself"
             raise NonFiniteError(step, what, value, where, recipe, of_state=True)

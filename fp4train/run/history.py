@@ -133,7 +133,7 @@ def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
         **values,
         "stretches": _compact(plan),
     }
-    line["sum"] = _sum(line, lines[-1]["sum"] if lines else "")
+    line["sum"] = chained_sum(line, lines[-1]["sum"] if lines else "")
     text = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in [*lines, line])
     write_text(run / HISTORY, text)
 
@@ -248,7 +248,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     for number, each in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             line = json.loads(each)
-            if line["sum"] != _sum(line, before):
+            if line["sum"] != chained_sum(line, before):
                 raise ValueError("its checksum differs")
             _record(line)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -262,7 +262,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _sum(line: Mapping[str, Any], before: str) -> str:
+def chained_sum(line: Mapping[str, Any], before: str) -> str:
     body = {key: value for key, value in line.items() if key != "sum"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]

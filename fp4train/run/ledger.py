@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.guard import NonFiniteError
 
 if TYPE_CHECKING:
-    from fp4train.run.progress import Progress
     from fp4train.run.run import Run
-    from fp4train.run.watch import Watch
 
 Values = dict[str, float | str]
 
@@ -67,7 +65,7 @@ class Step:
     Args:
         index: optimizer steps done before it.
         recipe: it was computed in.
-        numbers: its mean loss, the norm of all gradients, and that of each.
+        numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of it).
         names: the parameters of those norms.
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
@@ -92,11 +90,25 @@ class Step:
         """Whether a smaller loss scale may mend gradients that are not finite."""
         return self.recipe.loss_scaling is not None and self.loss_scale > SMALLEST_LOSS_SCALE
 
-    def bad_gradient(self) -> str:
+    def bad_gradient(self) -> str | None:
         """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
         norms = self.numbers.read()[2:]
         bad = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
-        return f"gradient of {bad[-1]}" if bad else "the norm itself (finite gradients, overflowing sum)"
+        return f"gradient of {bad[-1]}" if bad else None
+
+
+class Counts(Protocol):
+    """Hears of every step that was done, as `Progress` does."""
+
+    def advance(self, loss: float, recipe: str, at: float) -> Values:
+        """One more step was done at `at`, by `time.perf_counter`; returns what is logged of it besides."""
+        ...
+
+
+class Shows(Protocol):
+    """Is told the last loss, as `Watch` is."""
+
+    loss: float | None
 
 
 class Ledger:
@@ -107,7 +119,7 @@ class Ledger:
         blame: what was not finite in the step that `run.step` is at, whose loss is not: the first module's output.
     """
 
-    def __init__(self, run: Run, progress: Progress, watch: Watch, blame: Callable[[Run, Recipe], str]) -> None:
+    def __init__(self, run: Run, progress: Counts, watch: Shows, blame: Callable[[Run, Recipe], str]) -> None:
         self.run, self.progress, self.watch, self.blame = run, progress, watch, blame
         self.metrics: Values = {}
         self._step: Step | None = None
@@ -157,7 +169,8 @@ class Ledger:
         run.load_scaling(step.scaling)
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
-            raise NonFiniteError(step.index, "gradient norm", norm, step.bad_gradient(), step.recipe.name)
+            bad = run.world.first(step.bad_gradient()) or "the norm itself (finite gradients, overflowing sum)"
+            raise NonFiniteError(step.index, "gradient norm", norm, bad, step.recipe.name)
         where = self.blame(run, step.recipe)
         run.load_scaling(step.scaling)
         raise NonFiniteError(step.index, "loss", loss, where, step.recipe.name)

@@ -21,12 +21,17 @@ class Progress:
     Args:
         step: steps done; steps: of the whole run; tokens: a step.
         peak: tokens a second at the device's peak, where that is known.
+        ranks: that share the tokens.
+        quietly: show no bar (of several ranks one does).
     """
 
-    def __init__(self, step: int, steps: int, tokens: int, peak: float | None = None) -> None:
+    def __init__(
+        self, step: int, steps: int, tokens: int, peak: float | None = None, *, ranks: int = 1, quietly: bool = False
+    ) -> None:
+        self.ranks = ranks
         self.peak = peak
         self.step, self.steps, self.tokens = step, steps, tokens
-        self.terminal = sys.stderr.isatty()
+        self.terminal = sys.stderr.isatty() and not quietly
         self.every = max(1, steps // _LINES)
         self.smooth: float | None = None
 
@@ -63,7 +68,9 @@ class Progress:
                 recipe,
             )
         values: dict[str, float | str] = {"perf/tokens_per_s": speed}
-        return values if self.peak is None else values | {"perf/mfu": speed / self.peak}
+        if self.ranks > 1:
+            values["perf/tokens_per_s_per_rank"] = speed / self.ranks
+        return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""

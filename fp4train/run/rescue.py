@@ -1,10 +1,14 @@
-"""What is saved when, and when something went wrong: the last state that is whole and finite, and a word about it."""
+"""What is saved when, and when something went wrong: the last state that is whole and finite, and a word about it.
+
+Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes and reports.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from typing import NoReturn
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
@@ -12,7 +16,7 @@ from fp4train.run.directory import CHECKPOINTS
 from fp4train.run.guard import NonFiniteError, finite_weights
 from fp4train.run.ledger import Ledger
 from fp4train.run.run import Run
-from fp4train.run.saving import PAUSES
+from fp4train.run.saving import PAUSES, Outcome
 from fp4train.run.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -21,11 +25,12 @@ _log = logging.getLogger(__name__)
 def rescue(run: Run, error: NonFiniteError) -> str:
     """Save what was before the step that failed, and say what can be done."""
     run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
-    if run.torn or not finite_weights(run.model) or error.of_state:
+    finite = all_finite(run)
+    if run.torn or not finite or error.of_state:
         run.saver.wait()
-        report(run, quietly=True)
+        report(run)
         there = steps_saved(run)
-        last = "The weights are not finite themselves" if not finite_weights(run.model) else "This state is not saved"
+        last = "The weights are not finite themselves" if not finite else "This state is not saved"
         last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
     elif save_and_wait(run):
         before = [step for step in steps_saved(run) if step < run.step]
@@ -44,30 +49,49 @@ def save(run: Run, *, proven: bool = False) -> None:
     run.saver.begin(proven=proven)
 
 
-def report(run: Run, *, quietly: bool = False) -> None:
+def report(run: Run) -> Outcome | None:
     """Say which checkpoints could not be written: that costs the checkpoint, not the run.
 
-    Raises:
-        NonFiniteError: one was not written because weights or moments are not finite; not with `quietly`.
+    Returns:
+        A checkpoint that was not written because weights or moments are not finite; None if there is none.
     """
+    bad = None
     for outcome in run.saver.outcomes():
         if outcome.problem is not None:
             _log.error("%s Training goes on; it is tried again.", outcome.problem)
             run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
-        elif outcome.bad is not None and not quietly:
-            raise NonFiniteError(
-                outcome.step, "a tensor of the checkpoint", math.nan, outcome.bad, "its state", of_state=True
-            )
+        elif outcome.bad is not None:
+            bad = bad or outcome
+    return bad
+
+
+def refuse(bad: Outcome) -> NoReturn:
+    """Raises NonFiniteError: a checkpoint was not written because one of its tensors is not finite."""
+    what = "a tensor of the checkpoint"
+    raise NonFiniteError(bad.step, what, math.nan, str(bad.bad), "its state", of_state=True)
+
+
+def all_finite(run: Run) -> bool:
+    """Whether the weights are finite, on every rank."""
+    return run.world.everywhere(finite_weights(run.model))
 
 
 def save_and_wait(run: Run, *, proven: bool = False) -> bool:
-    """Have the state of this step written, now, and if it fails a few times more; whether it is."""
+    """Have the state of this step written, now, and if it fails a few times more; whether it is.
+
+    Raises:
+        NonFiniteError: weights or moments are not finite.
+    """
+    world = run.world
     for pause in (*PAUSES, None):
-        if not run.saver.holds(run.step):
+        if not world.of_lead(run.saver.holds(run.step)):
             save(run, proven=proven)
         run.saver.wait()
-        report(run)
-        if run.saver.saved == run.step:
+        bad = report(run)
+        written, bad = world.of_lead((run.saver.saved == run.step, bad))
+        if bad is not None:
+            refuse(bad)
+        if written:
             return True
         if pause is not None:
             time.sleep(pause)
@@ -76,14 +100,19 @@ def save_and_wait(run: Run, *, proven: bool = False) -> bool:
 
 def save_at_end(run: Run, watch: Watch) -> bool:
     """The last checkpoint of a run; whether it is written."""
-    if watch.look() is not None and watch.lost:
+    if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
     return save_and_wait(run)
 
 
 def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:
-    """Save what can be saved when something went wrong, and say what is there."""
+    """Save what can be saved when something went wrong, and say what is there.
+
+    Of several ranks nothing can be saved: an error of one finds the others in a collective, each with a part.
+    """
+    if run.world.size > 1:
+        return
     try:
         ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
     except Exception as second:  # the first error is the one to tell
@@ -93,7 +122,7 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
     else:
         try:
             run.tracker.log_event(run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"})
-            saved = finite_weights(run.model) and save_and_wait(run)
+            saved = all_finite(run) and save_and_wait(run)
         except Exception as second:  # the first error is the one to tell
             _log.error("nothing could be saved: %s", second)
         else:

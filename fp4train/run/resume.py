@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
+from fp4train.parallel.world import World
 from fp4train.run import directory as run_directory
 from fp4train.run import history
 
@@ -28,6 +29,21 @@ def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
     found = checkpoint.load(source / run_directory.CHECKPOINTS, _chosen_step(config, source))
     for path, reason in found.skipped:
         _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
+    return found
+
+
+def start_on(world: World, found: checkpoint.Checkpoint | None) -> checkpoint.Checkpoint | None:
+    """On every rank, the checkpoint that the lead has found.
+
+    Raises:
+        UserError: on every rank: one cannot read it.
+    """
+    where = world.of_lead(None if found is None else (str(found.path.parent), found.step))
+    if where is None:
+        return None
+    with world.together():
+        if found is None:
+            found = checkpoint.load(Path(where[0]), where[1])
     return found
 
 
@@ -78,12 +94,21 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
             raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
     if config.resume is None:
         return None
-    saved = run_directory.read_config(source)
-    _check_same(saved, cfg, source, resuming=True)
-    _check_edits(source, saved)
+    check_source(source, cfg)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
+
+
+def check_source(source: Path, cfg: DictConfig) -> None:
+    """Refuse a configuration that is not one of the run in `source` with changes that a resume allows.
+
+    Raises:
+        UserError: it would be another run, or the saved configuration was edited to be one.
+    """
+    saved = run_directory.read_config(source)
+    _check_same(saved, cfg, source, resuming=True)
+    _check_edits(source, saved)
 
 
 def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:

@@ -20,6 +20,8 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
+from fp4train.parallel.whole import part_like
+from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
@@ -40,6 +42,7 @@ class Run:
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
         saved_config: config.yaml as it was written.
+        world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Run:
     torn: bool = False
     failed: torch.Tensor | None = None
     saved_config: bytes | None = None
+    world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.saver = Saver(self)
@@ -72,6 +76,16 @@ class Run:
         return self.config.policy
 
     @property
+    def share(self) -> int:
+        """Sequences of a batch that are this rank's."""
+        return self.config.train.batch_size // self.world.data_ranks
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch."""
+        return self.config.train.microbatch or self.share
+
+    @property
     def description(self) -> str:
         """Model, batch and device in a line."""
         count = sum(p.numel() for p in self.model.parameters())
@@ -79,7 +93,7 @@ class Run:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         return (
             f"{type(self.config.model).__name__}, {size} parameters; {self.config.train.steps:,} steps of "
-            f"{self.config.train.tokens:,} tokens; {device}"
+            f"{self.config.train.tokens:,} tokens; {device}" + (f"; {self.world}" if self.world.size > 1 else "")
         )
 
     def apply(self, stretch: PlannedStretch) -> None:
@@ -147,10 +161,11 @@ class Run:
             check_optimizer(self.optimizer, state["optimizer"])
             check_scaling(self.scaling(), state["scaling"])
             loss_scale, good_steps = checked_scale(state["loss_scale"]), checked_count(state["good_steps"])
-            self.model.load_state_dict(state["model"])
+            own = self.model.state_dict()
+            self.model.load_state_dict({name: part_like(own[name], each) for name, each in state["model"].items()})
             # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
             constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(self._parts_of_moments(state["optimizer"]))
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
@@ -165,6 +180,22 @@ class Run:
                 f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"
             )
+
+    def _parts_of_moments(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state of the optimizer with this rank's part of each moment."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in self.optimizer.state_dict()["param_groups"] for n in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=True))
+        state = {
+            number: {
+                name: part_like(by_number[number], value)
+                if isinstance(value, torch.Tensor) and value.shape == by_number[number].shape
+                else value
+                for name, value in moments.items()
+            }
+            for number, moments in saved["state"].items()
+        }
+        return {**saved, "state": state}
 
 
 def _checksum(config: bytes | None) -> str | None:

@@ -1,11 +1,16 @@
 """Checkpoints that are written while the next steps run.
 
+Of several ranks the lead writes; the others give it their parts of the tensors.
+
 The loop pays for a copy of the state in main memory, whose buffers are kept from one checkpoint to the next; a thread
 checks that it is finite, writes it, and reports. Two never overlap: the loop waits, within bounds, for one that is not
 done when the next is due. One that fails is tried again after 1, 2, 4, … steps, and at the end after a pause.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
 proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss.
+
+Of several ranks each copies and writes the parts that it owns. Their threads agree on what went wrong over a process
+group of their own, and all report the same outcome.
 """
 
 from __future__ import annotations
@@ -14,19 +19,21 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.checkpoint.tensors import separate
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.parallel.whole import whole
 from fp4train.run import directory as run_directory
 from fp4train.run.guard import first_non_finite
+from fp4train.shards import Part, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.tracker import mark, sync
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 WAIT_SECONDS = 600.0
 """For a checkpoint that is being written; then it is left behind."""
@@ -62,10 +71,14 @@ class Outcome:
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Writes the checkpoints of one run.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    Args:
+        ranks: those that write them together; all call `begin`, `prove` and `wait` after the same steps.
+    """
+
+    def __init__(self, run: Run, ranks: checkpoint.Ranks = checkpoint.ALONE) -> None:
+        self.run, self.ranks = run, ranks
         self.saved: int | None = None
         """The newest step that is written."""
         self.last: Outcome | None = None
@@ -94,20 +107,32 @@ class Saver:
         Args:
             proven: a finite loss has been computed from this state.
         """
-        if not self._idle.wait(WAIT_SECONDS):
+        run, step = self.run, self.run.step
+        if not run.world.of_lead(self._idle.wait(WAIT_SECONDS)):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
             return False
-        run, step = self.run, self.run.step
         tensors, state = checkpoint.flatten(run.state())
+        tensors = whole(tensors, keep=run.world.lead)
+        if not run.world.lead:
+            return True
         state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
-        checked = {n: t for n, t in tensors.items() if n in weights or n.startswith("optimizer/")}
-        bad = first_non_finite(checked) if run.device.type != "cpu" else None
-        copies = self._copy(tensors)
+        checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
+        parts = owned(tensors, leads=self.ranks.leads)
+        held = {n: parts[n].tensor for n in checked if n in parts}
+        bad = first_non_finite(held) if run.device.type != "cpu" else None
+        copies = self._copy(parts)
         self._begun = step
 
         def job() -> None:
-            worst = bad or (first_non_finite({n: copies[n] for n in checked}) if run.device.type == "cpu" else None)
+            worst = bad
+            if run.device.type == "cpu":
+                worst = first_non_finite({n: copies[n].tensor for n in held})
+            try:
+                worst = self.ranks.agree(worst)
+            except RuntimeError:
+                self._outcomes.put(Outcome(step=step, problem="a rank has ended, or does not answer"))
+                return
             self._outcomes.put(
                 Outcome(step=step, bad=worst) if worst else self._write(step, copies, state, unproven=not proven)
             )
@@ -121,7 +146,7 @@ class Saver:
             keep = self.run.config.checkpoint.keep
 
             def job() -> None:
-                if self.saved == step:
+                if self.saved == step and self.ranks.first:
                     with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
                         checkpoint.prune(folder, step, keep)
 
@@ -161,34 +186,32 @@ class Saver:
 
     # -- the loop's part ------------------------------------------------------------------------------------------
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        stored, aliases = separate(tensors)
+    def _copy(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        stored, aliases = separate({name: part.tensor for name, part in parts.items()})
         pin = self.run.device.type == "cuda"
-        copies: dict[str, Tensor] = {}
+        copies: dict[str, Part] = {}
         for name, tensor in stored.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            copies[name] = buffer.copy_(tensor, non_blocking=pin)
+            copies[name] = replace(parts[name], tensor=buffer.copy_(tensor, non_blocking=pin))
         if pin:
             torch.cuda.synchronize(self.run.device)
-        self._buffers = dict(copies)
+        self._buffers = {name: part.tensor for name, part in copies.items()}
         return copies | {name: copies[target] for name, target in aliases.items()}
 
     # -- the thread's ---------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
+    def _write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
         run, problems = self.run, []
-        keep = run.config.checkpoint.keep
         try:
-            sync(run.tracker)  # the lines that the checkpoint counts on
-            with run.folder.folder(run_directory.CHECKPOINTS, create=True) as folder:
-                checkpoint.save(folder, step, tensors, state, keep=keep, unproven=unproven)
+            self._agreed(lambda: sync(run.tracker))  # the lines that the checkpoint counts on
+            self._write_in(run.folder, step, parts, state, unproven)
         except Exception as error:
             problems.append(str(error))
         if run.config.checkpoint.also is not None:
             try:
-                self._write_also(run.config.checkpoint.also / run.config.run.name, step, tensors, state, unproven)
+                self._write_also(run.config.checkpoint.also / run.config.run.name, step, parts, state, unproven)
             except Exception as error:
                 _log.error("checkpoint.also: %s", error)
             else:
@@ -198,12 +221,29 @@ class Saver:
             self.saved = step
         return Outcome(step=step, problem=problems[0] if problems else None)
 
+    def _write_in(
+        self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
+    ) -> None:
+        keep = self.run.config.checkpoint.keep
+        with ExitStack() as stack:
+            folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
+            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, ranks=self.ranks)
+
     def _write_also(
-        self, place: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], unproven: bool
+        self, place: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
     ) -> None:
         """A second run directory, which can be resumed like the first."""
+        with ExitStack() as stack:
+            also = self._agreed(lambda: stack.enter_context(self._also(place)))
+            self._write_in(also, step, parts, state, unproven)
+
+    def _also(self, place: Path) -> Folder:
+        """The second run directory, open, with the first one's files."""
         run = self.run
-        with Folder.open(place, create=True) as also:
+        also = Folder.open(place, create=True)
+        if not self.ranks.first:
+            return also
+        try:
             there = run_directory.identity(place)
             if there not in (None, run.identity):
                 raise UserError(f"{place} holds another run ({there}): nothing is written there")
@@ -214,8 +254,22 @@ class Saver:
             for name, data in copies.items():
                 if data is not None:
                     also.write(name, data)
-            with also.folder(run_directory.CHECKPOINTS, create=True) as folder:
-                checkpoint.save(folder, step, tensors, state, keep=run.config.checkpoint.keep, unproven=unproven)
+        except BaseException:
+            also.close()
+            raise
+        return also
+
+    def _agreed(self, task: Callable[[], Result]) -> Result:
+        """What `task` gives; where it fails on one rank, all raise that rank's reason."""
+        given: list[Result] = []
+        problem = None
+        try:
+            given.append(task())
+        except Exception as error:
+            problem = str(error)
+        if problem := self.ranks.agree(problem):
+            raise checkpoint.CheckpointError(problem)
+        return given[0]
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._thread is None:

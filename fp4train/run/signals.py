@@ -32,8 +32,12 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have outside."""
+def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
+    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have outside.
+
+    Args:
+        quietly: say nothing about it (of several ranks, which all receive it, one does).
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop
@@ -44,9 +48,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.signal is None:
             stop.signal = number
-            name = signal.Signals(number).name
+            text = f"\n{signal.Signals(number).name}: ending after this step; once more ends at once\n"
             with suppress(OSError):  # not through logging, which may be what the signal interrupted
-                os.write(2, f"\n{name}: ending after this step; once more ends at once\n".encode())
+                os.write(2, b"" if quietly else text.encode())
         for each in before.keys() & set(AT_ONCE):
             signal.signal(each, before[each])
 

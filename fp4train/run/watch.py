@@ -1,7 +1,7 @@
 """A thread that watches a run from inside, so that nothing outside can stall a step.
 
 It writes RUN/heartbeat.json, by which others see that the run lives, and looks whether the run's directory is still
-where it was and still locked by this process. The loop reads what it found.
+where it was and still locked by this process. The loop reads what it found. Of several ranks the lead watches.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
-        self._thread.start()
+        if self.run.world.lead:
+            self._thread.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._end.set()
-        self._thread.join(END_SECONDS)
+        if self.run.world.lead:
+            self._thread.join(END_SECONDS)
 
     def look(self) -> str | None:
         """Look at the directory now; returns `trouble`."""
-        if self.trouble is not None:
+        if self.trouble is not None or not self.run.world.lead:
             return self.trouble
         run = self.run
         own = os.fstat(run.folder.descriptor)

@@ -10,8 +10,10 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
+from fp4train.parallel.whole import part_like
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
+from fp4train.run.restored import restored
 
 
 def load_init(config: Config) -> checkpoint.Checkpoint | None:
@@ -33,10 +35,10 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
         UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
     """
     try:
-        saved = checkpoint.unflatten(found.tensors, found.state)["model"]
+        saved = restored(found, model)["model"]
         if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
             raise TypeError("they are no tensors by name")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError) as error:
         raise UserError(f"init: {found.path} holds no weights: {error}") from error
     own = model.state_dict()
     problems = [
@@ -56,7 +58,7 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
         check_model(model, saved)
     except ValueError as error:
         raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
-    model.load_state_dict(saved)
+    model.load_state_dict({name: part_like(own[name], each) for name, each in saved.items()})
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -119,7 +119,7 @@ def test_nothing_is_imported_to_refuse_a_target(mine: Path, monkeypatch: pytest.
         ("fp4train.precision.NVFP5", "fp4train.precision has no NVFP5; did you mean 'NVFP4'?"),
         ("fp4train.models.architecture.Architecture", "it is no dataclass"),
         ("fp4train.models.lama.Llama", "there is no module fp4train.models.lama"),
-        ("fp4train.checkpoint.folder.os.system", "is no configuration class of fp4train"),
+        ("fp4train.files.os.system", "is no configuration class of fp4train"),
         ("fp4train.config.binding.dataclasses.Field", "is no configuration class of fp4train"),
     ],
 )

@@ -179,7 +179,7 @@ RULES: dict[Rule, Source] = {  # and what breaks each
 
 EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     addresses: {
-        "checkpoint/tensors.py": "finds tensors that share memory while all of them are alive; nothing is kept",
+        "shards.py": "finds tensors that share memory while all of them are alive; nothing is kept",
     },
     run_directory_by_path: {"run/signals.py": "opens /dev/null for a terminal that is gone"},
 }

@@ -177,7 +177,17 @@ def test_an_impossible_shape_names_the_field(changes: dict[str, float], message:
         Llama(**{**SMALL, **changes})
 
 
-SIZES = {"tiny": 1.2e6, "30m": 30e6, "125m": 125e6, "350m": 350e6, "1b": 1.24e9, "3b": 3.21e9, "8b": 8.03e9}
+SIZES = {
+    "tiny": 1.2e6,
+    "30m": 30e6,
+    "125m": 125e6,
+    "350m": 350e6,
+    "1b": 1.24e9,
+    "3b": 3.21e9,
+    "8b": 8.03e9,
+    "70b": 70.6e9,
+    "405b": 405.9e9,
+}
 VOCABULARY = {"tiny": 257, "30m": 257, "125m": 50304, "350m": 64000}
 
 

@@ -114,16 +114,21 @@ def test_evaluation_reads_and_does_not_write() -> None:
     assert (histories[0]["history.w"] > 0).sum() == 3
 
 
-def test_microbatches_each_enter_the_history_and_the_weight_once_a_step() -> None:
-    module, recipe = layer(), FP8Delayed(history=8)
-    for offset in range(4):
-        with autocast(recipe, step=0, token_offset=8 * offset):
-            y = module(torch.full((8, 16), float(offset + 1)).requires_grad_())
-        y.sum().backward()
+def test_the_microbatches_of_a_step_share_one_entry_and_one_scale() -> None:
+    """So that a step does not depend on how its batch is split over microbatches or ranks."""
+    module, recipe = layer(), FP8Delayed(history=4)
+    scales = []
+    for step in range(2):
+        for offset in range(4):
+            with autocast(recipe, step=step, token_offset=8 * offset):
+                y = module(torch.full((8, 16), float(offset + 1 + step)).requires_grad_())
+            y.sum().backward()
+            scales.append(float(module.scaling_state()["used.x"]))
     state = module.scaling_state()
-    assert state["history.x"].tolist()[:5] == [4, 3, 2, 1, 0]
-    assert (state["history.dy"] > 0).sum() == 4
-    assert (state["history.w"] > 0).sum() == 1
+    assert state["history.x"].tolist() == [5, 4, 0, 0], "the largest amax of each step"
+    assert scales == [448.0] * 4 + [4.0] * 4, "the second step uses what the first one left"
+    for name in ("w", "dy"):
+        assert (state[f"history.{name}"] > 0).sum() == 2
 
 
 def test_the_state_makes_another_layer_go_on_the_same_way() -> None:

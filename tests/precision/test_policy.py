@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, LayerPolicy, autocast
 from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.plan import resolve
 from fp4train.precision.policy import matches
 
 
@@ -119,6 +121,29 @@ def test_a_high_precision_phase_holds_for_kept_layers_too() -> None:
     """Otherwise only the forward GEMM of the kept blocks would stay quantised in the cooldown."""
     layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
     assert policy.recipe_for(layer, NVFP4().with_high_precision("fprop")) == MXFP8().with_high_precision("fprop")
+
+
+def test_single_gemms_of_a_layer_are_kept_and_the_plan_says_why() -> None:
+    layers, policy = find_layers(Model(2)), LayerPolicy(last=0, keep=["blocks.0.mlp.up:fprop", "mlp.down:dgrad+wgrad"])
+    assert policy.recipe_for(layers["blocks.0.mlp.up"], NVFP4()) == NVFP4().with_high_precision("fprop")
+    assert policy.recipe_for(layers["blocks.1.mlp.up"], NVFP4()) == NVFP4()
+    down = resolve(layers["blocks.1.mlp.down"], NVFP4(), policy, "emulate", Device.of("cpu"))
+    assert [gemm.operands.quantised for gemm in down.gemms] == [True, False, False]
+    assert [gemm.why for gemm in down.gemms[1:]] == ["policy.keep=mlp.down:dgrad+wgrad"] * 2
+    policy.check(layers)
+    with pytest.raises(ValueError, match=r"keep='up:forward': 'forward' is no GEMM.*fprop, dgrad, wgrad"):
+        LayerPolicy(keep=["up:forward"])
+    with pytest.raises(ValueError, match=r"policy.keep='mlp.gate:fprop' matches no linear layer"):
+        LayerPolicy(keep=["mlp.gate:fprop"]).check(layers)
+
+
+def test_kept_gemms_may_use_another_recipe_but_a_high_precision_phase_holds_for_them() -> None:
+    layer = find_layers(Model(1))["blocks.0.mlp.up"]
+    policy = LayerPolicy(last=0, keep=["up:fprop+dgrad"], recipe_for_kept=MXFP8())
+    table = policy.recipe_for(layer, NVFP4()).table()
+    assert table["fprop"] == MXFP8().table()["fprop"] and table["wgrad"] == NVFP4().table()["wgrad"]
+    cooled = policy.recipe_for(layer, NVFP4().with_high_precision("fprop")).table()
+    assert not cooled["fprop"].quantised and cooled["dgrad"] == MXFP8().table()["dgrad"]
 
 
 def test_kept_layers_take_the_runs_dtype_and_an_unquantised_run_has_none() -> None:

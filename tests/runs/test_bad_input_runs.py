@@ -81,7 +81,7 @@ WRONG = {
     "an odd value of ours": (["+model._target_=os.system"], "os.system"),
     "foreign code": (["model._target_=os.system"], "model._target_='os.system' is no configuration class of fp4train"),
     "foreign code of our name": (
-        ["recipe._target_=fp4train.checkpoint.folder.os.system"],
+        ["recipe._target_=fp4train.files.os.system"],
         "is no configuration class of fp4train",
     ),
     "a class of ours elsewhere": (
@@ -162,7 +162,7 @@ def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
         ("model: [", "cannot be read"),
         ("just text", "it has no section run"),
         ("model:\n  _target_: os.system\nrun: {}", "model._target_='os.system' is no configuration class"),
-        ("model:\n  _target_: fp4train.checkpoint.folder.os.system\nrun: {}", "is no configuration class"),
+        ("model:\n  _target_: fp4train.files.os.system\nrun: {}", "is no configuration class"),
         ("run: !!python/object/apply:os.system ['touch hit']", "cannot be read"),
         ("run:\n  name: ${oc.env:HOME}", "holds an interpolation"),
     ],
@@ -265,7 +265,7 @@ def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeyp
 
 def test_a_run_directory_that_cannot_be_written(cli: Cli) -> None:
     Path("runs").write_text("a file")
-    assert "run directory runs/a cannot be written" in cli("run.name=a").message
+    assert "runs/a cannot be written" in cli("run.name=a").message
 
 
 def test_two_processes_do_not_train_in_one_directory(cli: Cli) -> None:

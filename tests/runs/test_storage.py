@@ -18,9 +18,10 @@ from command_line import PATIENCE, Cli, StopAt, events, lines, losses, wait_for
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-from fp4train.checkpoint.folder import _checksum
-from fp4train.checkpoint.tensors import write_tensors
+from fp4train.checkpoint.layout import checksum_of
+from fp4train.checkpoint.tensors import write_parts
 from fp4train.run import rescue, saving
+from fp4train.shards import part_of
 
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
@@ -135,11 +136,11 @@ def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callabl
     state(body["state"])
     (path / "tensors.safetensors").unlink()
     descriptor = os.open(path / "tensors.safetensors", os.O_WRONLY | os.O_CREAT)
-    size, checksum = write_tensors(descriptor, held)
+    size, checksum = write_parts(descriptor, {name: part_of(tensor) for name, tensor in held.items()})
     os.close(descriptor)
     body["tensors"].update(bytes=size, sha256=checksum)
     del body["sha256"]
-    (path / "state.json").write_text(json.dumps({**body, "sha256": _checksum(body)}))
+    (path / "state.json").write_text(json.dumps({**body, "sha256": checksum_of(body)}))
 
 
 def moment(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:

@@ -80,7 +80,7 @@ REQUESTS = {
         "os.system",
     ),
     "our name, foreign code": (
-        {"recipe": {"_target_": "fp4train.checkpoint.folder.os.system"}, **NOW},
+        {"recipe": {"_target_": "fp4train.files.os.system"}, **NOW},
         "no conf",
     ),
     "no recipe": (

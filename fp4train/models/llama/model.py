@@ -5,7 +5,8 @@ the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them. Embedd
 head stay in high precision.
 
 Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the residual stream scaled by
-1/√(2·layers) (GPT-2), so that the stream's variance does not grow with depth.
+1/√(2·layers) (GPT-2), so that the stream's variance does not grow with depth. All come from torch's generator in
+sequence, or each by itself from its name and position (`models/common/initialise.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.attention import Attention
+from fp4train.models.common.initialise import DRAWS, Constant, Initial, Normal, initialise
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.norm import RMSNorm
 from fp4train.models.common.rope import rope_angles
 from fp4train.precision.context import activation_dtype, recompute
+from fp4train.text import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class Llama:
         norm_eps: ε of RMSNorm.
         recompute: save only the blocks' inputs for backward and recompute the other activations.
         vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM aligned.
+        draw: where initial weights come from. `torch`: torch's generator on the CPU, in sequence. `counter`: each from
+            the seed, its parameter's name and its position, so that ranks draw their parts alone; for large models.
     """
 
     width: int = 128
@@ -50,6 +55,7 @@ class Llama:
     norm_eps: float = 1e-5
     recompute: bool = False
     vocab_multiple: int = 64
+    draw: str = "torch"
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads", "vocab_multiple"):
@@ -58,6 +64,7 @@ class Llama:
         for name in ("rope_base", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be finite and above 0")
+        check_choice("model.draw", self.draw, DRAWS)
         if self.width % self.heads:
             raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
         if (self.width // self.heads) % 2:
@@ -75,7 +82,7 @@ class Llama:
         return self.hidden or -(-self.width * 8 // 3 // 32) * 32
 
     def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
-        """The model with random weights drawn from torch's default generator."""
+        """The model with weights drawn from torch's default generator, or with `draw: counter` by that one's seed."""
         padded = -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
         return LlamaModel(self, padded, seq_len)
 
@@ -122,20 +129,29 @@ class LlamaModel(nn.Module):
         self.head = nn.Linear(shape.width, vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
-        self._initialise()
-        angles = rope_angles(seq_len, shape.width // shape.heads, shape.rope_base)
         self.cos: Tensor
         self.sin: Tensor
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, values in self.initial_buffers().items():
+            self.register_buffer(name, values, persistent=False)
+        initialise(self, shape.draw)
 
-    def _initialise(self) -> None:
+    def initial_values(self) -> dict[str, Initial]:
+        """Normal matrices, and norms that are the identity."""
         std = min(0.02, self.shape.width**-0.5)
+        residual = std / (2 * self.shape.layers) ** 0.5
+        values: dict[str, Initial] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                continue
-            writes_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
-            nn.init.normal_(parameter, std=std / (2 * self.shape.layers) ** 0.5 if writes_residual else std)
+                values[name] = Constant(1.0)
+            else:
+                writes_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
+                values[name] = Normal(residual if writes_residual else std)
+        return values
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Cosines and sines of the rotary embedding, which no checkpoint holds."""
+        angles = rope_angles(self.seq_len, self.shape.width // self.shape.heads, self.shape.rope_base)
+        return {"cos": angles.cos(), "sin": angles.sin()}
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[1] > self.seq_len:

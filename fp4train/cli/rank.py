@@ -1,0 +1,108 @@
+"""`fp4train rank RUN recipe=A,B,… [policy=…] [phases=…]`: which recipe, and with what certainty.
+
+Paired forks of one checkpoint, see `fp4train.studies.rank`. Recipes, policies, phases and their keys may have several
+values, as in a sweep; every combination is a candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4train.config import overrides, plugins
+from fp4train.config.binding import bind
+from fp4train.config.folders import check_folder
+from fp4train.errors import UserError
+from fp4train.text import near_miss
+
+if TYPE_CHECKING:
+    from fp4train.studies.rank import Request
+
+_log = logging.getLogger("fp4train")
+
+USAGE = "fp4train rank RUN recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]"
+DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
+"""What is ranked where no candidate is named."""
+RANKING, PICTURE = "rank.json", "rank.png"
+
+OPTIONS: Mapping[str, Any] = {
+    "step": int | None,
+    "steps": int | None,
+    "forks": int,
+    "schedule": str,
+    "lr": float | None,
+    "batches": int | None,
+    "margin": float,
+    "stop": bool,
+    "processes": int,
+    "out": str | None,
+}
+_SWEPT = ("recipe", "policy", "phases")
+
+
+def main(arguments: list[str]) -> int:
+    """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
+    from fp4train.analysis.curves import save_figure
+    from fp4train.run import directory as run_directory
+    from fp4train.run.host import keep_freed_memory
+    from fp4train.studies.rank import rank
+    from fp4train.studies.ranking_picture import picture
+
+    request = _request(arguments)
+    keep_freed_memory()
+    with plugins.using(request.packages, request.folders):
+        try:
+            ranking, folder = rank(request)
+        except KeyboardInterrupt:
+            _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
+            raise
+    print(ranking.render())
+    run_directory.write_text(folder / RANKING, json.dumps(ranking.plain(), indent=1, allow_nan=False) + "\n")
+    print(f"\n{folder / RANKING}; {save_figure(picture(ranking), folder / PICTURE)}")
+    return 0
+
+
+def _request(arguments: list[str]) -> Request:
+    from fp4train.studies.rank import Request
+
+    arguments = overrides.with_files(arguments)
+    flags, words = overrides.flags_and_words(arguments)
+    if other := overrides.other_flags(flags):
+        raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
+    runs = [word for word in words if "=" not in word or Path(word).is_dir()]
+    if len(runs) != 1:
+        raise UserError(f"rank takes one run directory, not {len(runs)}: {USAGE}")
+    folders = overrides.own_folders(arguments)
+    for folder in folders:
+        check_folder(folder)
+    values: dict[str, Any] = {}
+    sweep: list[str] = []
+    words = [word for word in words if word not in runs]
+    for override in overrides.parse(words):
+        key = override.key_or_group
+        if key.partition(".")[0] in _SWEPT:
+            sweep.append(str(override.input_line))
+        elif key in OPTIONS:
+            if key in values:
+                raise UserError(f"{key}= is given twice")
+            if override.is_sweep_override():
+                raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
+            values[key] = bind(override.value(), OPTIONS[key], key)
+        elif key != "plugins":
+            known = (*_SWEPT, *OPTIONS, "plugins")
+            raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
+    if values.get("out") is not None:
+        values["out"] = Path(values["out"])
+    try:
+        return Request(
+            run=Path(runs[0]),
+            sweep=sweep or [DEFAULT],
+            packages=overrides.plugins(words),
+            folders=folders,
+            **values,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error

@@ -1,0 +1,121 @@
+"""`fp4train sensitivity RUN [recipe=NAME] [step=STEP] [key=value…]`: which layers and operands a recipe harms.
+
+Options of its own:
+
+    batches=8        batches that every part is measured on
+    repeats=4        passes over each with other random bits, where rounding is stochastic
+    budget=5min      instead of batches: spend this time where the intervals are widest
+    cells=true       also one operand of one layer at a time; the policy then chooses single GEMMs
+    keep=0.15        the policy may keep this share of the multiply-adds in high precision
+    cost=0.6         with gpu=B200 and instead of keep: the layers' time relative to BF16 on that GPU
+    step=200         the checkpoint; 0: the model as it was initialised; the default is the newest
+    out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from fp4train import files
+from fp4train.cli.launch import launch, settings
+from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
+from fp4train.config.schema import to_config
+from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
+from fp4train.run.swaps import as_swap
+
+if TYPE_CHECKING:
+    from fp4train.studies.summary import Report
+
+USAGE = "fp4train sensitivity RUN [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
+OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
+KEEP = 0.15
+"""Share of the multiply-adds that the policy may keep, unless another is asked for."""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print the table, write policy, JSON and picture; returns the exit code."""
+    if flags := {"-m", "--multirun"} & set(arguments):
+        raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
+    command = study_command("sensitivity", arguments, OPTIONS, USAGE)
+    return launch(command.overrides, partial(_study, command=command))
+
+
+def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
+    from fp4train.run.host import keep_freed_memory
+    from fp4train.studies.parts import CHOSEN, Parts
+    from fp4train.studies.progress import StudyProgress
+    from fp4train.studies.record import open_record
+    from fp4train.studies.sensitivity import Effort, Study, groups_of, identity_of
+    from fp4train.studies.subject import STUDIES, open_subject
+    from fp4train.studies.summary import Report
+    from fp4train.studies.tradeoff import trade_off
+
+    options = command.options
+    budget = seconds(options, "budget")
+    if budget is not None and "batches" in options:
+        raise UserError("budget=… decides how many batches are measured: leave batches=… out")
+    cells = options.get("cells", "false").lower()
+    if cells not in ("true", "false"):
+        raise UserError(f"cells={options['cells']}: true or false")
+    effort = Effort(
+        batches=whole(options, "batches", 8) if budget is None else None,
+        repeats=whole(options, "repeats", 4),
+        budget=budget,
+        cells=cells == "true",
+    )
+    keep, cost = number(options, "keep"), number(options, "cost")
+    keep_freed_memory()
+    chosen, swap = settings(cfg)
+    config = to_config(chosen)
+    gpu = find_gpu(config.gpu) if config.gpu else None
+    if cost is not None and (gpu is None or keep is not None):
+        raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
+    recipe, name = config.recipe, type(config.recipe).__name__.lower()
+    if swap is not None:
+        recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
+    subject = open_subject(config, chosen, fresh=command.fresh)
+    Parts(
+        subject, recipe, repeats=effort.repeats
+    )  # this and the next refuse what is impossible before a folder is made
+    groups_of(subject, effort)
+    folder = Path(options["out"]) if "out" in options else command.run / STUDIES / f"sensitivity-{name}-{subject.step}"
+    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, StudyProgress() as shown:
+        study = Study(subject, recipe, effort, record)
+        try:
+            found = study.run(shown.show)
+            trade = trade_off(
+                found, keep=None if cost is not None else KEEP if keep is None else keep, cost=cost, gpu=gpu
+            )
+            measured = study.also(study.parts.under(trade.policy, CHOSEN))
+        finally:
+            study.end()
+    report = Report(subject=subject, found=found, trade=trade, measured=measured)
+    print(report.render(_written(report, folder)))
+    return 0
+
+
+def _written(report: Report, folder: Path) -> list[str]:
+    """Write the results; their paths.
+
+    Raises:
+        UserError: one cannot be written; what is measured is in the record.
+    """
+    from fp4train.analysis.curves import save_figure
+    from fp4train.studies.picture import picture
+
+    try:
+        files.write(folder / "sensitivity.json", json.dumps(report.as_json(), indent=1, allow_nan=False).encode())
+        files.write(folder / "policy.yaml", report.policy_file().encode())
+        save_figure(picture(report), folder / "sensitivity.png")
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the results cannot be written ({error}); what is measured is kept, and the same command writes "
+            "them when there is room"
+        ) from error
+    return [str(folder / each) for each in ("policy.yaml", "sensitivity.json", "sensitivity.png")]

@@ -1,0 +1,118 @@
+"""What the verbs of studies have in common: RUN, options of the verb, and overrides as other verbs take them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp4train.errors import UserError
+from fp4train.run import directory as run_directory
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyCommand:
+    """The arguments of a study's verb.
+
+    Args:
+        run: the run directory.
+        options: those of the verb, key → text.
+        overrides: the rest, for `launch`: resume=RUN, and what is changed for the study.
+        fresh: the model as it was initialised is studied (step=0).
+    """
+
+    run: Path
+    options: dict[str, str]
+    overrides: list[str]
+    fresh: bool
+
+
+def study_command(verb: str, arguments: list[str], options: Collection[str], usage: str) -> StudyCommand:
+    """Take a study's command line apart.
+
+    Args:
+        options: the keys that are the verb's own; `step` is of all studies.
+
+    Raises:
+        UserError: there is no run directory, or an option is given twice.
+    """
+    words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
+    paths = [a for a in words if "=" not in a or (Path(a) / run_directory.CONFIG).is_file()]
+    paths = paths if "--config-dir" not in arguments else [a for a in paths if a != _after(arguments, "--config-dir")]
+    if len(paths) != 1:
+        raise UserError(f"{verb} needs one run directory: {usage}")
+    run = run_directory.require_run(Path(paths[0]))
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if argument == paths[0]:
+            continue
+        if equals and key in (*options, "step"):
+            if key in found:
+                raise UserError(f"{key}=… is given twice")
+            found[key] = value
+        elif equals and key in ("resume", "resume_step"):
+            raise UserError(f"{verb} RUN names the run; step=… chooses its checkpoint, not {argument}")
+        else:
+            rest.append(argument)
+    step = found.pop("step", None)
+    if step is not None and not step.isdecimal():
+        raise UserError(f"step={step!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
+    fresh = step is not None and int(step) == 0
+    chosen = [] if step is None or fresh else [f"resume_step={step}"]
+    return StudyCommand(run=run, options=found, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
+
+
+def _after(arguments: list[str], flag: str) -> str | None:
+    place = arguments.index(flag) + 1
+    return arguments[place] if place < len(arguments) else None
+
+
+def whole(options: dict[str, str], key: str, default: int, least: int = 1) -> int:
+    """The whole number that an option gives.
+
+    Raises:
+        UserError: it is none, or below `least`.
+    """
+    text = options.get(key, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{key}={text!r} must be a whole number from {least}")
+    return int(text)
+
+
+def number(options: dict[str, str], key: str) -> float | None:
+    """The number that an option gives; None where it is not given.
+
+    Raises:
+        UserError: it is no finite number ≥ 0.
+    """
+    text = options.get(key)
+    if text is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise UserError(f"{key}={text!r} must be a number ≥ 0")
+    return found
+
+
+def seconds(options: dict[str, str], key: str) -> float | None:
+    """The seconds of a duration (90s, 5min, 1h); None where it is not given.
+
+    Raises:
+        UserError: it is no duration above 0.
+    """
+    text = options.get(key)
+    if text is None:
+        return None
+    found = _DURATION.fullmatch(text)
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"{key}={text!r} must be a duration above 0: 90s, 5min, 1h")
+    return float(found[1]) * SECONDS[found[2] or "s"]

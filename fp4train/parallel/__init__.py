@@ -1,0 +1,1 @@
+"""One run on several ranks: the mesh, what is agreed between ranks, and how a model is cut over them."""

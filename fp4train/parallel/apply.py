@@ -1,0 +1,61 @@
+"""Cut a converted model over the data ranks: FSDP2, or HSDP where several groups of ranks hold a model each.
+
+Every block, and what is outside of the blocks, is one unit. Its float32 masters lie in parts on the ranks of
+`dp_shard`, are gathered for its forward and again for its backward pass, and freed after each. Gradients are summed,
+not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
+give the bits of two microbatches.
+
+Weights are gathered in float32: each layer quantises the master, once, as on one rank. A gather in BF16 would round
+them before (losses 1e-3 off in NVFP4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fp4train.nn import Linear
+from fp4train.nn.scaling import join_amaxes
+from fp4train.parallel.world import World
+from fp4train.precision.layers import find_blocks
+
+
+def distribute(model: nn.Module, world: World) -> None:
+    """Cut `model`, which has fp4train's layers and whole weights, the same on every rank. In place."""
+    if world.mesh is None:
+        return
+    # A mesh without shards is one of replicas: nothing is freed between forward and backward.
+    several = world.shards > 1
+    for block in find_blocks(model):
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
+        for layer in _layers(block):
+            layer.keep_forms(not several)
+    fully_shard(model, mesh=world.mesh, reshard_after_forward=False)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    for layer in _layers(model):
+        layer.scaling.joined = True
+
+
+def synchronise(model: nn.Module, last: bool) -> None:
+    """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+def join_scales(model: nn.Module, world: World) -> None:
+    """After the last backward of a step: the amaxes of delayed scaling become those of the whole batch."""
+    if world.mesh is not None:
+        join_amaxes((layer.scaling for layer in _layers(model)), world.largest)
+
+
+def _layers(module: nn.Module) -> Iterator[Linear]:
+    return (each for each in module.modules() if isinstance(each, Linear))
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (each for each in model.modules() if isinstance(each, FSDPModule))

@@ -1,0 +1,289 @@
+"""The ranks of a run: who leads, the mesh, and the few collectives that the rest of the package uses.
+
+A world of one is the same object, whose collectives return what they were given: no caller asks how many ranks there
+are.
+
+Two kinds of messages. Tensors of the model travel over the device's own backend. Decisions (numbers, texts) travel
+over gloo between the CPUs, so that they never wait for a device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fp4train.errors import UserError
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.launch import Place
+
+T = TypeVar("T")
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+"""Names of the mesh's dimensions."""
+_FAILED = "failed"
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
+"""Of the messages of collectives that another rank has left."""
+_GRACE = timedelta(seconds=3)
+"""How long a rank that lost the others waits for the word of the one that failed."""
+
+
+class AgreedError(UserError):
+    """An error that every rank raises at the same place: the lead tells it, and all can part in peace."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """The ranks of one run.
+
+    Args:
+        place: which of them this process is.
+        device: of its tensors.
+        mesh: its dimensions are `REPLICATE` and `SHARD`; None in a world of one.
+        control: the group of all ranks for decisions.
+        store: where a rank leaves its last word.
+        norm64: whether squares of the gradient norm are summed in float64.
+    """
+
+    place: Place = field(default_factory=Place)
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    control: dist.ProcessGroup | None = None
+    store: Any = None
+    norm64: bool = False
+
+    @classmethod
+    def start(cls, place: Place, parallel: Parallel, device: torch.device) -> World:
+        """Meet the other ranks and lay out the mesh.
+
+        Raises:
+            UserError: the mesh does not fit the ranks, or the others cannot be reached in time.
+        """
+        try:
+            shape = parallel.shape(place.size)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if place.size == 1:
+            return cls(place=place, device=device, norm64=parallel.norm == "float64")
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        timeout = timedelta(seconds=parallel.timeout)
+        cuda = device.type == "cuda"
+        try:
+            # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the
+            # one before.
+            own = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            assert place.address is not None
+            found = TCPStore(place.address, place.port, None, own, timeout, wait_for_workers=False)
+            store = PrefixStore(f"fp4train/{place.attempt}", found)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timeout,
+                device_id=device if cuda else None,
+            )
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+            control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+        except (RuntimeError, dist.DistError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"rank {place.rank} of {place.size} does not meet the others at {place.address}:{place.port} within "
+                f"parallel.timeout={parallel.timeout:g} s: {said}"
+            ) from error
+        return cls(place=place, device=device, mesh=mesh, control=control, store=store, norm64=True)
+
+    # -- who ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def lead(self) -> bool:
+        """Whether this rank alone writes, logs, and is asked."""
+        return self.place.lead
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that a batch is cut into."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part is this rank's."""
+        if self.mesh is None:
+            return 0
+        return self.mesh.get_local_rank(REPLICATE) * self.mesh.size(1) + self.mesh.get_local_rank(SHARD)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the weights of one model."""
+        return 1 if self.mesh is None else self.mesh.size(1)
+
+    def __str__(self) -> str:
+        if self.mesh is None:
+            return "1 rank"
+        cut = f"{self.shards} shards" + (f" × {self.mesh.size(0)} replicas" if self.mesh.size(0) > 1 else "")
+        return f"{self.size} ranks ({cut})"
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over all data ranks, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def summed_over_shards(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the parts of one model, in place."""
+        if self.mesh is not None and self.shards > 1:
+            dist.all_reduce(tensor, group=self.mesh.get_group(SHARD))
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The maximum over all data ranks, element by element, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def largest_numbers(self, *numbers: int) -> tuple[int, ...]:
+        """Of each number the largest that a rank gave."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
+        return tuple(found.tolist())
+
+    def everywhere(self, holds: bool) -> bool:
+        """Whether `holds` on every rank."""
+        return not self.largest_numbers(int(not holds))[0]
+
+    def of_lead(self, value: T) -> T:
+        """The lead's `value` (plain data), on every rank."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value if self.lead else None]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        found: T = box[0]
+        return found
+
+    def gathered(self, value: T) -> list[T]:
+        """The `value` (plain data) of every rank, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def first(self, value: T | None) -> T | None:
+        """The `value` (plain data) of the first rank that has one."""
+        return next((each for each in self.gathered(value) if each is not None), None)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What every rank does at once: if it fails on one, it has failed on all.
+
+        Raises:
+            AgreedError: on every rank, with the text of the first rank whose error it was.
+        """
+        if self.size == 1:
+            yield
+            return
+        problem: str | None = None
+        own: Exception | None = None
+        try:
+            yield
+        except UserError as error:
+            problem, own = str(error), error
+        except OSError as error:
+            problem, own = f"{error.filename or 'a file'}: {error.strerror or error}", error
+        found = [(rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None]
+        if found:
+            rank, text = found[0]
+            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own
+
+    def in_turns(self, make: Callable[[], T]) -> T:
+        """`make()` on the lead, then on one rank of each other machine, then on the rest: the first fill the caches."""
+        mine = 0 if self.lead else 1 if self.place.local_rank == 0 else 2
+        for turn in range(3):
+            with self.together():
+                if turn == mine:
+                    made = make()
+            if self.size == 1:
+                break
+        return made
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this rank at once, and so the job: the others may be in a collective that this one will never join.
+
+        The first rank that fails says so. What others then see, a collective that breaks, follows from it and is not
+        told, unless no rank gave a word: then one was killed.
+        """
+        who = f"rank {self.place.rank} on {socket.gethostname()}"
+        said = (str(error).strip().splitlines() or [""])[0]
+        broken = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
+        word = (
+            f"{who} ended: {said}" if isinstance(error, UserError) else f"{who} ended: {type(error).__name__}: {said}"
+        )
+        if broken:
+            word = f"{who} lost another rank, which ended without a word (killed, or out of memory?): {said}"
+        if not broken or self._last_word() is None:
+            first = word
+            with suppress(Exception):
+                first = self.store.compare_set(_FAILED, "", word).decode()
+            if first == word:
+                if not broken and not isinstance(error, UserError):
+                    traceback.print_exception(error)
+                print(f"fp4train: {word}", file=sys.stderr)
+        self._leave(1)
+
+    def _last_word(self) -> str | None:
+        """What a rank that failed has left, after a moment in which it may do so."""
+        try:
+            self.store.wait([_FAILED], _GRACE)
+            return str(self.store.get(_FAILED).decode())
+        except dist.DistNetworkError:  # without torchrun the lead keeps the store: it is the lead that ended
+            return "rank 0 speaks for itself"
+        except Exception:
+            return None
+
+    def end(self, code: int) -> int:
+        """Part from the other ranks; returns `code` in a world of one, ends the process with it elsewhere.
+
+        gloo's threads may abort a process that ends by itself ("terminate called without an active exception").
+        """
+        if self.size > 1:
+            with suppress(Exception):
+                dist.barrier(group=self.control)
+            with suppress(Exception):
+                dist.destroy_process_group()
+            self._leave(code)
+        return code
+
+    def _leave(self, code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)

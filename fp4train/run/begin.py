@@ -1,0 +1,146 @@
+"""What is written where a run begins or goes on: configuration, history, metrics, swaps, plan. The lead writes it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fp4train import checkpoint
+from fp4train.config import Config, plain
+from fp4train.errors import UserError
+from fp4train.run import directory as run_directory
+from fp4train.run import history
+from fp4train.run.run import Run
+from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.track import mend
+from fp4train.track.config import METRICS
+
+_log = logging.getLogger(__name__)
+
+
+def begin(
+    run: Run,
+    cfg: DictConfig,
+    source: Path,
+    start: checkpoint.Checkpoint | None,
+    init: checkpoint.Checkpoint | None,
+    swap: tuple[str, dict[str, Any]] | None,
+) -> None:
+    """Write that the run begins or goes on: record, configuration, history, metrics."""
+    config, directory = run.config, run.directory
+    branching = source.resolve() != directory.resolve()
+    record = _begin_record(config, cfg, source, directory, start, init, swap)
+    run_directory.write_config(directory, cfg, run.identity)
+    run.saved_config = run.folder.read(run_directory.CONFIG, run_directory.CONFIG_LIMIT)
+    found: list[str] = []
+    if branching:
+        unrecorded = run.folder.status(run_directory.HISTORY) is None
+        run_directory.copy_files(source, directory, (METRICS, *((run_directory.HISTORY,) if unrecorded else ())))
+        if entries := read_entries(source):
+            write_entries(directory, entries)
+    if start is None:
+        run.folder.remove(METRICS)
+    else:
+        run.saver.saved = None if branching else start.step
+        found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
+        if swap is not None:
+            record_swap(directory, start.step, swap[1], swap[0])
+    run.swaps = read_entries(directory)
+    history.append(directory, plan=run.plan, **record)
+    run.tracker = config.track.build(
+        directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
+    )
+    if start is not None:
+        for what in found:
+            _log.warning("%s: %s", directory / METRICS, what)
+        if found:
+            run.tracker.log_event(start.step + 1, "metrics mended", {"found": found})
+        changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
+        run.tracker.log_event(
+            start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}
+        )
+        if swap is not None:
+            run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
+    elif init is not None:
+        run.tracker.log_event(1, "init", {"from": str(init.path)})
+
+
+def abandon_later(run: Run) -> None:
+    """Write the state that the run goes on from anew, which removes the checkpoints of later steps.
+
+    None of them must be found as the newest.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    newest = run.world.of_lead(checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0)
+    if newest <= run.step:
+        return
+    _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1)
+    begun = run.saver.begin(proven=True)
+    with run.world.together():
+        if not run.world.lead:
+            return
+        run.saver.wait()
+        outcomes = run.saver.outcomes()
+        if not begun or not outcomes or not outcomes[-1].written:
+            why = next((o.problem or f"{o.bad} is not finite" for o in reversed(outcomes)), "it is not written in time")
+            run.saver.close()
+            raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
+
+
+def _begin_record(
+    config: Config,
+    cfg: DictConfig,
+    source: Path,
+    directory: Path,
+    start: checkpoint.Checkpoint | None,
+    init: checkpoint.Checkpoint | None,
+    swap: tuple[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """What the history says of this start: event, step, where from, what changed. A resume logs its changes."""
+    if start is None:
+        return {
+            "event": "start" if init is None else "init",
+            "step": 0,
+            "config": plain(cfg),
+            **({} if init is None else {"from": str(init.path)}),
+        }
+    branching = source.resolve() != directory.resolve()
+    record: dict[str, Any] = {
+        "event": "branch" if branching else "resume",
+        "step": start.step,
+        "from": str(start.path) if branching else start.path.name,
+    }
+    records = history.read_history(source)
+    before = history.configuration(records)
+    if before is None:
+        record["config"] = plain(cfg)
+    else:
+        record["changed"] = history.changes(before, history.flat(plain(cfg)))
+    swaps = plain_swaps(source)
+    for step, recipe in swaps.items():
+        known = history.recorded_swaps(records).get(step)
+        if known != recipe:
+            _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.SWAPS, step)
+            record.setdefault("changed", {})[f"{run_directory.SWAPS}, step {step}"] = (known, recipe)
+    for key, (old, new) in record.get("changed", {}).items():
+        if key not in ("run.name", "run.dir"):
+            _log.info("changed: %s: %s → %s", key, old, new)
+    for later in (step for step in swaps if step > start.step):
+        _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", later, directory)
+    if swap is not None:
+        record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
+    return record
+
+
+def write_plan(run: Run) -> None:
+    """Keep the plan with the run: the past as the history has it, the rest as it is planned."""
+    try:
+        text = history.plan_text(run.directory, run.plan, run.step)
+        run_directory.write_text(run.directory / run_directory.PLAN, text + "\n")
+    except UserError as error:  # a copy for reading: not worth the run
+        _log.warning("%s", error)

@@ -1,0 +1,151 @@
+"""What a rank holds of a tensor: a box of it, with the box's place in the whole.
+
+A plain tensor is the case of one box at offset 0. Of a DTensor (torch.distributed.tensor) a rank holds the box that the
+tensor's mesh and placements give it; ranks along a mesh dimension with `Replicate` hold the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box of a tensor.
+
+    Args:
+        shape: of the whole tensor.
+        offsets: where the box begins, by dimension.
+        tensor: the box itself; its shape is the box's sizes.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.tensor.shape)
+        if not len(self.shape) == len(self.offsets) == len(sizes) or not all(
+            first >= 0 and first + size <= full
+            for first, size, full in zip(self.offsets, sizes, self.shape, strict=True)
+        ):
+            raise ValueError(
+                f"a part of shape {list(sizes)} at {list(self.offsets)} does not lie in a tensor of {list(self.shape)}"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return tuple(self.tensor.shape) == self.shape
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this rank holds of `tensor`; the part's tensor shares its memory.
+
+    Raises:
+        TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not known.
+    """
+    if not is_sharded(tensor):
+        return Part(shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach())
+    each: Any = tensor.detach()
+    if any(placement.is_partial() for placement in each.placements):
+        raise TypeError(f"{each.placements}: its values are still to be summed over ranks; redistribute it first")
+    (chunk,) = each.__create_chunk_list__()
+    held = each.to_local()
+    if held.numel() == 0:  # torch places an empty box anywhere
+        return Part(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
+    if tuple(held.shape) != tuple(chunk.sizes):
+        raise TypeError(f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes")
+    return Part(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The values of `tensor` on this rank, without a collective."""
+    return part_of(tensor).tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor."""
+    if type(tensor) in _PLAIN:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def like(tensor: Tensor, held: Tensor) -> Tensor:
+    """`held`, this rank's part, as a tensor of the shape, mesh and placements of `tensor`."""
+    if not is_sharded(tensor):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    each: Any = tensor
+    made: Tensor = DTensor.from_local(
+        held, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+    )
+    return made
+
+
+def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, Part]:
+    """What of `tensors` this rank writes, so that all ranks together write each element once; no collective.
+
+    A part that several ranks hold is written by one of them, so chosen that they write about as many bytes each.
+
+    Args:
+        leads: this rank writes the plain tensors, which all ranks hold alike.
+
+    Returns:
+        The parts by name; names of one tensor (tied weights) have one part.
+    """
+    held = {name: part_of(tensor) for name, tensor in tensors.items()}
+    unique, aliases = separate({name: part.tensor for name, part in held.items()})
+    mine: dict[str, Part] = {}
+    loads: dict[tuple[object, ...], list[int]] = {}
+    for name in unique:
+        part, tensor = held[name], tensors[name]
+        if is_sharded(tensor):
+            index, count, kind = _replica(tensor)
+            load = loads.setdefault(kind, [0] * count)
+            chosen = load.index(min(load))
+            load[chosen] += part.tensor.nbytes
+            writes = index == chosen
+        else:
+            writes = leads
+        if writes and (part.tensor.numel() or not math.prod(part.shape)):
+            mine[name] = part
+    return mine | {name: mine[target] for name, target in aliases.items() if target in mine}
+
+
+def _replica(tensor: Any) -> tuple[int, int, tuple[object, ...]]:
+    """Which of the ranks that hold the same part this one is, of how many, and what tells such groups apart."""
+    mesh = tensor.device_mesh
+    dimensions = tuple(i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+    index, count = 0, 1
+    for dimension in dimensions:
+        index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
+        count *= mesh.size(dimension)
+    return index, count, (mesh, dimensions)
+
+
+def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors without those that are another one (tied weights), and the names of these with what they stand for."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if tensor.numel() and tensor.device != torch.device("meta"):
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            if names.setdefault(place, name) != name:
+                aliases[name] = names[place]
+                continue
+        stored[name] = tensor
+    return stored, aliases

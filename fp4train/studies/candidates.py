@@ -1,0 +1,132 @@
+"""What a ranking compares: every combination of the recipes, policies and phases of a sweep.
+
+    recipe=bf16,nvfp4 policy=last15,all        four candidates, the first of which is the reference
+    recipe=nvfp4 policy.last=0,1,2             keys of a section, too; what is not named is the run's own
+
+Options and values are those of the command line of `fp4train`; several are separated by commas, as in Hydra's sweeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from fp4train.config.binding import bind
+from fp4train.config.overrides import check_option, compose, groups, parse
+from fp4train.config.schema import Config, plain
+from fp4train.errors import UserError
+from fp4train.precision import LayerPolicy, Phase, Recipe
+from fp4train.text import near_miss
+
+SECTIONS = ("recipe", "policy", "phases")
+FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "fp4train.precision.FP32"}}
+"""Recipes that every ranking has: their gap is what differences of rounding alone come to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One entry of a ranking.
+
+    Args:
+        name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
+        recipe, policy, phases: plain configuration values.
+        asked: False: it is there for the floor of the noise only.
+    """
+
+    name: str
+    recipe: Mapping[str, Any]
+    policy: Mapping[str, Any]
+    phases: Mapping[str, Any]
+    asked: bool = True
+
+    def applied(self, config: Config) -> Config:
+        """`config` with this candidate's recipe, policy and phases.
+
+        Raises:
+            UserError: a key or a value that does not fit.
+        """
+        return replace(
+            config,
+            recipe=bind(self.recipe, Recipe, "recipe"),
+            policy=bind(self.policy, LayerPolicy, "policy"),
+            phases=bind(self.phases, Mapping[str, Phase], "phases"),
+        )
+
+
+def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[Candidate]:
+    """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
+
+    Args:
+        words: "recipe=a,b", "policy=…", "phases=…", "policy.last=…".
+        saved: the run's own sections as plain values, for what the words do not name.
+        folders: of the user's own options.
+
+    Raises:
+        UserError: a word that is none of these, or names an option that does not exist.
+    """
+    folders = list(folders)
+    axes = [_axis(override, folders) for override in parse(list(words))]
+    _check_twice([key for key, _ in axes])
+    axes.sort(key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
+    swept = [key for key, values in axes if len(values) > 1]
+    found = []
+    for point in product(*([(key, text, value) for text, value in values] for key, values in axes)):
+        sections = {name: saved[name] for name in SECTIONS}
+        for key, _, value in point:
+            sections[key.partition(".")[0]] = _with(sections, key, value)
+        shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
+        name = [shown.pop("recipe")] if "recipe" in shown else []
+        name += [f"{key}={text}" for key, text in shown.items()]
+        found.append(Candidate(name=" ".join(name) or "the run's own", **sections))
+    floor = [
+        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        for name, recipe in FLOOR.items()
+    ]
+    return [*found, *floor]
+
+
+def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str, Any]]]:
+    """A key, and each of its values as it is written and as a plain value."""
+    key = override.key_or_group
+    if key.partition(".")[0] not in SECTIONS or override.is_delete():
+        raise UserError(
+            f"{override.input_line}: a ranking sweeps over {', '.join(SECTIONS)} and their keys"
+            f"{near_miss(key, SECTIONS)}"
+        )
+    texts = [str(each) for each in override.sweep_string_iterator()] if override.is_sweep_override() else []
+    texts = list(dict.fromkeys(texts)) or [str(override.input_line).partition("=")[2]]
+    texts = [text.lower() if text in ("True", "False") else text for text in texts]  # as Hydra's grammar gives them
+    if key in SECTIONS:
+        known = groups(folders)[key]
+        for text in texts:
+            check_option(key, text, known)
+        return key, [(text, _section(key, text, folders)) for text in texts]
+    return key, [(text, parse([f"{key}={text}"])[0].value()) for text in texts]
+
+
+def _section(group: str, option: str, folders: Iterable[Path]) -> dict[str, Any]:
+    return plain(compose([f"{group}={option}"], folders)[group])
+
+
+def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The section of `key` as it is with `value` there."""
+    section, dot, rest = key.partition(".")
+    if not dot:
+        return dict(value)
+    changed = OmegaConf.create(dict(sections[section]))
+    OmegaConf.update(changed, rest, value, merge=False, force_add=True)
+    found = OmegaConf.to_container(changed)
+    assert isinstance(found, dict)
+    return {str(name): each for name, each in found.items()}
+
+
+def _check_twice(keys: list[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"{key}= is given twice: several values are separated by commas, {key}=A,B")

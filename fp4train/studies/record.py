@@ -1,0 +1,120 @@
+"""STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement, written as it happens.
+
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …}, "sum": …}
+    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104], …}, "sum": …}
+
+The first line says what the measurements are of. A study that goes on compares it with its own, and refuses the record
+of another one. `sum` is a checksum over the line and the sum of the line before, so that a line that was changed, lost
+or moved is noticed; a last line that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what
+is read back equals what was measured in every bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fp4train import __version__
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.run import directory as run_directory
+from fp4train.run.history import chained_sum
+from fp4train.track.metrics import MetricsLog, read_metrics
+
+MEASUREMENTS = "measurements.jsonl"
+FORMAT = 1
+
+Values = dict[str, Any]
+"""A measurement: plain JSON values, all numbers finite."""
+
+
+class StudyRecord:
+    """The finished measurements of one study, by key; `open_record` makes one.
+
+    Args:
+        path: the file. identity: of the study. step: of the checkpoint that is studied.
+
+    Raises:
+        UserError: the record is of another study, is damaged, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], step: int) -> None:
+        self.path, self.step = path, step
+        self.known: dict[str, Values] = {}
+        """Key → values."""
+        first = {**identity, "format": FORMAT, "fp4train": __version__}
+        first = json.loads(json.dumps(first, allow_nan=False))
+        self._sum = ""
+        with Folder.open(path.parent, create=True) as folder:
+            lines = read_metrics(path) if folder.status(path.name) is not None else []
+        for number, line in enumerate(lines, start=1):
+            if line.get("sum") != chained_sum(line, self._sum):
+                raise UserError(f"{path}, line {number}: its checksum differs; remove the file to measure anew")
+            self._sum = line["sum"]
+            if number == 1:
+                self._check(line.get("identity"), first)
+            else:
+                self.known[line["key"]] = line["values"]
+        self._log = MetricsLog(path)
+        if not lines:
+            self._append({"identity": first}, event="study")
+
+    def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
+        found = found if isinstance(found, dict) else {}
+        if other := [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]:
+            was, now = (str(each.get(other[0]))[:60] for each in (found, wanted))
+            raise UserError(
+                f"{self.path} is the record of another study ({other[0]}: {was} there, {now} here): remove it, or "
+                "give this study another folder, out=…"
+            )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.known
+
+    def __getitem__(self, key: str) -> Values:
+        return self.known[key]
+
+    def add(self, key: str, values: Values) -> Values:
+        """Record a finished measurement; returns the values as they will be read back.
+
+        On a full disk the line is kept in memory and written as soon as it can be; that is reported once.
+
+        Raises:
+            ValueError: there is one of that key, or a value is not finite.
+        """
+        if key in self.known:
+            raise ValueError(f"key={key!r} is recorded already")
+        values = json.loads(json.dumps(values, allow_nan=False))
+        self._append({"key": key, "values": values})
+        self.known[key] = values
+        return values
+
+    def _append(self, body: dict[str, Any], *, event: str | None = None) -> None:
+        line = {"step": self.step, **({} if event is None else {"event": event}), **body}
+        self._sum = chained_sum(line, self._sum)
+        if event is None:
+            self._log.log(self.step, {**body, "sum": self._sum})
+        else:
+            self._log.log_event(self.step, event, {**body, "sum": self._sum})
+
+    def close(self) -> None:
+        """Make what is recorded durable, and close the file."""
+        self._log.finish()
+
+
+@contextmanager
+def open_record(folder: Path, identity: Mapping[str, Any], step: int) -> Iterator[StudyRecord]:
+    """The record of the study in `folder`, which is created; one process at a time has it open.
+
+    Raises:
+        UserError: another process works on the study; or as `StudyRecord`.
+    """
+    with run_directory.locked(folder, "another process works on this study; give this one another folder, out=…"):
+        record = StudyRecord(folder / MEASUREMENTS, identity, step)
+        try:
+            yield record
+        finally:
+            record.close()

@@ -1,0 +1,174 @@
+"""What a study looks at: the model of a run at one of its checkpoints, or as it was initialised, with the run's data.
+
+A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing is written into the
+run's own files: the study may stand beside a process that trains in the same directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from fp4train import checkpoint
+from fp4train.config import Config, plain
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.parallel.world import World
+from fp4train.run import directory as run_directory
+from fp4train.run.belonging import check_belongs
+from fp4train.run.build import assemble, build_timeline, choose_device
+from fp4train.run.history import flat
+from fp4train.run.resume import check_source, find_start
+from fp4train.run.run import Run
+from fp4train.run.weights import load_init, load_weights
+
+STUDIES = "studies"
+"""The folder of a run directory that holds its studies."""
+
+_NOT_OF_THE_SUBJECT = (
+    *run_directory.CONTINUED,
+    *("resume_step", "recipe", "policy", "phases", "optim.", "schedule.", "train.steps", "init", "init_step"),
+    *("data.path", "data.val_path"),
+)
+"""Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A study has what it varies
+(recipes, policies, rates) in the identity of its record itself; the data is known by its fingerprint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to study.
+
+    Args:
+        source: the run directory.
+        run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no tracker, and its saver
+            has not begun: `train_step` may be called on it, checkpoints are not written.
+        start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
+        weights: checksum of the model's weights.
+        settings: checksum of the keys of the configuration that decide about model, batches and arithmetic.
+        trainable: whether the optimizer's moments were asked for.
+    """
+
+    source: Path
+    run: Run = field(repr=False)
+    start: checkpoint.Checkpoint | None = field(repr=False)
+    weights: str
+    settings: str
+    trainable: bool
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def model(self) -> nn.Module:
+        return self.run.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def train_data(self) -> Loader:
+        return self.run.train_data
+
+    @property
+    def val_data(self) -> Loader:
+        return self.run.val_data
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done at the checkpoint; 0 for a model as it was initialised."""
+        return 0 if self.start is None else self.start.step
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data."""
+        return self.run.fingerprint
+
+    def restore(self) -> None:
+        """Put weights, moments, scales and step of the run back to those of the checkpoint.
+
+        Raises:
+            ValueError: the subject was opened without its optimizer, or there is no checkpoint.
+        """
+        if self.start is None or not self.trainable:
+            raise ValueError("only a subject of a checkpoint that is opened with optimizer=True can be restored")
+        self.run.restore(self.start)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a record of measurements on this subject must agree with."""
+        return {
+            "run": run_directory.identity(self.source),
+            "step": self.step,
+            "weights": self.weights,
+            "settings": self.settings,
+            "data": self.fingerprint,
+            "device": str(self.device),
+        }
+
+
+def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimizer: bool = False) -> Subject:
+    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest).
+
+    Args:
+        config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
+        fresh: the model as the run initialised it, without a checkpoint.
+        optimizer: keep the moments, and the checkpoint for `Subject.restore`.
+
+    Raises:
+        UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
+    """
+    assert config.resume is not None
+    source = run_directory.require_run(Path(config.resume))
+    if config.run.dir.resolve() != source.resolve():
+        raise UserError(f"run.name and run.dir name a run that trains; a study of {source} trains none: leave them out")
+    if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
+        raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
+    if fresh:
+        check_source(source, cfg)
+    start = None if fresh else find_start(config, cfg)
+    if start is not None:
+        check_belongs(start, source, mend=False)
+    timeline = build_timeline(config, source)
+    with tempfile.TemporaryDirectory() as place:
+        run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
+        run = assemble(config, Path(place), timeline, World(device=choose_device(config.device)))
+    if start is not None:
+        run.restore(start)
+        run.plan = run.plan.since(run.step)
+    elif (init := load_init(config)) is not None:
+        load_weights(run.model, init)
+    if not optimizer:
+        run.optimizer.state.clear()
+    run.model.train()
+    return Subject(
+        source=source,
+        run=run,
+        start=start,
+        weights=_checksum_of_weights(run.model),
+        settings=_checksum_of(cfg),
+        trainable=optimizer,
+    )
+
+
+def _checksum_of_weights(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, torch.Tensor):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _checksum_of(cfg: DictConfig) -> str:
+    kept = {key: value for key, value in flat(plain(cfg)).items() if not key.startswith(_NOT_OF_THE_SUBJECT)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

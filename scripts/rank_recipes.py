@@ -1,0 +1,206 @@
+"""Rank all recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
+
+    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [words of `fp4train rank`, e.g. forks=6]
+
+Four checkpoints: the default run early (step 200) and annealed (step 300, its end); the early one with outlier channels
+put in; and a run on English text. Runs that are trained and forks that are made already are not repeated, so that the
+script goes on where it was stopped.
+
+Outlier channels: the weight of each norm before a linear layer is multiplied by FACTOR in CHANNELS of its channels, and
+the columns of the layers that read it are divided by FACTOR; moments of the optimizer follow. The function of the model
+stays the same in exact arithmetic, the activations that are quantised get channels as large as those of large models
+(SmoothQuant, arXiv:2211.10438, read backwards).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4train import checkpoint
+from fp4train.config.overrides import groups
+from fp4train.precision.layers import find_blocks
+from fp4train.run.directory import CHECKPOINTS
+from fp4train.studies.forks import open_checkpoint
+
+CPU_INFO = Path("/proc/cpuinfo")
+CHANNELS, FACTOR = 3, 16.0
+READERS = {"attention_norm": ("attention.wq", "attention.wk", "attention.wv"), "mlp_norm": ("mlp.gate", "mlp.up")}
+"""The norms of a block of Llama, and the linear layers that read each."""
+TRAINING = ("checkpoint.every=100", "checkpoint.keep=5", "track=jsonl")
+FORKS = ("policy=all", "forks=12")
+"""Every layer of every block follows the recipe, without phases: what the format does, not what spares it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A checkpoint to rank the recipes on; `words` are added to the command."""
+
+    name: str
+    run: str
+    step: int
+    said: str
+    words: tuple[str, ...] = ()
+
+
+CASES = (
+    Case(name="early", run="rank-default", step=200, said="the default run at step 200 of 300, before its cooldown"),
+    Case(
+        name="annealed",
+        run="rank-default",
+        step=300,
+        said="the default run at its end; the forks keep the small rate that the cooldown ended with",
+    ),
+    Case(
+        name="outliers",
+        run="rank-outliers",
+        step=200,
+        said=f"the early checkpoint with {CHANNELS} outlier channels per norm put in ({FACTOR:g} times as large); "
+        "the columns that read them are small, so the rate is a tenth",
+        words=("lr=3e-4",),
+    ),
+    Case(
+        name="English",
+        run="rank-english",
+        step=200,
+        said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
+    ),
+)
+INTRODUCTION = """# Ranking of the recipes
+
+Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
+loss in the recipe minus that of BF16, in nats per token. By `python scripts/rank_recipes.py{words}` on {machine}, torch
+{torch}.
+
+What it shows: which formats cost how much on these checkpoints in 24 steps, with every layer of every block quantised.
+What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at this size,
+and what adds up over a long run is not seen in 24 steps.
+"""
+
+
+def machine() -> str:
+    """The CPU's name, as far as the system tells."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def fp4train(*words: str) -> None:
+    """Run a command of the package; its progress is shown."""
+    print(" ".join(["fp4train", *words]), flush=True)
+    subprocess.run([sys.executable, "-m", "fp4train", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def english(folder: Path) -> Path:
+    """The topics of Python's help(), the text of its language reference, one file each."""
+    from pydoc_data.topics import topics
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in topics.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def put_outliers_in(source: Path, step: int, target: Path, channels: int = CHANNELS, factor: float = FACTOR) -> None:
+    """A copy of a run with one checkpoint, whose norms and their readers are scaled as the module says."""
+    subject = open_checkpoint(source, step)
+    optimizer, draw = subject.run.optimizer, torch.Generator().manual_seed(0)
+
+    def scale(weight: nn.Parameter, columns: torch.Tensor, by: float) -> None:
+        weight.data[..., columns] *= by
+        for name, power in (("exp_avg", -1), ("exp_avg_sq", -2)):  # gradients scale by 1/by
+            optimizer.state[weight][name][..., columns] *= by**power
+
+    for block in find_blocks(subject.model):
+        for norm, readers in READERS.items():
+            weight = block.get_submodule(norm).get_parameter("weight")
+            columns = torch.randperm(len(weight), generator=draw)[:channels]
+            scale(weight, columns, factor)
+            for reader in readers:
+                scale(block.get_submodule(reader).get_parameter("weight"), columns, 1 / factor)
+    tensors, _ = checkpoint.flatten(subject.run.state())
+    assert subject.start is not None
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(CHECKPOINTS, "studies", ".lock"))
+    checkpoint.save(target / CHECKPOINTS, step, tensors, subject.start.state, keep=1)
+
+
+def prepare(case: Case, runs: Path) -> Path:
+    """The run of a case, trained or made if it is not there."""
+    run = runs / case.run
+    if checkpoint.steps(run / CHECKPOINTS):
+        return run
+    if case.name == "outliers":
+        put_outliers_in(prepare(CASES[0], runs), case.step, run)
+    elif case.name == "English":
+        data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
+        fp4train(f"run.dir={run}", *TRAINING, *data)
+    else:
+        fp4train(f"run.dir={run}", *TRAINING)
+    return run
+
+
+def section(case: Case, ranking: dict[str, object]) -> str:
+    """Markdown of one ranking: a row per recipe, from the best to the worst."""
+    entries = {each["name"]: each for each in ranking["candidates"]}  # type: ignore[attr-defined]
+    verdicts = {
+        frozenset((pair["first"], pair["second"])): pair["verdict"]
+        for pair in ranking["pairs"]  # type: ignore[attr-defined]
+    }
+    words = {"apart": "told apart", "alike": "alike", "open": "not told apart"}
+    floor = ranking["floor"]
+    lines = [
+        f"## {case.name}: {case.said}",
+        "",
+        f"{ranking['forks']} forks each; FP32 − BF16: {gap(floor)}." if isinstance(floor, dict) else "",
+        "",
+        "| recipe | gap to BF16 | evaluated in high precision | from BF16 | group |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ranking["order"]:  # type: ignore[attr-defined]
+        verdict = words.get(verdicts.get(frozenset((name, "bf16")), ""), "–")
+        each = entries[name]
+        same = "".join(f", {other}" for other in each["same"])
+        lines.append(f"| {name}{same} | {gap(each['gap'])} | {gap(each['gap_high'])} | {verdict} | {each['group']} |")
+    lines += [
+        f"| {name} | diverged: {each['diverged'][0]} | | | |" for name, each in entries.items() if each["diverged"]
+    ]
+    return "\n".join(lines)
+
+
+def gap(found: dict[str, float]) -> str:
+    """ "+.0044 ± .0009", half of the 95 % interval."""
+    return f"{found['mean']:+.5f} ± {(found['high'] - found['low']) / 2:.5f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/recipe_ranking.md"))
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("words", nargs="*", help="for every ranking")
+    args = parser.parse_intermixed_args()
+    recipes = ["bf16", *(name for name in groups()["recipe"] if name != "bf16")]
+    given = {word.partition("=")[0] for word in args.words}
+    sweep = () if "recipe" in given else (f"recipe={','.join(recipes)}",)
+    words = " " + " ".join(args.words) if args.words else ""
+    text = INTRODUCTION.format(words=words, machine=machine(), torch=torch.__version__)
+    for case in (case for case in CASES if case.name in args.cases):
+        run = prepare(case, args.runs)
+        out = run / "studies" / f"recipes-{case.step}"
+        own = [word for word in (*FORKS, *case.words) if word.partition("=")[0] not in given]
+        fp4train("rank", str(run), f"step={case.step}", *sweep, *own, *args.words, f"out={out}")
+        text += "\n" + section(case, json.loads((out / "rank.json").read_text())) + "\n"
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

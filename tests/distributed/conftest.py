@@ -1,0 +1,156 @@
+"""Runs of several ranks: gloo on this machine, one thread each; see `rank_server`."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+PATIENCE = 240.0
+TINY = (
+    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
+    *("train.steps=5", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "eval.every=2", "data=text"),
+    *("track=jsonl", "optim.clip=0.5", "parallel.norm=float64", "checkpoint.every=0"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a job ended."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+    seconds: float
+
+    @property
+    def message(self) -> str:
+        """The one message of a job that failed, which rank 0 alone gives."""
+        told = [[line for line in text.splitlines() if line.startswith("fp4train: ")] for text in self.err]
+        assert all("Traceback" not in text for text in self.err), self.err
+        assert len(told[0]) == 1 and not any(told[1:]), told
+        assert all(self.codes), self.codes
+        return told[0][0].removeprefix("fp4train: ")
+
+
+class Job:
+    """Ranks that run."""
+
+    def __init__(self, ranks: "Ranks", processes: list[int]) -> None:
+        self.ranks, self.processes, self.began = ranks, processes, time.monotonic()
+
+    def wait(self) -> Ended:
+        alarm = threading.Timer(PATIENCE, self.kill)
+        alarm.start()
+        codes = json.loads(self.ranks.answer())
+        alarm.cancel()
+        texts = [
+            [(self.ranks.folder / f"rank{n}.{kind}").read_text() for n in range(len(codes))] for kind in ("out", "err")
+        ]
+        return Ended(codes, texts[0], texts[1], time.monotonic() - self.began)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            os.kill(process, signal.SIGKILL)
+
+
+class Ranks:
+    """`ranks(2, "key=value", …)` trains a tiny run on two ranks to its end; `ranks.start(…)` does not wait."""
+
+    def __init__(self, server: "subprocess.Popen[str]", text: Path, folder: Path) -> None:
+        self.server, self.text, self.folder = server, text, folder
+
+    def tiny(self, *arguments: str) -> list[str]:
+        given = {each.partition("=")[0] for each in arguments}
+        data = (f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}")
+        base = () if "resume" in given else (*TINY, *data)
+        return [*(each for each in base if each.partition("=")[0] not in given), *arguments]
+
+    def answer(self) -> str:
+        assert self.server.stdout is not None
+        return self.server.stdout.readline()
+
+    def start(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Job:
+        """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs first."""
+        job = {"ranks": count, "arguments": self.tiny(*arguments), "folder": str(self.folder)}
+        assert self.server.stdin is not None
+        self.server.stdin.write(json.dumps({**job, "environment": environment, "patch": patch}) + "\n")
+        self.server.stdin.flush()
+        return Job(self, json.loads(self.answer()))
+
+    def __call__(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Ended:
+        return self.start(count, *arguments, patch=patch, **environment).wait()
+
+    def train(self, count: int, name: str, *arguments: str, **options: str) -> None:
+        """A run that must succeed."""
+        ended = self(count, f"run.name={name}", *arguments, **options)
+        assert ended.codes == [0] * count, ended.err
+
+    # -- what a run left ----------------------------------------------------------------------------------------------
+
+    def losses(self, name: str) -> list[dict[str, Any]]:
+        """Every logged number of every step but for speeds."""
+        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        kept = ("step", "train/", "val/", "precision/", "error/")
+        return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines if "train/loss" in line]
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line.get("event") == event]
+
+    def state(self, name: str) -> dict[str, bytes]:
+        """The newest checkpoint: the bytes of every tensor."""
+        newest = sorted((self.folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
+        with safe_open(newest / "tensors.safetensors", "pt") as file:
+            return {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+
+    def same(self, one: str, other: str) -> None:
+        """Assert that two runs are equal in every bit: losses, norms, weights, moments, scales."""
+        assert self.losses(one) == self.losses(other)
+        assert self.state(one) == self.state(other)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, str(Path(__file__).with_name("rank_server.py"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def rank_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with something to learn in it."""
+    words, draw = (
+        ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "4", "8", "bits"),
+        random.Random(0),
+    )
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def ranks(server: "subprocess.Popen[str]", rank_text: Path, tmp_path: Path) -> Ranks:
+    return Ranks(server, rank_text, tmp_path)

@@ -1,0 +1,182 @@
+"""All ranks end together: what cannot begin is told once, by rank 0; what ends a run is agreed, and leaves it whole."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Any
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["parallel.dp_shard=3"], "parallel.dp_shard=3 is 3 ranks, and this run has 2"),
+        (["parallel.dp_replicate=3"], "parallel.dp_replicate=3 does not divide the 2 ranks"),
+        (["train.batch_size=3"], "train.batch_size=3 is not divisible by 2 data ranks"),
+        (["train.microbatch=4"], "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4"),
+        (["run.seed={rank}"], "the ranks do not run the same thing: run.seed is 0 on rank 0 and 1 on rank 1"),
+        (["run.dir=runs/a{rank}"], "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1"),
+        (["parallel.cp=2"], "unknown key 'parallel.cp'"),
+        (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
+    ],
+)
+def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], said: str) -> None:
+    assert said in ranks(2, "run.name=a", *arguments).message
+
+
+@pytest.mark.long
+def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
+    patch = "if rank:\n    import fp4train.parallel.agree as a\n    a.code_version = lambda: 'another'"
+    assert "the code is fp4train" in ranks(2, "run.name=a", patch=patch).message
+    other = ranks.folder / "data1"
+    (ranks.folder / "data0").write_text(ranks.text.read_text())
+    other.write_text(ranks.text.read_text().replace("fox", "cat"))
+    patch = "import os\nimport fp4train.data.text as t\n"
+    patch += "original = t.Text.build\n"
+    patch += "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
+    patch += "    return original(self, run_dir, seq_len, seed)\n"
+    patch += "t.Text.build = build"
+    said = ranks(2, "run.name=b", patch=patch).message
+    assert "the data is" in said and not (ranks.folder / "runs/b/config.yaml").exists()
+
+
+def test_a_run_directory_that_is_not_shared_is_refused(ranks: Ranks) -> None:
+    """Two machines with a disk each have the same path, and another directory there."""
+    patch = "import fp4train.parallel.agree as a\na._SEEN_SECONDS = 0.5\nimport os\n"
+    patch += "os.makedirs(f'disk{rank}', exist_ok=True)\nos.chdir(f'disk{rank}')"
+    said = ranks(2, "run.name=a", patch=patch).message
+    assert said.startswith("rank 1: runs/a is not the directory that rank 0 trains in")
+
+
+def test_two_jobs_in_one_directory(ranks: Ranks) -> None:
+    patch = "import fcntl, os\nos.makedirs('runs/a', exist_ok=True)\nf = open('runs/a/.lock', 'w')\n"
+    patch += "if not rank:\n    import subprocess, sys\n"
+    patch += "    p = subprocess.Popen([sys.executable, '-c', 'import fcntl, time; f = open(\"runs/a/.lock\");"
+    patch += " fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(20)'], stdout=subprocess.PIPE)\n"
+    patch += "    p.stdout.readline()\n    import atexit\n"
+    assert "runs/a is in use: another process trains in it" in ranks(2, "run.name=a", patch=patch).message
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' must be a whole number from 0 below 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set: start the ranks with torchrun or srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "each process would train the whole batch"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "which host leads"),
+    ],
+)
+def test_a_launcher_that_says_too_little_is_refused(ranks: Ranks, environment: dict[str, str], said: str) -> None:
+    assert said in ranks(1, "run.name=a", **environment).message
+
+
+def test_one_rank_that_is_to_be_two_is_refused(ranks: Ranks) -> None:
+    said = ranks(1, "run.name=a", "parallel.dp_shard=2").message
+    assert "is 2 ranks, and this run has 1: start it under torchrun" in said
+
+
+SLOW = "import time, fp4train.train as loop\noriginal = loop.train_step\n"
+SLOW += "def step(run, recipe):\n    time.sleep(0.05)\n    return original(run, recipe)\nloop.train_step = step"
+
+
+def training(ranks: Ranks, run: str) -> bool:
+    path = ranks.folder / "runs" / run / "metrics.jsonl"
+    return path.exists() and path.read_text().count("train/loss") >= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks: Ranks, number: int, rank: int) -> None:
+    options = (
+        "train.steps=900",
+        "phases=none",
+        "schedule=constant",
+        "schedule.warmup=0",
+        "eval.every=0",
+        "recipe=bf16",
+    )
+    job = ranks.start(2, "run.name=a", *options, patch=SLOW)
+    ranks.until(lambda: training(ranks, "a"))
+    os.kill(job.processes[rank], number)
+    ended = job.wait()
+    assert ended.codes == [128 + number] * 2, ended.err
+    done = len(ranks.losses("a"))
+    assert [p.name for p in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == [f"step_{done:08d}"]
+    assert f"step {done}, stopped by" in ended.out[0] and not ended.out[1]
+    ranks.train(2, "whole", f"train.steps={done + 2}", *options[1:])
+    assert ranks(2, "resume=runs/a", f"train.steps={done + 2}").codes == [0, 0]
+    ranks.same("whole", "a")
+
+
+def fails_at_3(rank: int, what: str) -> str:
+    patch = "import os, time, fp4train.train as loop\noriginal = loop.train_step\n"
+    patch += f"def step(run, recipe):\n    if run.step == 3 and rank == {rank}:\n        {what}\n"
+    return patch + "    return original(run, recipe)\nloop.train_step = step"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
+    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "raise ValueError('a bad disk')"))
+    told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(told) == 1 and told[0].startswith(f"fp4train: rank {rank} on ")
+    assert told[0].endswith("ended: ValueError: a bad disk")
+    assert ended.codes == [1, 1] and ended.seconds < 60
+    ranks.train(2, "a", "checkpoint.every=2")
+    ranks.train(2, "whole", "checkpoint.every=2")
+    ranks.same("whole", "a")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_ends_the_others(ranks: Ranks) -> None:
+    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(1, "os.kill(os.getpid(), 9)"))
+    assert ended.codes == [1, -9]
+    assert "lost another rank, which ended without a word" in ended.err[0] and "Traceback" not in ended.err[0]
+    ranks.train(2, "a", "checkpoint.every=2")
+    ranks.train(2, "whole", "checkpoint.every=2")
+    ranks.same("whole", "a")
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_found_with_its_stack(ranks: Ranks) -> None:
+    ended = ranks(2, "run.name=a", "train.step_timeout=6", patch=fails_at_3(1, "time.sleep(1000)"))
+    assert all(ended.codes) and "in step" in ended.err[1] and "Thread 0x" in ended.err[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks, rank: int) -> None:
+    poison = "next(iter(run.model.parameters())); run.model.blocks[1].mlp.down.register_forward_hook("
+    poison += "lambda m, a, y: y * float('nan'))"
+    said = ranks(2, "run.name=a", patch=fails_at_3(rank, poison)).message
+    assert said.startswith("step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.down")
+    assert "A checkpoint from before this step is saved" in said
+    ranks.train(2, "a")
+    ranks.train(2, "whole")
+    ranks.same("whole", "a")
+
+
+def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
+    ask = "\n".join(
+        (
+            "import fp4train.train as loop",
+            "original = loop.train_step",
+            "def step(run, recipe):",
+            "    if run.step == 1 and not rank:",
+            "        from fp4train.run.requests import request_swap",
+            "        body = {'_target_': 'fp4train.precision.MXFP8'}",
+            "        request_swap(run.directory, body, 'mxfp8', 3)",
+            "    return original(run, recipe)",
+            "loop.train_step = step",
+        )
+    )
+    ranks.train(2, "asked", "phases=none", patch=ask)
+    ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ask)
+    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
+    ranks.same("one", "asked")
+    assert json.loads(Path(ranks.folder, "runs/asked/swaps.json").read_text())[0]["step"] == 3

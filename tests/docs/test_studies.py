@@ -1,0 +1,47 @@
+"""docs/studies.md: its commands are run, in order, and its options are those of the command."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp4train.cli import main, sensitivity
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+SMALL = (
+    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
+    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl"),
+)
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.long
+def test_every_command_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    for words in commands():
+        with pytest.raises(SystemExit) as ended:
+            main([*words[1:], *(() if words[1] == "sensitivity" else SMALL)])
+        assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+    folder = re.findall(r"in `(runs/[\w/-]+)`", TEXT)[0]
+    for name in re.findall(r"`([\w]+\.(?:json|png|yaml|jsonl))`", TEXT):
+        assert (tmp_path / folder / name).is_file(), name
+
+
+def test_the_options_are_those_of_the_command() -> None:
+    section = TEXT.partition("### Options\n")[2].partition("\n### ")[0]
+    listed = set(re.findall(r"`(\w+)=", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))))
+    assert listed == {*sensitivity.OPTIONS, "step", "recipe", "gpu"}
+
+
+def test_its_links_exist() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target

@@ -1,0 +1,180 @@
+"""Initial weights: a pure function of seed, name and position; the same for every way in which a model is cut."""
+
+import math
+from itertools import pairwise
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.config.binding import bind
+from fp4train.config.overrides import compose
+from fp4train.models.common.initialise import Constant, Initial, Normal, materialise, why_not_born
+from fp4train.models.common.normal import fill_normal, key_of
+from fp4train.models.llama import Llama, LlamaModel
+from fp4train.quantize.random import philox4x32
+
+SEED = 5
+CPU = torch.device("cpu")
+
+
+def drawn(shape: tuple[int, ...], *, name: str = "w", std: float = 1.0, seed: int = SEED) -> Tensor:
+    into = torch.empty(shape)
+    fill_normal(into, shape, (0,) * len(shape), std, key_of(seed, name))
+    return into
+
+
+@given(st.data())
+def test_a_slice_of_the_draw_is_the_draw_of_the_slice(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
+    part = torch.empty(sizes)
+    fill_normal(part, shape, offsets, 0.02, key_of(SEED, "w"))
+    whole = drawn(shape, std=0.02)
+    assert torch.equal(part, whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of rows nor those within a long row."""
+    whole = drawn((7, 50))
+    for chunk in (3, 50, 120):
+        monkeypatch.setattr("fp4train.models.common.normal._CHUNK", chunk)
+        assert torch.equal(drawn((7, 50)), whole)
+
+
+def test_an_element_is_the_quantile_of_its_word() -> None:
+    """Against the standard library's quantile, which calls the C library's logarithm."""
+    key, whole = key_of(SEED, "blocks.0.wq"), drawn((3, 10), name="blocks.0.wq", std=0.02)
+    for row in range(3):
+        for column in range(10):
+            counter = (column // 4, row, key.step * 8 + key.operand, key.layer)
+            words = philox4x32(tuple(torch.tensor([n]) for n in counter), (SEED, 0))  # type: ignore[arg-type]
+            expected = NormalDist().inv_cdf((int(words[column % 4]) + 0.5) / 2**32) * 0.02
+            assert float(whole[row, column]) == pytest.approx(expected, rel=1e-7)
+
+
+def test_the_bits_are_those_of_every_version() -> None:
+    assert [float(v).hex() for v in drawn((2, 3), name="embed.weight")[1]] == [
+        "0x1.22a4440000000p-1",
+        "-0x1.6df2820000000p-1",
+        "0x1.43eb5e0000000p-3",
+    ]
+
+
+def test_moments_and_tails_are_those_of_a_normal_distribution() -> None:
+    """Each within 5 standard errors of n = 2²⁰ values; the largest between its 1e-4 and 1 − 1e-4 quantiles."""
+    z = drawn((1024, 1024)).double()
+    n = z.numel()
+    for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert float((z**power).mean()) == pytest.approx(expected, abs=5 * math.sqrt(variance / n))
+    for quantile in (1e-4, 0.01, 0.075, 0.25, 0.5, 0.925):
+        share = float((z < NormalDist().inv_cdf(quantile)).double().mean())
+        assert share == pytest.approx(quantile, abs=5 * math.sqrt(quantile * (1 - quantile) / n))
+    largest = float(z.abs().max())
+    assert NormalDist().inv_cdf(1 - 4.6 / n) < largest < NormalDist().inv_cdf(1 - 5e-5 / n)
+
+
+def test_neighbours_rows_columns_and_names_are_independent() -> None:
+    z, other = drawn((512, 512)), drawn((512, 512), name="v")
+    pairs = [(z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z[:, 4:], z[:, :-4]), (z, other), (z, z.T)]
+    for a, b in [*pairs, (z, drawn((512, 512), seed=SEED + 1))]:
+        correlation = float((a.double() * b.double()).mean())
+        assert abs(correlation) < 5 * math.sqrt(2) / math.sqrt(a.numel())
+
+
+def test_no_two_parameters_of_the_largest_preset_share_a_key() -> None:
+    with torch.device("meta"):
+        model = preset("405b").build(vocab_size=128256, seq_len=8)
+    names = [name for name, _ in model.named_parameters()]
+    keys = sorted(key_of(SEED, name).words for name in names)
+    assert len(names) == 126 * 9 + 3 and all(a != b for a, b in pairwise(keys))
+
+
+def preset(size: str) -> Llama:
+
+    shape = bind(OmegaConf.to_container(compose([f"model=llama_{size}"]).model, resolve=True), Llama, "model")
+    assert isinstance(shape, Llama)
+    return shape
+
+
+def small(draw: str, *, tied: bool = True) -> Llama:
+    return Llama(width=32, layers=2, heads=4, kv_heads=2, hidden=48, tied=tied, draw=draw)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("draw", ["torch", "counter"])
+def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(draw: str, tied: bool) -> None:
+    torch.manual_seed(SEED)
+    built = small(draw, tied=tied).build(vocab_size=60, seq_len=16)
+    with torch.device("meta"):
+        born = f4.convert(small(draw, tied=tied).build(vocab_size=60, seq_len=16))
+    materialise(born, CPU, seed=SEED, draw=draw)
+    assert isinstance(born, LlamaModel)
+    assert (born.head.weight is born.embed.weight) == tied
+    for (name, a), (again, b) in zip(built.named_parameters(), born.named_parameters(), strict=True):
+        assert name == again and torch.equal(a, b) and b.requires_grad, name
+    assert torch.equal(built.cos, born.cos) and torch.equal(built.sin, born.sin), "the buffers that no state dict has"
+
+
+def test_a_stage_of_a_model_draws_what_the_whole_draws_for_it() -> None:
+    torch.manual_seed(SEED)
+    built = small("torch").build(vocab_size=60, seq_len=16)
+    with torch.device("meta"):
+        whole, stage = (small("torch").build(vocab_size=60, seq_len=16) for _ in range(2))
+    del stage.blocks[1]
+    materialise(stage, CPU, seed=SEED, draw="torch", whole=whole)
+    assert torch.equal(stage.blocks[0].mlp.down.weight, built.blocks[0].mlp.down.weight)
+    assert torch.equal(stage.embed.weight, built.embed.weight)
+
+
+def test_weights_by_counter_have_the_spread_of_those_by_torch() -> None:
+    torch.manual_seed(SEED)
+    models = [small(draw).build(vocab_size=512, seq_len=8) for draw in ("torch", "counter")]
+    for (name, a), b in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        if a.dim() == 1:
+            assert torch.equal(a, b)
+        else:
+            assert not torch.equal(a, b) and float(a.std() / b.std()) == pytest.approx(1, abs=0.1), name
+
+
+def test_an_unknown_way_to_draw_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"model\.draw='count' is not one of torch, counter"):
+        small("count")
+    with pytest.raises(ValueError, match="draw='count' is not one of"):
+        materialise(nn.Linear(2, 2), CPU, seed=0, draw="count")
+
+
+class Odd(nn.Module):
+    """A user's model, with a layer whose draws are not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(2, 2, 1)
+        self.register_buffer("mask", torch.ones(2))
+
+    def initial_values(self) -> dict[str, Initial]:
+        return {"mix.weight": Normal(1.0), "mix.bias": Constant(0.0)}
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        return {"mask": torch.ones(2)}
+
+
+def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
+    assert "Linear has no initial_values() and initial_buffers()" in str(why_not_born(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"Linear has no initial_values.*: build it on the CPU"):
+        materialise(nn.Linear(2, 2), CPU, seed=0, draw="counter")
+    with pytest.raises(ValueError, match="what Conv1d draws is not known: use draw=counter"):
+        materialise(Odd().to("meta"), CPU, seed=0, draw="torch")
+    incomplete = Odd().to("meta")
+    incomplete.initial_buffers = dict  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the buffer mask has no initial values"):
+        materialise(incomplete, CPU, seed=0, draw="counter")
+    model = Odd().to("meta")
+    materialise(model, CPU, seed=0, draw="counter")
+    assert bool((model.mix.bias == 0).all()) and bool((model.mask == 1).all())

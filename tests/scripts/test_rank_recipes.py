@@ -1,0 +1,74 @@
+"""scripts/rank_recipes.py: outlier channels change no function, and a ranking becomes a table."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from command_line import TINY
+
+from fp4train.cli import main
+from fp4train.config.overrides import groups
+from fp4train.precision import FP32
+from fp4train.studies.forks import open_checkpoint
+from fp4train.train import validation_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rank_recipes", ROOT / "scripts" / "rank_recipes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their types
+    spec.loader.exec_module(module)
+    monkeypatch.undo()
+    return module
+
+
+def test_outlier_channels_change_activations_and_not_the_function(script: ModuleType, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog " * 400)
+    run = tmp_path / "a"
+    data = (f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        main([*TINY, *data, f"run.dir={run}", "checkpoint.every=3"])
+    assert ended.value.code == 0
+    script.put_outliers_in(run, 3, tmp_path / "b")
+    losses, largest = [], []
+    for folder in (run, tmp_path / "b"):
+        subject = open_checkpoint(folder, 3)
+        seen: list[torch.Tensor] = []
+        layer = subject.model.get_submodule("blocks.0.mlp.up")
+        layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(inputs[0].abs().amax()))
+        losses.append(validation_losses(subject.run, FP32())[0])
+        largest.append(float(seen[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert largest[1] > 4 * largest[0]
+
+
+def test_a_ranking_becomes_a_table(script: ModuleType) -> None:
+    gap = {"mean": 0.0044, "low": 0.0035, "high": 0.0053, "error": 0.0004, "t": 11.0}
+    entry = {"same": [], "diverged": [], "gap": gap, "gap_high": gap}
+    zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "error": 0.0, "t": 0.0}
+    ranking = {
+        "forks": 6,
+        "floor": zero,
+        "order": ["bf16", "nvfp4"],
+        "pairs": [{"first": "bf16", "second": "nvfp4", "verdict": "apart"}],
+        "candidates": [
+            {**entry, "name": "bf16", "group": "a", "gap": zero, "gap_high": zero},
+            {**entry, "name": "nvfp4", "group": "b"},
+            {"name": "mxfp4", "same": [], "group": None, "diverged": ["step 3: loss is nan"]},
+        ],
+    }
+    text = script.section(script.CASES[0], json.loads(json.dumps(ranking)))
+    assert "| nvfp4 | +0.00440 ± 0.00090 | +0.00440 ± 0.00090 | told apart | b |" in text
+    assert "| mxfp4 | diverged: step 3: loss is nan | | | |" in text
+    assert "bf16" in groups()["recipe"]
