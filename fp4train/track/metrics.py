@@ -27,6 +27,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ RESERVED = ("step", "event", "nonfinite")
 
 
 class MetricsLog:
-    """Append-only log of one run; a `Tracker`.
+    """Append-only log of one run, with its statistics beside it; a `Tracker`.
 
     Args:
         path: the file; its folder is created. A last line torn by a kill is removed.
@@ -61,6 +62,7 @@ class MetricsLog:
             self._digest.update(os.pread(self._descriptor, min(1 << 24, self._size - start), start))
         self._waiting: deque[bytes] = deque()
         self._open = True
+        self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
     def mark(self) -> dict[str, int | str]:
         """What is written by now: its bytes and their SHA-256, for `mend`."""
@@ -69,6 +71,7 @@ class MetricsLog:
     def sync(self) -> None:
         """Make what is written durable; another thread may do so while lines are logged."""
         os.fsync(self._descriptor)
+        self._statistics.sync()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a scalar tensor).
@@ -89,9 +92,14 @@ class MetricsLog:
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Tables (the plan) are files of their own in the run directory, not metrics."""
 
+    def log_statistics(self, statistics: Statistics) -> None:
+        """Append them to statistics.bin; never raises for the disk."""
+        self._statistics.log(statistics)
+
     def finish(self, exit_code: int = 0) -> None:
         if not self._open:
             return
+        self._statistics.close()
         self._flush()
         self._open = False
         if self._waiting:
