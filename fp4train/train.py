@@ -15,7 +15,7 @@ from fp4train.measure.statistics import watch as watch_operands
 from fp4train.optim.gate import step_unless
 from fp4train.parallel.agree import Word, agree
 from fp4train.parallel.apply import join_scales, synchronise
-from fp4train.parallel.norm import clip, gradient_norms, local
+from fp4train.parallel.norm import clip, gradient_norms
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
@@ -30,6 +30,7 @@ from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.statistics import Pending, log_statistics
 from fp4train.run.watch import Watch, alarm
+from fp4train.shards import local
 
 _log = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ def act(run: Run, ledger: Ledger, word: Word) -> None:
     Raises:
         NonFiniteError: a checkpoint was not written because weights or moments are not finite.
     """
+    if not run.world.lead:
+        run.saver.outcomes()  # the lead has told them
     if "bad" in word.lead:
         refuse(word.lead["bad"])
     if "swaps" in word.lead and not run.world.lead:

@@ -78,6 +78,7 @@ def save(
     *,
     keep: int,
     unproven: bool = False,
+    spare: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
@@ -95,6 +96,7 @@ def save(
         keep: how many to keep, this one included; at least 1.
         unproven: nothing has been computed from this state yet, so that it does not count among the `keep`: `prune`
             removes what is too many once it is known to be good.
+        spare: the newest checkpoint up to this step stays beside those.
         ranks: who writes it.
 
     Returns:
@@ -112,7 +114,7 @@ def save(
     try:
         Writing(folder, step, ranks).write(tensors, state)
         if ranks.first:
-            prune(folder, step, keep + unproven)
+            prune(folder, step, keep + unproven, spare=spare)
     except OSError as error:
         there = _there(folder)
         raise CheckpointError(
@@ -169,12 +171,16 @@ def steps(folder: Path) -> list[int]:
     return sorted(_directories(Path(folder)))
 
 
-def prune(folder: Path | Folder, newest: int, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` of those up to step `newest`; what cannot be removed is reported."""
+def prune(folder: Path | Folder, newest: int, keep: int, *, spare: int | None = None) -> None:
+    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and the newest up to step `spare`.
+
+    What cannot be removed is reported.
+    """
     with opened_folder(folder) as opened:
         there = _steps_in(opened)
         past = sorted(step for step in there if step <= newest)
-        for step in sorted(set(there) - set(past[-keep:])):
+        spared = [step for step in past if spare is not None and step <= spare]
+        for step in sorted(set(there) - {*past[-keep:], *spared[-1:]}):
             doomed = f"{LEFTOVER}{directory_name(step)}"
             try:
                 opened.rename(there[step], doomed)  # first out of sight: a kill meanwhile leaves no damaged checkpoint

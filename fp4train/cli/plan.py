@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from fp4train.cli.launch import launch, settings
 from fp4train.config.schema import Config, to_config
@@ -121,9 +122,17 @@ def _plan(cfg: DictConfig, *, full: bool) -> int:
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
+    print("", _checkpoint(model), sep="\n")
     if gpu is not None:
         print("", _estimate(config, plan, gpu), sep="\n")
     return 0
+
+
+def _checkpoint(model: nn.Module) -> str:
+    """What a checkpoint takes: weights, and the moments of the optimizer by what AdamW keeps."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = f"{3 * weights / 1e9:,.2f} GB" if weights >= 1e8 else f"{3 * weights / 1e6:,.1f} MB"
+    return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
 
 
 def _estimate(config: Config, plan: Plan, gpu: Gpu) -> str:

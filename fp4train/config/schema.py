@@ -126,11 +126,14 @@ class CheckpointSettings:
     Args:
         also: a folder that gets a second copy of the run's configuration, metrics and checkpoints, `also`/`run.name`;
             it can be resumed like the run itself. None: no second copy.
+        keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's cooldown, from
+            which a finished run is extended; it costs the disk one checkpoint more.
     """
 
     every: int
     keep: int
     also: Path | None = None
+    keep_before_cooldown: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", None if self.also is None else Path(self.also))

@@ -1,6 +1,5 @@
 """Text or token files → packed token ids → batches. One source a file; `loader.py` serves all of them."""
 
-from fp4train.data.errors import DataError
 from fp4train.data.huggingface import HuggingFace
 from fp4train.data.loader import Loader
 from fp4train.data.source import Source
@@ -8,5 +7,6 @@ from fp4train.data.stdlib import Stdlib
 from fp4train.data.text import Text
 from fp4train.data.token_file import Tokens
 from fp4train.data.tokens import TokenArray, TokenData
+from fp4train.errors import DataError
 
 __all__ = ["DataError", "HuggingFace", "Loader", "Source", "Stdlib", "Text", "TokenArray", "TokenData", "Tokens"]

@@ -1,7 +1,7 @@
 """Tokenised data on disk: tokenise once, memory-map ever after.
 
 An entry is two files named by the hash of its key (source, settings and tokenizer): HASH.bin, the packed ids, and
-HASH.json, their count, type and, for each `CHUNK` of it, a digest. All of it is read once, when the entry is opened,
+HASH.json, their count, type and, for each chunk of it, a digest. All of it is read once, when the entry is opened,
 and compared with the digests: what a run trains on is what was tokenised, to the bit. Reading runs at 1 to 2 GB/s per
 core. Both files are written under another name and then renamed, the JSON last, so an entry is there whole or not at
 all, and ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew.
@@ -13,21 +13,18 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from fp4train.data.errors import DataError
+from fp4train.data.digests import digests
 from fp4train.data.files import expanded
 from fp4train.data.tokens import Ids
+from fp4train.errors import DataError
 
 VERSION = 2
-CHUNK = 1 << 22
-"""Bytes of each digest."""
-READERS = 4
 log = logging.getLogger(__name__)
 
 
@@ -68,27 +65,16 @@ def _read(path: Path) -> Ids | None:
         if path.stat().st_size != tokens * dtype.itemsize:
             raise ValueError(f"{path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
         ids: Ids = np.memmap(path, dtype=dtype, mode="r") if tokens else np.empty(0, dtype=dtype)
-        found = _digests(ids)
+        found = digests(ids)
         if found != expected:
             bad = sum(a != b for a, b in zip(found, expected, strict=True)) if len(found) == len(expected) else "some"
             raise ValueError(f"{bad} of {len(found)} chunks are not as they were written")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:  # JSON errors are ValueErrors
+    except (ValueError, KeyError, TypeError, SyntaxError) as error:  # SyntaxError: of a damaged name of a type
         log.warning("tokenised data in %s is damaged (%s): tokenising again", path, error)
         return None
     return ids
-
-
-def _digests(ids: Ids) -> list[str]:
-    """SHA-256 of each chunk, shortened to 64 bits: against faults, not against people."""
-    data: Any = np.ascontiguousarray(ids).view(np.uint8).reshape(-1) if len(ids) else np.empty(0, dtype=np.uint8)
-
-    def digest(start: int) -> str:
-        return hashlib.sha256(data[start : start + CHUNK]).hexdigest()[:16]
-
-    with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(digest, range(0, len(data), CHUNK)))
 
 
 def _write(path: Path, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: int | None) -> None:
@@ -109,7 +95,7 @@ def _write(path: Path, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: 
             file.flush()
             os.fsync(file.fileno())
         ids: Ids = np.memmap(new, dtype=dtype, mode="r") if tokens else np.empty(0, dtype=dtype)
-        info = {"dtype": dtype.str, "tokens": tokens, "digests": _digests(ids)}
+        info = {"dtype": dtype.str, "tokens": tokens, "digests": digests(ids)}
         os.replace(new, path)
         new.write_text(json.dumps(info))
         os.replace(new, path.with_suffix(".json"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.errors import DataError
+from fp4train.errors import DataError
 
 PIECE_CHARACTERS = 1 << 16
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp4train.data.errors import DataError
+from fp4train.errors import DataError
 from fp4train.text import nearest
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from fp4train.data.cache import cached_tokens
 from fp4train.data.documents import Piece
-from fp4train.data.errors import DataError
 from fp4train.data.files import existing_path, files_of, stamp
 from fp4train.data.tokenize import token_chunks
 from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
 from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+from fp4train.errors import DataError
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp4train.data.documents import Piece
-from fp4train.data.errors import DataError
 from fp4train.data.tokenize import tokenize_in_memory
 from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
 from fp4train.data.tokens import TokenData, check_val, hold_out
+from fp4train.errors import DataError
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 

@@ -12,15 +12,16 @@ separated by the end-of-document id that `preprocess_data.py --append-eod` wrote
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fp4train.data.errors import DataError
+from fp4train.data.digests import file_digest
 from fp4train.data.files import existing_path, expanded
 from fp4train.data.tokens import Ids, TokenData, check_val, hold_out, token_data
+from fp4train.errors import DataError
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -50,7 +51,7 @@ class Tokens:
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         train = open_tokens(self.path, self.dtype, "data.path")
         if self.val_path is None:
-            return hold_out(
+            data = hold_out(
                 train,
                 val=self.val,
                 vocab_size=self.vocab_size,
@@ -58,29 +59,42 @@ class Tokens:
                 tokenizer=None,
                 description=self.path,
             )
-        return token_data(
+            return replace(data, digest=file_digest(_file(self.path, "data.path"), train, run_dir))
+        val = open_tokens(self.val_path, self.dtype, "data.val_path")
+        data = token_data(
             train,
-            open_tokens(self.val_path, self.dtype, "data.val_path"),
+            val,
             vocab_size=self.vocab_size,
             seq_len=seq_len,
             tokenizer=None,
             description=f"{self.path}, validation {self.val_path}",
             whole="a file each",
         )
+        both = (
+            file_digest(_file(self.path, "data.path"), train, run_dir),
+            file_digest(_file(self.val_path, "data.val_path"), val, run_dir),
+        )
+        return replace(data, digest="+".join(both))
 
 
 def open_tokens(path: str, dtype: str | None, key: str) -> Ids:
     """The ids of a token file of any of the three formats, memory-mapped."""
+    file = _file(path, key)
+    try:
+        return _map(file, dtype, key)
+    except OSError as error:
+        raise DataError(f"{key}={file} cannot be read: {error.strerror or error}") from error
+
+
+def _file(path: str, key: str) -> Path:
+    """The file that holds the ids: Megatron's pair may be named by either file, or by its prefix."""
     prefix = expanded(path, key)
     if prefix.suffix == ".idx" or (not prefix.exists() and Path(f"{prefix}.bin").exists()):
         path = str(prefix.with_suffix(".bin") if prefix.suffix == ".idx" else f"{prefix}.bin")
     file = existing_path(path, key)
     if not file.is_file():
         raise DataError(f"{key}={file} is a folder; one token file is needed")
-    try:
-        return _map(file, dtype, key)
-    except OSError as error:
-        raise DataError(f"{key}={file} cannot be read: {error.strerror or error}") from error
+    return file
 
 
 def _map(file: Path, dtype: str | None, key: str) -> Ids:

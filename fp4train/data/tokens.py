@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp4train.data.errors import DataError
 from fp4train.data.tokenizers import Tokenizer
+from fp4train.errors import DataError
 
 Ids = npt.NDArray[np.integer[Any]]
 CHECKED_AT_ONCE = 1 << 24
@@ -58,18 +58,29 @@ class TokenArray:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Training and validation tokens of a run. `tokenizer` is None for token files that came without one."""
+    """Training and validation tokens of a run.
+
+    `tokenizer` is None for token files that came without one; `digest` is of all tokens of files that are not in the
+    cache, which checks its own.
+    """
 
     vocab_size: int
     train: TokenArray
     val: TokenArray
     tokenizer: Tokenizer | None = field(repr=False)
     description: str
+    digest: str | None = None
 
     @property
     def fingerprint(self) -> str:
         """Differs when the data differs: a run that resumes can tell that its data is no longer the same."""
-        return f"{fingerprint(self.train.ids)}-{fingerprint(self.val.ids)}"
+        sampled = f"{fingerprint(self.train.ids)}-{fingerprint(self.val.ids)}"
+        return sampled if self.digest is None else f"{sampled}-{self.digest}"
+
+
+def same_data(saved: object, now: str) -> bool:
+    """Whether two fingerprints are of the same data; one from before files had a digest is compared without it."""
+    return saved == now or (isinstance(saved, str) and saved.count("-") == 1 and now.startswith(f"{saved}-"))
 
 
 def check_val(val: float) -> None:

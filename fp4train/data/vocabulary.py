@@ -3,9 +3,9 @@
 import tempfile
 from pathlib import Path
 
-from fp4train.data.errors import DataError
 from fp4train.data.source import Source
 from fp4train.data.tokenizers import BytePairs
+from fp4train.errors import DataError
 
 
 def planned_vocab_size(source: Source) -> int:

@@ -30,7 +30,10 @@ class Call:
         training: whether amaxes enter their histories.
     """
 
-    __slots__ = ("amaxes", "gemms", "layer_key", "scaling", "seed", "step", "token_offset", "training", "weights")
+    __slots__ = (
+        *("amaxes", "gemms", "layer_key", "parameter", "scaling", "seed", "step", "token_offset", "training"),
+        "weights",
+    )
 
     def __init__(
         self,
@@ -46,16 +49,21 @@ class Call:
         self.gemms, self.seed, self.step, self.token_offset, self.layer_key = gemms, seed, step, token_offset, layer_key
         self.weights, self.scaling, self.training = weights, scaling, training
         self.amaxes: dict[str, Tensor] | None = None
+        self.parameter: Tensor | None = None
+        """The parameter whose shard w is, if w is a new view of it in each call."""
 
-    def key(self, operand: int, *, along_tokens: bool = False) -> RandomKey:
-        """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns."""
-        offset = self.token_offset
-        row = column = 0
+    def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
+        """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.
+
+        Args:
+            feature, token: index of the tensor's first feature in the whole layer and of its first token in the call.
+        """
+        offset = self.token_offset + token
         if not along_tokens:
-            row = offset
+            row, column = offset, feature
         else:
             # Eight neighbouring columns share one draw of the generator.
-            column = offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8
+            row, column = feature, offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8
         return RandomKey(
             seed=self.seed,
             step=self.step,
@@ -65,9 +73,20 @@ class Call:
             col_offset=column,
         )
 
-    def weight_key(self, operand: int) -> RandomKey:
-        """The random key of the weight: the same for all tokens of a step."""
-        return RandomKey(seed=self.seed, step=self.step, layer=self.layer_key, operand=operand)
+    def weight_key(self, operand: int, start: tuple[int, int] = (0, 0)) -> RandomKey:
+        """The random key of the weight: the same for all tokens of a step.
+
+        Args:
+            start: row and column of its first element in the whole layer's.
+        """
+        return RandomKey(
+            seed=self.seed,
+            step=self.step,
+            layer=self.layer_key,
+            operand=operand,
+            row_offset=start[0],
+            col_offset=start[1],
+        )
 
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
         """The delayed amax that scales x or dy; both forms of the tensor use the same one."""

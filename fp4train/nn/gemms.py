@@ -22,10 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Backend, Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.place import Place, Ranks
+from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, RandomKey, quantizer
+from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, RandomKey, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
@@ -64,18 +66,39 @@ class Form:
         operand: index of the operand, for the random key.
         spec: quant spec; None for high precision.
         codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
+        place: where the tensor lies in the whole layer's; None: it is whole.
+        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `place` share.
     """
 
-    __slots__ = ("codes", "column", "delayed", "make", "operand", "pure", "spec", "stochastic", "tensor")
+    __slots__ = (
+        *("codes", "column", "delayed", "direct", "feature", "holders", "make", "operand", "pure", "rank", "spec"),
+        *("stochastic", "tensor"),
+    )
 
     def __init__(
-        self, tensor: str, operand: int, spec: QuantSpec | None, device: str, *, codes: bool, column: bool
+        self,
+        tensor: str,
+        operand: int,
+        spec: QuantSpec | None,
+        device: str,
+        *,
+        codes: bool,
+        column: bool,
+        place: Place | None = None,
+        tokens: bool = False,
     ) -> None:
         self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
         self.stochastic = spec is not None and spec.random
         self.delayed = spec is not None and spec.delayed is not None
         self.pure = not self.stochastic and not self.delayed
-        """Whether it is a function of the tensor alone."""
+        """Whether it is a function of the tensor alone, of its parts on other ranks included."""
+        self.feature = 0 if place is None else place.starts(tensor)[1]
+        self.rank = place.tensor.rank if tokens and place is not None and place.tensor is not None else 0
+        self.holders: tuple[Ranks, ...] = ()
+        if place is not None and spec is not None:
+            self.holders = place.holders(tensor, spec, transposed=column, tokens=tokens)
+        self.direct = self.pure and not self.holders
+        """Whether it takes neither random bits nor an amax."""
         if spec is not None:
             chosen = quantizer(spec, device)
             self.make = chosen.codes if codes else chosen.values
@@ -86,24 +109,39 @@ class Form:
             x_MK = x_MK.T
         if self.spec is None:
             return Decoded(x_MK, None)
-        if self.pure:
+        if self.direct:
             return self.make(x_MK)
-        return self.make(x_MK, *self.arguments(x_MK, call))
+        return self.make(x_MK, self.key(call, x_MK.shape[1 if self.column else 0]), self.amax(x_MK, call))
 
-    def arguments(self, x: Tensor, call: Call) -> tuple[RandomKey | None, Tensor | None]:
-        """(random bits, delayed amax) of a form that is not pure."""
-        key = call.key(self.operand, along_tokens=self.column) if self.stochastic else None
-        return key, call.amax(self.tensor, self.spec, x) if self.delayed and self.spec is not None else None
+    def key(self, call: Call, tokens: int) -> RandomKey | None:
+        """What selects the random bits of a tensor of so many tokens."""
+        if not self.stochastic:
+            return None
+        return call.key(self.operand, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
+
+    def amax(self, x: Tensor, call: Call) -> Tensor | None:
+        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
+        if self.delayed and self.spec is not None:
+            return call.amax(self.tensor, self.spec, x)
+        if not self.holders or self.spec is None:
+            return None
+        amax = measure_amax(x, self.spec)
+        for ranks in self.holders:
+            amax = ranks.largest(amax)
+        return amax
 
 
 class Forms:
     """Both forms of x or dy, from one read of the tensor if a kernel supports that."""
 
-    __slots__ = ("column", "pair", "pure", "row")
+    __slots__ = ("column", "direct", "joined", "pair", "pure", "row")
 
     def __init__(self, row: Form, column: Form, device: str) -> None:
         self.row, self.column = row, column
         self.pure = row.pure and column.pure
+        self.direct = row.direct and column.direct
+        self.joined = row.holders if row.holders == column.holders else ()
+        """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
         if row.spec is not None and column.spec is not None:
             self.pair = PairQuantizer(
@@ -118,24 +156,46 @@ class Forms:
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
         if row and column and self.pair is not None:
-            if self.pure:
+            if self.direct:
                 return self.pair(x_MK)
-            return self.pair(x_MK, *self.row.arguments(x_MK, call), *self.column.arguments(x_MK, call))
+            row_amax, column_amax = self._amaxes(x_MK, call)
+            tokens = x_MK.shape[0]
+            return self.pair(x_MK, self.row.key(call, tokens), row_amax, self.column.key(call, tokens), column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
+
+    def _amaxes(self, x_MK: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """The amaxes of both forms, if they are not those of x."""
+        if not self.joined:
+            return self.row.amax(x_MK, call), self.column.amax(x_MK.T, call)
+        assert self.row.spec is not None and self.column.spec is not None
+        own = measure_amax(x_MK, self.row.spec), measure_amax(x_MK.T, self.column.spec)
+        both = torch.cat([amax.reshape(-1) for amax in own])
+        for ranks in self.joined:
+            both = ranks.largest(both)
+        row, column = both.tensor_split([own[0].numel()])
+        return row.view(own[0].shape), column.view(own[1].shape)
 
 
 class LayerGemms:
-    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up."""
+    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
+
+    Args:
+        device: device type of the layer's tensors.
+        place: where the layer's shard lies in the whole layer; None: the layer is whole and alone.
+    """
 
     __slots__ = (
-        *("device", "dgrad", "dtype", "dy", "fprop", "keeps_x", "plan", "quantised", "together", "w_column", "w_row"),
-        *("wgrad", "x"),
+        *("device", "dgrad", "dtype", "dx_dtype", "dy", "fprop", "keeps_x", "place", "plan", "quantised", "sent_dy"),
+        *("sent_x", "together", "w_column", "w_row", "wgrad", "x", "y_dtype"),
     )
 
-    def __init__(self, plan: LayerPlan, device: str) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, plan: LayerPlan, device: str, place: Place | None = None) -> None:
+        self.plan, self.device, self.place = plan, device, place
         self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
+        # Partial sums over ranks stay in float32 until they are added.
+        self.y_dtype = torch.float32 if place is not None and place.sums else dtype
+        self.dx_dtype = torch.float32 if place is not None and place.gathers else dtype
         # A backend that runs layers as a whole does not use these objects.
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
         self.fprop, self.dgrad, self.wgrad = backends
@@ -143,21 +203,29 @@ class LayerGemms:
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
 
-        def form(tensor: str, operand: int, spec: QuantSpec | None, codes: bool, *, column: bool = False) -> Form:
-            return Form(tensor, operand, spec, device, codes=codes, column=column)
+        def forms(tensor: str, row_codes: bool, column_codes: bool, tokens: bool = False) -> Forms:
+            x = tensor == "x"
+            row_spec, column_spec = (fprop.first, wgrad.second) if x else (dgrad.first, wgrad.first)
+            of_row, of_column = (FPROP_X, WGRAD_X) if x else (DGRAD_DY, WGRAD_DY)
+            return Forms(
+                Form(tensor, of_row, row_spec, device, codes=row_codes, column=False, place=place, tokens=tokens),
+                Form(
+                    tensor, of_column, column_spec, device, codes=column_codes, column=True, place=place, tokens=tokens
+                ),
+                device,
+            )
 
-        self.x = Forms(
-            form("x", FPROP_X, fprop.first, self.fprop.takes_codes),
-            form("x", WGRAD_X, wgrad.second, codes=True, column=True),
-            device,
-        )
-        self.dy = Forms(
-            form("dy", DGRAD_DY, dgrad.first, self.dgrad.takes_codes),
-            form("dy", WGRAD_DY, wgrad.first, self.wgrad.takes_codes, column=True),
-            device,
-        )
-        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False)
-        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True)
+        self.x = forms("x", self.fprop.takes_codes, column_codes=True)
+        self.dy = forms("dy", self.dgrad.takes_codes, self.wgrad.takes_codes)
+        self.sent_x = self.sent_dy = None
+        """The forms that are made of this rank's tokens and sent as codes; None: the tensor itself is gathered."""
+        if place is not None and place.sends_codes:
+            if place.gathers and fprop.first is not None:
+                self.sent_x = forms("x", row_codes=True, column_codes=True, tokens=True)
+            elif place.sums and dgrad.first is not None and wgrad.first is not None:
+                self.sent_dy = forms("dy", row_codes=True, column_codes=True, tokens=True)
+        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, place=place)
+        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, place=place)
 
     def forward(
         self,
@@ -182,16 +250,45 @@ class LayerGemms:
         shares = context is not None and self.x.pure and not x_MK.is_inference()
         made: Any = self._shared(x_MK, context, keeps_codes) if shares else None
         if made is None:
-            made = self.x.prepare(x_MK, call, column=keeps_codes)
+            if self.sent_x is not None and whole_blocks(self.sent_x.column.spec, x_MK.shape[0]):
+                row, column = self.sent_x.prepare(x_MK, call, column=keeps_codes)
+                made = self._received(row, codes=self.fprop.takes_codes), column
+            else:
+                made = self.x.prepare(self._whole(x_MK, context), call, column=keeps_codes)
             if shares and context is not None:
                 context.shared["input"] = (self._what(keeps_codes), x_MK._version, x_MK, made)
         b = call.weights.form(w_NK, self.w_row, call)
-        y_MN = self.fprop.product(made[0], b, out_dtype=self.dtype, bias=bias_N)
+        if self.place is not None and self.place.sums:
+            y_MN = self.place.whole_output(self.fprop.product(made[0], b, out_dtype=self.y_dtype), bias_N, self.dtype)
+        else:
+            y_MN = self.fprop.product(made[0], b, out_dtype=self.dtype, bias=bias_N)
         return y_MN, x_MK if gradients.w is not None and self.keeps_x else made[1]
+
+    def _received(self, part: Prepared | None, *, codes: bool, along_tokens: bool = False) -> Any:
+        """A form of all tokens from the codes that each rank made of its own."""
+        if part is None:
+            return None
+        assert isinstance(part, Quantized) and self.place is not None and self.place.tensor is not None
+        whole = gathered(part, self.place.tensor, along_tokens=along_tokens)
+        return whole if codes else quantizer(whole.spec, self.device).decode(whole)
+
+    def _whole(self, x_MK: Tensor, context: Context | None) -> Tensor:
+        """x of all tokens; layers that read the same tensor gather it once."""
+        if self.place is None or not self.place.gathers or not self.place.sequence:
+            return x_MK
+        seen = None if context is None else context.shared.get("gathered")
+        if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
+            whole: Tensor = seen[2]
+            return whole
+        whole = self.place.whole_input(x_MK)
+        if context is not None and not x_MK.is_inference():
+            context.shared["gathered"] = (x_MK._version, x_MK, whole)
+        return whole
 
     def _what(self, keeps_codes: bool) -> tuple[object, ...]:
         """The forms of an input that this layer needs; layers for which they are equal can share."""
-        return (self.x.row.spec, self.x.row.codes, self.x.column.spec if keeps_codes else None)
+        row, column = self.x.row, self.x.column
+        return (row.spec, row.codes, column.spec if keeps_codes else None, row.holders, column.holders)
 
     def _shared(self, x_MK: Tensor, context: Context | None, keeps_codes: bool) -> Any:
         """The prepared forms that the layer before left of the same input, or None.
@@ -211,17 +308,35 @@ class LayerGemms:
         dtype = self.dtype
         dy = dy_MN.to(dtype)
         dx_MK = dw_NK = dbias_N = None
-        row, column = self.dy.prepare(dy, call, row=gradients.x is not None, column=gradients.w is not None)
+        wants_row, wants_column = gradients.x is not None, gradients.w is not None
+        sent = self.sent_dy is not None and whole_blocks(self.sent_dy.column.spec, dy.shape[0])
+        if sent and self.sent_dy is not None:
+            row, column = self.sent_dy.prepare(dy, call, row=wants_row, column=wants_column)
+            row = self._received(row, codes=self.dgrad.takes_codes)
+            column = self._received(column, codes=self.wgrad.takes_codes, along_tokens=True)
+        else:
+            dy = dy if self.place is None else self.place.whole_dy(dy)
+            row, column = self.dy.prepare(dy, call, row=wants_row, column=wants_column)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
-            dx_MK = self.dgrad.product(row, w, out_dtype=dtype).to(gradients.x)
+            dx_MK = self.dgrad.product(row, w, out_dtype=self.dx_dtype)
+            if self.place is not None:
+                dx_MK = self.place.whole_dx(dx_MK).to(dtype)
+            dx_MK = dx_MK.to(gradients.x)
         if column is not None:
             assert x is not None and gradients.w is not None
+            if isinstance(x, Tensor) and self.place is not None:
+                x = self.place.whole_input(x)
+            elif isinstance(x, Quantized) and self.sent_x is not None and x.shape[1] != dy.shape[0]:
+                x = self._received(x, codes=True, along_tokens=True)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             dw_NK = self.wgrad.product(column, b, out_dtype=dtype).to(gradients.w)
         if gradients.bias is not None:
-            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+            dbias_N = dy.sum(0, dtype=torch.float32)
+            if sent and self.place is not None and self.place.tensor is not None:
+                dbias_N = self.place.tensor.sum(dbias_N)
+            dbias_N = dbias_N.to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
 
 

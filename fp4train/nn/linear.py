@@ -6,8 +6,10 @@ The GEMMs are in `gemms.py`, the support for torch.compile is in `compile.py`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
 from fp4train.hardware import Device
 from fp4train.nn.call import Call
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
+from fp4train.nn.place import Place, local
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
@@ -25,9 +28,17 @@ from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.text import check_choice
 
 _Key = tuple[Recipe, LayerPolicy | None, Device]
+
+
+@functools.cache
+def _outside(dtype: torch.dtype) -> Context:
+    """The context of a layer on several ranks outside of any: its GEMMs in the dtype of the input."""
+    recipes: dict[torch.dtype, Recipe] = {torch.bfloat16: BF16(), torch.float16: FP16()}
+    return Context(recipe=recipes.get(dtype, FP32()))
 
 
 class Route(NamedTuple):
@@ -66,6 +77,8 @@ class Handle(metaclass=GraphInput):
         now, layer = state(), self.layer
         if layer.is_stray(now):
             return Route("eager")
+        if layer.place is not None and layer.place.tensor is not None:
+            return Route("eager")  # collectives, and tokens whose number changes
         if now.context is None:
             return Route("plain")
         device = next(layer.parameters()).device  # not `weight`, which a parametrization would recompute
@@ -132,6 +145,8 @@ class Linear(nn.Linear):
         """Kernels of the backends that run a layer as a whole, by backend name."""
         self.handle = Handle(self)
         self._calls = 0
+        self.place: Place | None = None
+        """Where the layer lies among the ranks, set by `move`; None: alone on this one."""
         self._keep_forms = True
         self._was_in_context = False
         self.settle(layer, backend)
@@ -146,6 +161,19 @@ class Linear(nn.Linear):
         self._weights = PreparedWeights(self._keep_forms)
         self._forget_plans()
 
+    def move(self, place: Place) -> None:
+        """Make this layer the shard at `place`; its parameters must be that shard, as DTensors if the layer is cut."""
+        shard = self.weight if place.tensor is None else local(self.weight)
+        self.out_features, self.in_features = shard.shape
+        self.place = place
+        parts = 1 if place.tensor is None else place.tensor.size
+        self.settle(
+            replace(
+                self.layer, in_features=self.in_features, out_features=self.out_features, cut=place.cut, parts=parts
+            ),
+            self.backend,
+        )
+
     # -- what the layer runs ------------------------------------------------------------------------------------------
 
     def _forget_plans(self) -> None:
@@ -158,7 +186,7 @@ class Linear(nn.Linear):
         key = (recipe, policy, Device.of(device))
         known = self._resolved.get(key)
         if known is None or known.plan != plan:
-            self._resolved[key] = LayerGemms(plan, device.type)
+            self._resolved[key] = LayerGemms(plan, device.type, self.place)
         self._held, self._gemms = (recipe, policy, device), self._resolved[key]
 
     def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
@@ -174,7 +202,7 @@ class Linear(nn.Linear):
         key = (context.recipe, context.policy, Device.of(device))
         if key not in self._resolved:
             plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
-            self._resolved[key] = LayerGemms(plan, device.type)
+            self._resolved[key] = LayerGemms(plan, device.type, self.place)
         self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
         return self._gemms
 
@@ -195,7 +223,9 @@ class Linear(nn.Linear):
             )
         context = now.context
         if context is None:
-            return F.linear(input, self.weight, self.bias)
+            if self.place is None or self.place.tensor is None:
+                return F.linear(input, self.weight, self.bias)
+            context = _outside(input.dtype)
         gemms = self.gemms_in(context, input.device)
         x_MK, out_dtype, shape = self.matrix(input)
         if torch_autocasts(gemms.device):
@@ -203,10 +233,13 @@ class Linear(nn.Linear):
                 y_MN = self._multiply(x_MK, gemms, context, now)
         else:
             y_MN = self._multiply(x_MK, gemms, context, now)
-        return y_MN.to(out_dtype).view(shape)
+        return y_MN.to(out_dtype).view(shape if y_MN.shape[0] == x_MK.shape[0] else y_MN.shape)
 
     def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
-        if not gemms.quantised or gemms.device == "meta":  # for meta tensors only the shape matters
+        place = gemms.place
+        if (place is None or place.tensor is None) and (
+            not gemms.quantised or gemms.device == "meta"
+        ):  # for meta tensors the shape is enough
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
@@ -216,7 +249,15 @@ class Linear(nn.Linear):
             call = once(self, lambda: self.new_call(context, gemms, training))
         else:
             call = self.new_call(context, gemms, training)
-        y_MN: Tensor = LinearFunction.apply(x_MK, self.weight, self.bias, call, context)  # type: ignore[no-untyped-call]
+        w_NK: Tensor = self.weight
+        bias_N: Tensor | None = self.bias
+        if place is not None:
+            if place.tensor is not None:
+                call.parameter, w_NK = w_NK, local(w_NK)
+                bias_N = None if bias_N is None else local(bias_N)
+            if gemms.device == "meta":
+                return place.shape_of(x_MK, w_NK).to(gemms.dtype)
+        y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]
         return y_MN
 
     def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:

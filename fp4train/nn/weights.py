@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.quantize import Decoded, QuantSpec, quantizer
+from fp4train.nn.place import Place
+from fp4train.quantize import Decoded, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -29,12 +30,20 @@ class WeightForm:
     Args:
         device: device type of the weight.
         column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
+        place: where the weight lies in the whole layer's; None: it is whole.
     """
 
-    __slots__ = ("dtype", "key", "make", "operand", "spec", "transposed")
+    __slots__ = ("dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
 
     def __init__(
-        self, spec: QuantSpec | None, backend: Backend, dtype: torch.dtype, device: str, *, column: bool
+        self,
+        spec: QuantSpec | None,
+        backend: Backend,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        column: bool,
+        place: Place | None = None,
     ) -> None:
         self.spec, self.dtype = spec, dtype
         if spec is not None:
@@ -44,6 +53,10 @@ class WeightForm:
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
         self.key = (spec, backend.name, dtype, column and not self.transposed)
+        turned = self.operand == DGRAD_W
+        start = (0, 0) if place is None else place.starts("w")
+        self.start = (start[1], start[0]) if turned else start
+        self.holders = () if place is None or spec is None else place.holders("w", spec, transposed=turned)
 
 
 class PreparedWeights:
@@ -54,7 +67,7 @@ class PreparedWeights:
             random bits.
     """
 
-    __slots__ = ("__weakref__", "_amax", "_entered", "_forms", "_keep", "_of", "_position", "_version")
+    __slots__ = ("__weakref__", "_amax", "_amaxes", "_entered", "_forms", "_keep", "_of", "_position", "_version")
 
     def __init__(self, keep: bool = True) -> None:
         self._keep = keep
@@ -63,6 +76,7 @@ class PreparedWeights:
         self._version = 0
         self._forms: list[tuple[tuple[object, ...], Prepared]] = []
         self._amax: Tensor | None = None
+        self._amaxes: dict[tuple[object, ...], Tensor] = {}
         self._entered = False
 
     def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
@@ -71,19 +85,22 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
+        own = w_NK if call.parameter is None else call.parameter
         position = (call.seed, call.step)
         if position != self._position:
             self._position = position
             self._forms.clear()
+            self._amaxes.clear()
             self._amax, self._entered = None, False
-        version = 0 if w_NK.is_inference() else w_NK._version
+        version = 0 if own.is_inference() else own._version
         known = None if self._of is None else self._of()
-        if known is not w_NK or version != self._version:
-            if known is None or version != self._version or not known.is_set_to(w_NK):
+        if known is not own or version != self._version:
+            if known is None or version != self._version or own is not w_NK or not known.is_set_to(own):
                 self._forms.clear()
+                self._amaxes.clear()
                 self._amax = None
             forms = self._forms
-            self._of, self._version = weakref.ref(w_NK, lambda _: forms.clear()), version
+            self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
         amax = None if form.spec is None or form.spec.delayed is None else self._delayed_amax(w_NK, form.spec, call)
         prepared = None
         for key, found in self._forms:
@@ -91,6 +108,8 @@ class PreparedWeights:
                 prepared = found
                 break
         if prepared is None:
+            if form.holders and form.spec is not None:
+                amax = self._amax_over_ranks(w_NK.detach(), form.spec, form)
             prepared = self._prepare(w_NK.detach(), form, call, amax)
             if self._keep:
                 self._forms.append((form.key, prepared))
@@ -105,7 +124,19 @@ class PreparedWeights:
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        return form.make(w, call.weight_key(form.operand) if spec.random else None, amax)
+        key = call.weight_key(form.operand, form.start) if spec.random else None
+        return form.make(w, key, amax)
+
+    def _amax_over_ranks(self, w_NK: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
+        """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
+        whole = amax_extent(spec) == "tensor" and spec.hadamard is None
+        key = ("tensor",) if whole else form.key
+        if key not in self._amaxes:
+            amax = measure_amax(w_NK.T if form.operand == DGRAD_W else w_NK, spec)
+            for ranks in form.holders:
+                amax = ranks.largest(amax)
+            self._amaxes[key] = amax
+        return self._amaxes[key]
 
     def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax, which enters the history once per step, at its first call in training."""

@@ -48,10 +48,13 @@ class AdamW:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise")
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        # The fused kernel takes the parameters of one mesh of ranks at a time.
+        meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)
+        groups = []
+        for mesh in meshes:
+            here = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
+            groups.append({"params": [p for p in here if p.dim() >= 2], "weight_decay": self.weight_decay})
+            groups.append({"params": [p for p in here if p.dim() < 2], "weight_decay": 0.0})
         fused = parameters[0].device.type in ("cpu", "cuda")
         return torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=self.lr, betas=self.betas, eps=self.eps, fused=fused

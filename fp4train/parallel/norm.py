@@ -13,14 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fp4train.parallel.world import World
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds; an unsharded one is itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norms(gradients: Sequence[Tensor], world: World) -> tuple[Tensor, Tensor]:
@@ -29,7 +23,7 @@ def gradient_norms(gradients: Sequence[Tensor], world: World) -> tuple[Tensor, T
     They are NaN or infinite if a gradient is.
 
     Args:
-        gradients: this rank's parts (`local`), at least one.
+        gradients: this rank's parts (`shards.local`), at least one.
     """
     if not world.norm64:
         norms = torch.stack(torch._foreach_norm(list(gradients)))

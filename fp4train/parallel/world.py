@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp4train.checkpoint import ALONE, Ranks
 from fp4train.errors import UserError
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.launch import Place
@@ -53,6 +54,7 @@ class World:
         mesh: its dimensions are `REPLICATE` and `SHARD`; None in a world of one.
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
+        ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
         norm64: whether squares of the gradient norm are summed in float64.
     """
 
@@ -61,6 +63,7 @@ class World:
     mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
     store: Any = None
+    ranks: Ranks = ALONE
     norm64: bool = False
 
     @classmethod
@@ -97,13 +100,14 @@ class World:
             )
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+            ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"rank {place.rank} of {place.size} does not meet the others at {place.address}:{place.port} within "
                 f"parallel.timeout={parallel.timeout:g} s: {said}"
             ) from error
-        return cls(place=place, device=device, mesh=mesh, control=control, store=store, norm64=True)
+        return cls(place=place, device=device, mesh=mesh, control=control, store=store, ranks=ranks, norm64=True)
 
     # -- who ----------------------------------------------------------------------------------------------------------
 

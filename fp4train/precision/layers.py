@@ -37,6 +37,9 @@ class Layer:
         blocks: number of blocks in the model.
         names: names of all linear layers of the model; a policy checks its patterns against them.
         unconverted: why `convert` does not replace it; None if it can be converted or is an fp4train layer.
+        cut: the features along which tensor parallelism divides it, "in" or "out"; None: it is whole. in_features and
+            out_features are those of the shard.
+        parts: number of its shards.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Layer:
     blocks: int
     names: tuple[str, ...] = field(default=(), repr=False, compare=False)
     unconverted: str | None = field(default=None, repr=False, compare=False)
+    cut: str | None = None
+    parts: int = 1
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -76,6 +81,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             blocks=len(paths) or len(found),
             names=names,
             unconverted=bypassed.get(module) or _why_unconverted(name, module),
+            cut=module.layer.cut if getattr(module, "is_fp4train_linear", False) else None,
+            parts=module.layer.parts if getattr(module, "is_fp4train_linear", False) else 1,
         )
         for index, (name, module) in enumerate(found)
     }

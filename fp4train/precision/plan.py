@@ -15,6 +15,7 @@ from torch import nn
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose
 from fp4train.hardware import Device
+from fp4train.precision.cut import misaligned
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
@@ -92,6 +93,8 @@ def resolve(
 ) -> LayerPlan:
     """What `layer` runs while `recipe` is in force.
 
+    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`precision.cut`).
+
     Args:
         policy: which layers follow the recipe; None: every one.
         backend: "auto", or the name of a backend.
@@ -104,19 +107,21 @@ def resolve(
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
+    divided = misaligned(layer, own.table())
+    own = own.with_high_precision(*divided) if divided else own
     table = own.table()
     unconverted = layer.unconverted
     if unconverted is not None:
         own = own.with_high_precision(*GEMMS)
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
-        choices = choose(table, layer, backend, device)
+        choices = choose(table, layer, backend, device, cut=layer.cut is not None)
     gemms = {}
     for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         kept = policy.why_kept(layer, name) if policy is not None and recipe.quantised else None
         if unconverted is None and not operands.quantised and recipe.quantised:
-            why = kept or (reason if reason and name in recipe.high_precision else own.name)
+            why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)

@@ -14,6 +14,7 @@ from fp4train.quantize.quantizer import PairQuantizer, Quantizer, quantizer
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
+from fp4train.quantize.shards import amax_extent, measure_amax, why_not_cut
 from fp4train.quantize.spec import Delayed, QuantSpec
 from fp4train.quantize.transform import Hadamard
 
@@ -28,8 +29,10 @@ __all__ = [
     "Quantizer",
     "RandomKey",
     "Rotation",
+    "amax_extent",
     "cast_to_representable",
     "from_torch",
+    "measure_amax",
     "nvfp4_quantize",
     "quantize",
     "quantize_dequantize",
@@ -38,4 +41,5 @@ __all__ = [
     "swizzle_scales",
     "to_torch",
     "unswizzle_scales",
+    "why_not_cut",
 ]

@@ -180,7 +180,8 @@ def own_memory(x: Tensor) -> Tensor:
     if kind.__name__ == "FakeTensor":
         raise TypeError(
             "x is a FakeTensor, which has a shape and no values: quantise real tensors; inside torch.compile use "
-            "fp4train.nn.Linear, whose operator is not traced"
+            "fp4train.nn.Linear, whose operator is not traced; call torch.export outside of fp4train.autocast, where "
+            "the layers are plain matrix products"
         )
     if x.is_meta:
         raise TypeError(

@@ -29,6 +29,8 @@ FORMULAS: Final = ("te2.14", "te2.13")
 ROUNDINGS: Final = ("nearest", "stochastic", "eden")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
+LONGEST_HISTORY: Final = 1 << 20
+"""Steps; each operand of each layer keeps 4 bytes per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,8 @@ class Delayed:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.history, int) or self.history < 1:
-            raise ValueError(f"history={self.history!r}: delayed scaling allows integers >= 1")
+        if not isinstance(self.history, int) or not 1 <= self.history <= LONGEST_HISTORY:
+            raise ValueError(f"history={self.history!r}: delayed scaling allows integers from 1 to {LONGEST_HISTORY:,}")
         check_choice("algorithm", self.algorithm, DELAYED_ALGORITHMS)
         if not isinstance(self.margin, int) or not -64 <= self.margin <= 64:
             raise ValueError(f"margin={self.margin!r}: delayed scaling allows integers from -64 to 64")

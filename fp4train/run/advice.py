@@ -42,7 +42,7 @@ def before_cooldown(run: Path, config: Config) -> str:
         return ""
     kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
     if not kept:
-        return "no checkpoint from before the cooldown is kept (checkpoint.keep, checkpoint.every)"
+        return "no checkpoint from before the cooldown is kept (checkpoint.every, checkpoint.keep_before_cooldown)"
     return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
 
 

@@ -17,6 +17,7 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
+from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.nn import convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute
@@ -174,7 +175,7 @@ def build(
                 swap = None  # the same command again: that swap is on record
             else:
                 timeline = with_swap(timeline, wanted)
-        init = load_init(config) if start is None else None
+        init = load_init(config, world.ranks) if start is None else None
         warn_of_schedule(config)
         overwriting = config.run.overwrite and (start is None or branching)
         identity = None if overwriting else run_directory.identity(directory)
@@ -239,7 +240,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     check_same(world, {"the data": data.fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model = build_model(config, data.vocab_size, world.device)
+        model, born = _unborn(config, data.vocab_size, world)
         plan = build_plan(config, model, timeline, Device.of(world.device), world.data_ranks)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
@@ -247,6 +248,13 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
     distribute(model, world)
+    if born:
+        with world.together():
+            try:
+                draw = getattr(config.model, "draw", "torch")
+                materialise(model, world.device, seed=config.run.seed, draw=draw)
+            except ValueError as error:
+                raise UserError(f"the weights cannot be drawn: {error}") from error
     scaling = config.recipe.loss_scaling
     return Run(
         config=config,
@@ -266,6 +274,22 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         folder=Folder.open(config.run.dir, create=True),
         world=world,
     )
+
+
+def _unborn(config: Config, vocab_size: int, world: World) -> tuple[nn.Module, bool]:
+    """The model before it is cut over the ranks, and whether its weights are to be drawn after that.
+
+    On several ranks a model is cut first and drawn then, so that none ever holds all of it; one that cannot be drawn in
+    parts is drawn whole.
+    """
+    if world.size > 1:
+        model = build_model(config, vocab_size, torch.device("meta"))
+        if (reason := why_not_born(model)) is None:
+            if config.train.compile:
+                _compile(model, world.device)
+            return model, True
+        _log.warning("every rank draws the whole model in main memory first: %s", reason)
+    return build_model(config, vocab_size, world.device), False
 
 
 def with_swap(timeline: Timeline, swap: Swap) -> Timeline:

@@ -15,7 +15,6 @@ from fp4train.precision.plan import Plan
 from fp4train.run import history
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
-from fp4train.run.requests import take_requests
 from fp4train.run.run import Run
 from fp4train.run.swaps import Entry, as_swap, record_swap, remove_swap
 
@@ -29,7 +28,7 @@ def pick_up_swaps(run: Run) -> bool:
         Whether the recipe of a coming step may have changed.
     """
     before = run.timeline
-    for request in take_requests(run.folder, run.swaps):
+    for request in run.inbox.take(run.swaps):
         body = request.body or {}
         name = str(body.get("name", ""))
         try:

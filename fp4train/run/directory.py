@@ -37,6 +37,7 @@ from fp4train import files
 from fp4train.config.binding import complete, unknown_keys
 from fp4train.config.schema import Config, plain
 from fp4train.config.targets import check_targets
+from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.track.config import METRICS
@@ -316,7 +317,8 @@ def start_over(run: Path) -> None:
             _check_ours(folder)
             for name in (CHECKPOINTS, REQUESTS, "wandb"):
                 folder.remove_folder(name)
-            for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, "curves.png", *TOKENIZER, CONFIG):
+            drawn = ("curves.png", "statistics.png")
+            for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
                 folder.remove(name)
             folder.sync()
     except OSError as error:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
-from fp4train.parallel.norm import local
 from fp4train.parallel.world import World
+from fp4train.shards import local
 
 
 class NonFiniteError(UserError):

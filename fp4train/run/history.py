@@ -1,4 +1,4 @@
-"""RUN/history.jsonl: what a run was told and what it ran, by stretch of steps; written as it happens, never rewritten.
+"""RUN/history.jsonl: what a run was told and what it ran, by stretch of steps; appended as it happens, never rewritten.
 
 One record per line::
 
@@ -9,13 +9,14 @@ One record per line::
 `stretches` is the plan from `step` on. A later record replaces it from its own step on, and nothing before, so that the
 plan of the past stays what ran. A stretch holds the rows of the plan in a compact form: its distinct kinds of GEMMs
 (size, elements, backend, why), and for each layer the kinds of its three GEMMs. `sum` is a checksum over the line and
-the sum of the line before.
+the sum of the line before; a last line that a power cut tore is left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -32,8 +33,11 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
-from fp4train.run.directory import CHECKPOINTS, HISTORY, write_text
+from fp4train.run.directory import CHECKPOINTS, HISTORY
 from fp4train.track.config import METRICS
+from fp4train.track.metrics import parse_line
+
+_log = logging.getLogger(__name__)
 
 LIMIT = 1 << 28
 """Bytes of a history that are read."""
@@ -116,16 +120,16 @@ def read_history(run: Path) -> list[Record]:
     Raises:
         UserError: the file cannot be read, or a line is damaged.
     """
-    return [_record(line) for line in _lines(run)]
+    return [_record(line) for line in _lines(run)[0]]
 
 
 def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
     """Add a record. `plan` is the run's from `step` on; values are "config", "changed", "from", "name", "at", "recipe".
 
     Raises:
-        UserError: the file cannot be read or written; it is as before then.
+        UserError: the file cannot be read or written; its records are as before then.
     """
-    lines = list(_lines(run))
+    lines, size = _lines(run)
     line = {
         "event": event,
         "step": step,
@@ -134,8 +138,12 @@ def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
         "stretches": _compact(plan),
     }
     line["sum"] = chained_sum(line, lines[-1]["sum"] if lines else "")
-    text = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in [*lines, line])
-    write_text(run / HISTORY, text)
+    text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
+    try:
+        with files.parent(run / HISTORY) as (folder, name):
+            folder.append(name, text.encode(), size)
+    except OSError as error:
+        raise UserError(f"{run / HISTORY} cannot be written: {error}") from error
 
 
 def stretches(records: Iterable[Record]) -> list[Stretch]:
@@ -190,8 +198,8 @@ def steps_done(run: Path) -> int:
     except OSError:
         tail = []
     for raw in reversed(tail):
-        with suppress(ValueError, KeyError, TypeError):
-            line = json.loads(raw)
+        with suppress(ValueError, RecursionError):
+            line = parse_line(raw)
             if "train/loss" in line:
                 done.append(int(line["step"]))
                 break
@@ -237,17 +245,19 @@ def _show(value: Any) -> str:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _lines(run: Path) -> list[dict[str, Any]]:
+def _lines(run: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records, and how many bytes of the file they are: what is behind them is the torn end of a line."""
     path, before, found = run / HISTORY, "", []
     try:
-        text = files.read(path, LIMIT).decode()
+        data = files.read(path, LIMIT)
     except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
+        return [], 0
+    except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; move it away to go on without the record") from error
-    for number, each in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
+    *whole, torn = data.split(b"\n")
+    for number, raw in enumerate(whole, start=1):
         try:
-            line = json.loads(each)
+            line = json.loads(raw)
             if line["sum"] != chained_sum(line, before):
                 raise ValueError("its checksum differs")
             _record(line)
@@ -259,7 +269,9 @@ def _lines(run: Path) -> list[dict[str, Any]]:
             ) from error
         before = line["sum"]
         found.append(line)
-    return found
+    if torn:
+        _log.warning("%s: its last line was cut off and is left out", path)
+    return found, len(data) - len(torn)
 
 
 def chained_sum(line: Mapping[str, Any], before: str) -> str:

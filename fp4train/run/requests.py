@@ -10,11 +10,13 @@ answers carry a checksum.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.directory import REQUESTS, is_running
 from fp4train.run.swaps import Entry, checksum
+from fp4train.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 REQUEST_LIMIT = 1 << 20
 """Bytes of a request, or of an answer, that are read."""
@@ -29,6 +34,8 @@ AT_ONCE = 100
 """Requests that are taken between two steps."""
 KEPT_ANSWERS = AT_ONCE
 """Answers that nobody has read and that are kept."""
+WAIT_SECONDS = 1.0
+"""For the disk to say which requests there are; then the loop goes on."""
 POLL = 0.05
 """Seconds between two looks for an answer."""
 
@@ -38,25 +45,16 @@ class Request:
     """A request that the training process has taken.
 
     Args:
-        folder: where the answer goes, open until the next request is taken; None where it cannot be opened.
-        id: its file's name without the suffix.
+        id: its file's name without the suffix; empty where no request can be read at all.
         body: what it asks for; None where it cannot be read.
         problem: why it cannot be read.
+        answer: takes whether it is accepted, and a text for whoever waits.
     """
 
-    folder: Folder | None
     id: str
     body: dict[str, Any] | None
-    problem: str = ""
-
-    def answer(self, accepted: bool, text: str) -> None:
-        """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
-        if self.folder is None:
-            return
-        with suppress(OSError):
-            self.folder.write(f"{self.id}.answer", _sealed({"accepted": accepted, "text": text}))
-            for old in [name for name in self.folder.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
-                self.folder.remove(old)
+    problem: str
+    answer: Callable[[bool, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,46 +165,113 @@ def cancel_request(run: Path, request: str) -> bool:
 # -- answering --------------------------------------------------------------------------------------------------------
 
 
-def take_requests(folder: Folder, done: Sequence[Entry]) -> Iterator[Request]:
-    """Take and yield each pending request, oldest first, and those that a killed process had taken.
+class Inbox:
+    """The requests to the process that trains in a run directory.
 
-    A request is removed when the caller asks for the next one.
+    A thread looks for them and writes the answers. The loop waits for it up to `WAIT_SECONDS`; a disk that takes longer
+    is reported and left behind, and requests are taken again when it answers.
 
     Args:
         folder: the run's directory.
-        done: the recorded swaps: a request that one of them answers was carried out before a kill, and only goes.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._worker = Worker("requests", self._failed)
+        self._behind = False
+        self._found: list[tuple[str, dict[str, Any] | None, str]] = []
+        self._problem = ""
+
+    def take(self, done: Sequence[Entry]) -> Iterator[Request]:
+        """Take each pending request, oldest first, and those that a killed process had taken.
+
+        A request is removed when the caller asks for the next one.
+
+        Args:
+            done: the recorded swaps: a request that one of them answers was carried out before a kill, and only goes.
+        """
+        if self._behind and not self._worker.wait(0):
+            return
+        if not self._behind:
+            answered = {entry.get("request") for entry in done}
+            self._worker.put(lambda: self._look(answered))
+        if not self._in_time():
+            return
+        found, self._found = self._found, []
+        for key, body, problem in found:
+            yield Request(id=key, body=body, problem=problem, answer=partial(self._answer, key))
+            self._worker.put(partial(self._remove, key))
+            self._in_time()
+
+    def _in_time(self) -> bool:
+        done = self._worker.wait(WAIT_SECONDS)
+        if not done and not self._behind:
+            _log.error("%s does not answer in %g s: swaps wait for it, steps go on", REQUESTS, WAIT_SECONDS)
+        self._behind = not done
+        return done
+
+    def _answer(self, key: str, accepted: bool, text: str) -> None:
+        """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
+        if not key:
+            return
+
+        def write() -> None:
+            with self._folder.folder(REQUESTS) as requests:
+                requests.write(f"{key}.answer", _sealed({"accepted": accepted, "text": text}))
+                for old in [name for name in requests.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
+                    requests.remove(old)
+
+        self._worker.put(write)
+
+    # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception) -> None:
+        if str(error) != self._problem:
+            self._problem = str(error)
+            _log.error("requests: %s", error)
+
+    def _look(self, answered: Collection[Any]) -> None:
+        try:
+            requests = self._folder.folder(REQUESTS)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            with suppress(OSError):
+                self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
+            self._found.append(("", None, f"requests cannot be read: {error}"))
+            return
+        with requests:
+            for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
+                key = name.rpartition(".")[0]
+                if key in answered:
+                    _set_aside(requests, name)
+                    continue
+                with suppress(FileNotFoundError):  # cancelled since
+                    self._found.append((key, *_taken(requests, name, f"{key}.taken")))
+
+    def _remove(self, key: str) -> None:
+        with self._folder.folder(REQUESTS) as requests:
+            if key and requests.status(f"{key}.taken") is not None:
+                _set_aside(requests, f"{key}.taken")
+
+
+def _taken(requests: Folder, name: str, taken: str) -> tuple[dict[str, Any] | None, str]:
+    """What the request `name` asks for, under its name as a taken one; or None, and why it cannot be read.
+
+    Raises:
+        FileNotFoundError: it is gone.
     """
     try:
-        requests = folder.folder(REQUESTS)
+        requests.rename(name, taken)
+        body = _unsealed(requests.read(taken, REQUEST_LIMIT))
+        if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
+            raise ValueError("it does not hold recipe, name and at, nor cancel alone")
     except FileNotFoundError:
-        return
-    except OSError as error:
-        with suppress(OSError):
-            folder.rename(REQUESTS, f"{REQUESTS}.refused")
-        yield Request(folder=None, id="", body=None, problem=f"requests cannot be read: {error}")
-        return
-    answered = {entry.get("request") for entry in done}
-    with requests:
-        for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
-            key = name.rpartition(".")[0]
-            taken = f"{key}.taken"
-            if key in answered:
-                _set_aside(requests, name)
-                continue
-            try:
-                requests.rename(name, taken)
-                body = _unsealed(requests.read(taken, REQUEST_LIMIT))
-                if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
-                    raise ValueError("it does not hold recipe, name and at, nor cancel alone")
-            except FileNotFoundError:  # cancelled since
-                continue
-            except (OSError, ValueError, RecursionError) as error:
-                _set_aside(requests, taken if requests.status(taken) is not None else name)
-                problem = f"request {key}.json cannot be read: {error}"
-                yield Request(folder=requests, id=key, body=None, problem=problem)
-            else:
-                yield Request(folder=requests, id=key, body=body)
-                _set_aside(requests, taken)
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        _set_aside(requests, taken if requests.status(taken) is not None else name)
+        return None, f"request {taken.removesuffix('.taken')}.json cannot be read: {error}"
+    return body, ""
 
 
 def _sealed(body: dict[str, Any]) -> bytes:

@@ -35,7 +35,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     elif save_and_wait(run):
         before = [step for step in steps_saved(run) if step < run.step]
         last = "A checkpoint from before this step is saved"
-        last += f", the one of step {before[-1]} is kept" if before else ""
+        last += f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
     else:
         last = "No checkpoint could be written"
     return (

@@ -17,33 +17,21 @@ from fp4train.run import history
 _log = logging.getLogger(__name__)
 
 
-def find_start(config: Config, cfg: DictConfig) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from; None starts at step 0. Nothing is changed yet.
+def find_start(config: Config, cfg: DictConfig, world: World) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing is changed yet.
 
     Raises:
         UserError: as `find_source`, or no checkpoint is usable.
     """
-    source = find_source(config, cfg)
-    if source is None:
-        return None
-    found = checkpoint.load(source / run_directory.CHECKPOINTS, _chosen_step(config, source))
-    for path, reason in found.skipped:
-        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
-    return found
-
-
-def start_on(world: World, found: checkpoint.Checkpoint | None) -> checkpoint.Checkpoint | None:
-    """On every rank, the checkpoint that the lead has found.
-
-    Raises:
-        UserError: on every rank: one cannot read it.
-    """
-    where = world.of_lead(None if found is None else (str(found.path.parent), found.step))
-    if where is None:
+    with world.together():
+        source = find_source(config, cfg) if world.lead else None
+        chosen = None if source is None else (source, _chosen_step(config, source))
+    if (chosen := world.of_lead(chosen)) is None:
         return None
     with world.together():
-        if found is None:
-            found = checkpoint.load(Path(where[0]), where[1])
+        found = checkpoint.load(chosen[0] / run_directory.CHECKPOINTS, chosen[1], ranks=world.ranks)
+    for path, reason in found.skipped:
+        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
     return found
 
 
@@ -125,6 +113,9 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
     recorded = history.configuration(history.read_history(run))
     if recorded is None:
+        if run_directory.identity(run) is not None:
+            missing = run / run_directory.HISTORY
+            _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
         return
     edits = history.changes(recorded, history.flat(plain(saved)))
     path = run / run_directory.CONFIG

@@ -16,15 +16,17 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.data import Loader
 from fp4train.data.feed import Feed
+from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
-from fp4train.parallel.whole import part_like
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
+from fp4train.run.requests import Inbox
+from fp4train.run.restored import restored
 from fp4train.run.saving import Saver
 from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
@@ -70,7 +72,8 @@ class Run:
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self)
+        self.saver = Saver(self, self.world.ranks)
+        self.inbox = Inbox(self.folder)
         self.feed = Feed(self.train_data, self.device)
 
     @property
@@ -158,46 +161,29 @@ class Run:
             UserError: a tensor of it does not fit or is not finite, or it was trained on other data.
         """
         try:
-            state = checkpoint.unflatten(found.tensors, found.state)
+            state = restored(found, self.model, self.optimizer)
             check_model(self.model, state["model"])
             check_optimizer(self.optimizer, state["optimizer"])
             check_scaling(self.scaling(), state["scaling"])
             loss_scale, good_steps = checked_scale(state["loss_scale"]), checked_count(state["good_steps"])
-            own = self.model.state_dict()
-            self.model.load_state_dict({name: part_like(own[name], each) for name, each in state["model"].items()})
+            self.model.load_state_dict(state["model"])
             # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
             constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(self._parts_of_moments(state["optimizer"]))
+            self.optimizer.load_state_dict(state["optimizer"])
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
             self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
             data = state["data"]
-        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             said = f"{said} is missing" if isinstance(error, LookupError) else said
             raise UserError(f"{found.path} does not fit this model: {said}") from error
-        if data != self.fingerprint:
+        if not same_data(data, self.fingerprint):
             raise UserError(
                 f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"
             )
-
-    def _parts_of_moments(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state of the optimizer with this rank's part of each moment."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        numbers = [n for group in self.optimizer.state_dict()["param_groups"] for n in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=True))
-        state = {
-            number: {
-                name: part_like(by_number[number], value)
-                if isinstance(value, torch.Tensor) and value.shape == by_number[number].shape
-                else value
-                for name, value in moments.items()
-            }
-            for number, moments in saved["state"].items()
-        }
-        return {**saved, "state": state}
 
 
 def _checksum(config: bytes | None) -> str | None:

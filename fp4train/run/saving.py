@@ -1,13 +1,16 @@
 """Checkpoints that are written while the next steps run.
 
-Of several ranks the lead writes; the others give it their parts of the tensors.
+The loop pays for a copy of the state in main memory; a thread checks that it is finite, writes it, and reports. Two
+never overlap: the loop waits, within bounds, for one that is not done when the next is due. One that fails is tried
+again after 1, 2, 4, … steps, and at the end after a pause.
 
-The loop pays for a copy of the state in main memory, whose buffers are kept from one checkpoint to the next; a thread
-checks that it is finite, writes it, and reports. Two never overlap: the loop waits, within bounds, for one that is not
-done when the next is due. One that fails is tried again after 1, 2, 4, … steps, and at the end after a pause.
+The buffers of the copy are kept from one checkpoint to the next. Memory that a process has never touched costs a page
+fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes and touches the buffers after the first
+step. A checkpoint that is due before it is done waits for it.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
-proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss.
+proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss. With
+`checkpoint.keep_before_cooldown` the last one from before the cooldown stays, too: a longer run goes on from it.
 
 Of several ranks each copies and writes the parts that it owns. Their threads agree on what went wrong over a process
 group of their own, and all report the same outcome.
@@ -16,11 +19,12 @@ group of their own, and all report the same outcome.
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +34,6 @@ from torch import Tensor
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.parallel.whole import whole
 from fp4train.run import directory as run_directory
 from fp4train.run.guard import first_non_finite
 from fp4train.shards import Part, owned, separate
@@ -38,6 +41,7 @@ from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.statistics import STATISTICS
 from fp4train.track.tracker import mark, sync
+from fp4train.worker import Worker
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -84,12 +88,9 @@ class Saver:
         """The newest step that is written."""
         self.last: Outcome | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._prepared = False
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._pending, self._lock = 0, threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("checkpoints", _report)
         self._begun: int | None = None
         self._failures = 0
         self._retry_at: int | None = None
@@ -108,14 +109,11 @@ class Saver:
         Args:
             proven: a finite loss has been computed from this state.
         """
-        run, step = self.run, self.run.step
-        if not run.world.of_lead(self._idle.wait(WAIT_SECONDS)):
+        if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
             return False
+        run, step = self.run, self.run.step
         tensors, state = checkpoint.flatten(run.state())
-        tensors = whole(tensors, keep=run.world.lead)
-        if not run.world.lead:
-            return True
         state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
@@ -138,20 +136,28 @@ class Saver:
                 Outcome(step=step, bad=worst) if worst else self._write(step, copies, state, unproven=not proven)
             )
 
-        self._do(job)
+        self._worker.put(job)
         return True
 
     def prove(self, step: int) -> None:
-        """A finite loss has been computed from the state of `step`: what is too many by now may go."""
+        """A finite loss has been computed from the state of `step`: what is too many by now may go.
+
+        After the first step of a run that saves now and then, the buffers of the copy are begun, too.
+        """
+        if self.run.config.checkpoint.every and not self._prepared:
+            self._prepared = True  # the optimizer has its moments since the first step
+            parts = owned(checkpoint.flatten(self.run.state())[0], leads=self.ranks.leads)
+            stored, _ = separate({name: part.tensor for name, part in parts.items()})
+            self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
         if self._begun == step:
-            keep = self.run.config.checkpoint.keep
+            keep, spare = self.run.config.checkpoint.keep, self._spare()
 
             def job() -> None:
                 if self.saved == step and self.ranks.first:
                     with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
-                        checkpoint.prune(folder, step, keep)
+                        checkpoint.prune(folder, step, keep, spare=spare)
 
-            self._do(job)
+            self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
         """What has ended since the last call."""
@@ -172,36 +178,53 @@ class Saver:
 
     def wait(self) -> None:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
-        if not self._idle.wait(WAIT_SECONDS):
+        if not self._worker.wait(WAIT_SECONDS):
             _log.error(
                 "the checkpoint of step %s is not written after %g s; it is left behind", self._begun, WAIT_SECONDS
             )
 
     def close(self) -> None:
         """End the thread when it has done what it was given, and free the copy."""
-        if self._thread is not None:
-            self._jobs.put(self._leave)
-            self._thread.join(WAIT_SECONDS)
-            self._thread = None
+        self._worker.leave(WAIT_SECONDS)
         self._buffers.clear()
 
     # -- the loop's part ------------------------------------------------------------------------------------------
 
     def _copy(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})
-        pin = self.run.device.type == "cuda"
         copies: dict[str, Part] = {}
         for name, tensor in stored.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            copies[name] = replace(parts[name], tensor=buffer.copy_(tensor, non_blocking=pin))
-        if pin:
+                buffer = self._buffer(tensor.shape, tensor.dtype)
+            copies[name] = replace(parts[name], tensor=buffer.copy_(tensor, non_blocking=self._pin))
+        if self._pin:
             torch.cuda.synchronize(self.run.device)
         self._buffers = {name: part.tensor for name, part in copies.items()}
         return copies | {name: copies[target] for name, target in aliases.items()}
 
+    @property
+    def _pin(self) -> bool:
+        return self.run.device.type == "cuda"
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+
+    def _spare(self) -> int | None:
+        """The step up to which the newest checkpoint is kept for runs that go on from before the cooldown."""
+        config = self.run.config
+        if not config.checkpoint.keep_before_cooldown:
+            return None
+        return config.schedule.cooldown_start(config.train.steps)
+
     # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make the buffers and touch each page of them; the loop does not use them before this is done."""
+        with torch.cuda.device(self.run.device) if self._pin else nullcontext():
+            for name, (shape, dtype) in wanted.items():
+                buffer = self._buffers[name] = self._buffer(shape, dtype)
+                buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
         run, problems = self.run, []
@@ -225,10 +248,10 @@ class Saver:
     def _write_in(
         self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
     ) -> None:
-        keep = self.run.config.checkpoint.keep
+        keep, spare, ranks = self.run.config.checkpoint.keep, self._spare(), self.ranks
         with ExitStack() as stack:
             folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
-            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, ranks=self.ranks)
+            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, spare=spare, ranks=ranks)
 
     def _write_also(
         self, place: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
@@ -272,28 +295,7 @@ class Saver:
             raise checkpoint.CheckpointError(problem)
         return given[0]
 
-    def _do(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._pending += 1
-            self._idle.clear()
-        self._jobs.put(job)
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job == self._leave:
-                return
-            try:
-                job()
-            except Exception as error:  # pruning; what is written reports by itself
-                _log.warning("old checkpoints could not be removed: %s", error)
-            with self._lock:
-                self._pending -= 1
-                if not self._pending:
-                    self._idle.set()
-
-    def _leave(self) -> None:
-        """Marks the end of the thread's work."""
+def _report(error: Exception) -> None:
+    """Of pruning, and of the buffers; what is written reports by itself."""
+    _log.warning("checkpoints, beside the loop: %s", error)

@@ -10,13 +10,12 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
-from fp4train.parallel.whole import part_like
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
 from fp4train.run.restored import restored
 
 
-def load_init(config: Config) -> checkpoint.Checkpoint | None:
+def load_init(config: Config, ranks: checkpoint.Ranks) -> checkpoint.Checkpoint | None:
     """The checkpoint whose weights a new run begins with; None: it draws its own.
 
     Raises:
@@ -25,7 +24,7 @@ def load_init(config: Config) -> checkpoint.Checkpoint | None:
     if config.init is None:
         return None
     source = run_directory.require_run(Path(config.init))
-    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step)
+    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
 
 
 def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
@@ -58,7 +57,7 @@ def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
         check_model(model, saved)
     except ValueError as error:
         raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
-    model.load_state_dict({name: part_like(own[name], each) for name, each in saved.items()})
+    model.load_state_dict(saved)
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -135,17 +135,18 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
     if fresh:
         check_source(source, cfg)
-    start = None if fresh else find_start(config, cfg)
+    world = World(device=choose_device(config.device))
+    start = None if fresh else find_start(config, cfg, world)
     if start is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
     with tempfile.TemporaryDirectory() as place:
         run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
-        run = assemble(config, Path(place), timeline, World(device=choose_device(config.device)))
+        run = assemble(config, Path(place), timeline, world)
     if start is not None:
         run.restore(start)
         run.plan = run.plan.since(run.step)
-    elif (init := load_init(config)) is not None:
+    elif (init := load_init(config, world.ranks)) is not None:
         load_weights(run.model, init)
     if not optimizer:
         run.optimizer.state.clear()

@@ -1,9 +1,15 @@
-"""RUN/metrics.jsonl: one JSON object a line, each line handed to the operating system as it is logged.
+"""RUN/metrics.jsonl: one JSON object per line, each line handed to the operating system as it is logged.
 
 This file is the truth about a run: a kill loses at most the line being written. Two kinds of lines::
 
-    {"step": 120, "train/loss": 2.31, "train/lr": 0.003, "precision/recipe": "nvfp4"}
-    {"step": 120, "event": "swap", "recipe": "bf16"}
+    {"step": 120, "train/loss": 2.31, "train/lr": 0.003, "precision/recipe": "nvfp4", "crc": "5f0e2d1a"}
+    {"step": 120, "event": "swap", "recipe": "bf16", "crc": "03b1c9e7"}
+
+"crc" is the CRC-32 of the line without it: `read_metrics` names a line in which a digit is not as it was written. Lines
+of older files have none.
+
+A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`; where that is not enough
+it says so once and goes on, the lines wait in memory, and nobody waits again until they are written.
 
 NaN and infinities do not exist in JSON and would break strict readers (jq, browsers, pandas). They are written as null
 and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss": "nan"}}``; `read_metrics` puts them back.
@@ -19,6 +25,7 @@ import json
 import logging
 import math
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,12 +35,19 @@ from fp4train import files
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
+from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
 
 LIMIT = 1 << 34
 """Bytes of a metrics log that are read."""
-RESERVED = ("step", "event", "nonfinite")
+RESERVED = ("step", "event", "nonfinite", "crc")
+WAIT_SECONDS = 1.0
+"""For a line to be written; then the disk is left behind."""
+END_SECONDS = 30.0
+"""For the lines that are left at the end, and before a checkpoint that counts on them."""
+_CRC = b', "crc": "%08x"}'
+_CRC_BYTES = len(_CRC % 0)
 
 
 class MetricsLog:
@@ -56,20 +70,28 @@ class MetricsLog:
                 self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error}") from error
-        self._size = os.fstat(self._descriptor).st_size
+        self._written = self._size = os.fstat(self._descriptor).st_size
         self._digest = hashlib.sha256()
         for start in range(0, self._size, 1 << 24):
             self._digest.update(os.pread(self._descriptor, min(1 << 24, self._size - start), start))
         self._waiting: deque[bytes] = deque()
+        self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
+        self._behind = self._full = False
         self._open = True
         self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
     def mark(self) -> dict[str, int | str]:
-        """What is written by now: its bytes and their SHA-256, for `mend`."""
+        """What is logged by now: its bytes and their SHA-256, for `mend`."""
         return {"bytes": self._size, "sha256": self._digest.copy().hexdigest()}
 
     def sync(self) -> None:
-        """Make what is written durable; another thread may do so while lines are logged."""
+        """Make what is logged durable; another thread may do so while lines are logged.
+
+        Raises:
+            OSError: the disk does not take it, or does not answer.
+        """
+        if not self._worker.wait(END_SECONDS):
+            raise TimeoutError(f"{self.path} is not written after {END_SECONDS:g} s")
         os.fsync(self._descriptor)
         self._statistics.sync()
 
@@ -93,41 +115,49 @@ class MetricsLog:
         """Tables (the plan) are files of their own in the run directory, not metrics."""
 
     def log_statistics(self, statistics: Statistics) -> None:
-        """Append them to statistics.bin; never raises for the disk."""
-        self._statistics.log(statistics)
+        """Append them to statistics.bin; waits for no disk and raises for none."""
+        if not self._open:
+            raise ValueError(f"{self.path} is finished; nothing can be logged any more")
+        self._worker.put(lambda: self._statistics.log(statistics))
 
     def finish(self, exit_code: int = 0) -> None:
         if not self._open:
             return
-        self._statistics.close()
-        self._flush()
         self._open = False
-        if self._waiting:
+        self._worker.put(self._close)
+        if not self._worker.leave(END_SECONDS) or self._waiting:
             _log.error("%s: %d lines are lost, they could not be written", self.path, len(self._waiting))
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            _log.error("%s: %s", self.path, error)
-        finally:
-            os.close(self._descriptor)
 
     def _append(self, line: dict[str, Any]) -> None:
         if not self._open:
             raise ValueError(f"{self.path} is finished; nothing can be logged any more")
-        self._waiting.append(_dump(line))
-        self._flush()
+        data = _dump(line)
+        self._size += len(data)
+        self._digest.update(data)
+        self._waiting.append(data)
+        if self._behind and self._worker.wait(0):
+            self._behind = False
+            _log.warning("%s is written again; nothing is lost", self.path)
+        self._worker.put(self._flush)
+        if not self._behind and not self._worker.wait(WAIT_SECONDS):
+            self._behind = True
+            _log.error("%s is not written after %g s: steps go on, lines wait for the disk", self.path, WAIT_SECONDS)
+
+    # -- the thread's ---------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         """Write what waits. Where the disk is full, keep it for the next time: the run matters more than its log."""
-        failing = len(self._waiting) > 1
+        failing = self._full
         try:
             while self._waiting:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
+            self._full = True
             if not failing:
                 _log.error("%s cannot be written (%s); lines are kept until it can", self.path, error)
         else:
+            self._full = False
             if failing:
                 _log.warning("%s can be written again; nothing is lost", self.path)
 
@@ -137,17 +167,24 @@ class MetricsLog:
             while written < len(data):  # a nearly full disk takes a part first, then refuses
                 written += os.write(self._descriptor, data[written:])
         except BaseException:
-            os.ftruncate(self._descriptor, self._size)
+            os.ftruncate(self._descriptor, self._written)
             raise
-        self._size += len(data)
-        self._digest.update(data)
+        self._written += len(data)
+
+    def _close(self) -> None:
+        self._flush()
+        self._statistics.close()
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics log, also of a run that is running or was killed.
 
     Raises:
-        UserError: the file is missing, or a line that is not the last is damaged.
+        UserError: the file is missing, or a line is damaged; of the last one only a warning is given.
     """
     path = Path(path)
     try:
@@ -179,10 +216,11 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
             data = folder.read(name, LIMIT) if folder.status(name) is not None else b""
             kept: list[bytes] = []
             steps: set[int] = set()
+            sealed = False
             *lines, _torn = data.split(b"\n")
             for number, raw in enumerate(lines, start=1):
                 try:
-                    line = _parse(raw)
+                    line, sealed = _parsed(raw, sealed)
                 except (ValueError, RecursionError):
                     if number < len(lines):
                         found.append(f"line {number} was damaged and is left out")
@@ -209,25 +247,53 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
 def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
     *lines, _torn = data.split(b"\n")
+    sealed = False
     for number, raw in enumerate(lines, start=1):
         try:
-            yield raw, _parse(raw)
+            line, sealed = _parsed(raw, sealed)
         except (ValueError, RecursionError) as error:
             if number == len(lines):  # a power cut may leave zeros for data
+                if raw.strip(b"\0"):
+                    _log.warning("%s, line %d, the last one, is damaged and left out (%s)", path, number, error)
                 return
-            raise UserError(f"{path}, line {number}: not a line of metrics ({error})") from error
+            raise UserError(
+                f"{path}, line {number}: not a line of metrics ({error}); resuming the run leaves it out and keeps the "
+                "file as it is beside"
+            ) from error
+        yield raw, line
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """A line of a metrics log without its newline.
+
+    Raises:
+        ValueError, RecursionError: it is none, or is not as it was written.
+    """
+    return _parsed(raw, False)[0]
+
+
+def _parsed(raw: bytes, sealed: bool) -> tuple[dict[str, Any], bool]:
+    """A line, and whether it had a checksum, as each one must after one that had (`sealed`)."""
     line = json.loads(raw)
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
+    if "crc" in line or sealed or _almost_sealed(raw):
+        if raw[-_CRC_BYTES:] != _CRC % zlib.crc32(raw[:-_CRC_BYTES]):
+            raise ValueError("its checksum differs")
+        sealed = True
+        del line["crc"]
     nonfinite = line.pop("nonfinite", {})
     if not isinstance(nonfinite, dict) or not all(isinstance(text, str) for text in nonfinite.values()):
         raise ValueError("nonfinite names no numbers")
     for key, text in nonfinite.items():
         line[key] = float(text)
-    return line
+    return line, sealed
+
+
+def _almost_sealed(raw: bytes) -> bool:
+    """Whether the end of a line without a checksum is one whose name was damaged."""
+    end = _CRC % zlib.crc32(raw[:-_CRC_BYTES])
+    return sum(a == b for a, b in zip(raw[-_CRC_BYTES:], end, strict=False)) >= len(end) - 3
 
 
 def _dump(line: Mapping[str, Any]) -> bytes:
@@ -241,7 +307,8 @@ def _dump(line: Mapping[str, Any]) -> bytes:
         plain[key] = value
     if nonfinite:
         plain["nonfinite"] = nonfinite
-    return json.dumps(plain, allow_nan=False).encode() + b"\n"
+    text = json.dumps(plain, allow_nan=False).encode()[:-1]
+    return text + _CRC % zlib.crc32(text) + b"\n"
 
 
 def _repair(folder: Folder, name: str, resume_step: int | None) -> None:

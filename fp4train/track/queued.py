@@ -6,13 +6,12 @@ are then ended, because they would keep the interpreter from exiting.
 """
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp4train.track.statistics import Statistics
 from fp4train.track.tracker import Tracker
+from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +44,19 @@ class Queued:
         self.name = name
         self.inner: Tracker | None = None
         self._finish_seconds, self._abandon = finish_seconds, abandon
-        self._calls: queue.Queue[Callable[[Tracker], None]] = queue.Queue(CAPACITY)
-        self._ready, self._over = threading.Event(), threading.Event()
         self._start = start
-        self._raised: BaseException | None = None
-        self._dropped, self._finished = 0, False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-        if not self._ready.wait(start_seconds):
-            self._over.set()
+        self._raised: list[Exception] = []
+        self._dropped, self._over = 0, False
+        self._worker = Worker(name, self._failed, capacity=CAPACITY)
+        self._worker.put(self._begin)
+        if not self._worker.wait(start_seconds):
+            self._over = True
+            self._worker.leave()
             abandon()
             raise TimeoutError(f"it did not start within {start_seconds:g} s")
-        if self._raised is not None:
-            raise self._raised
+        if self._raised:
+            self._worker.leave()
+            raise self._raised[0]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         kept = dict(values)
@@ -75,58 +74,45 @@ class Queued:
 
     def finish(self, exit_code: int = 0) -> None:
         """Wait for what is queued, within bounds; a second call does nothing."""
-        if self._finished:
-            return
-        self._finished = True
-
-        def end(tracker: Tracker) -> None:
-            tracker.finish(exit_code)
-            self._over.set()
-
-        self._put(end)
-        self._thread.join(self._finish_seconds)
-        if self._thread.is_alive():
-            self._over.set()
-            _log.warning(
-                "%s does not answer and is left behind after %g s; the metrics log is whole",
-                self.name,
-                self._finish_seconds,
-            )
-            self._abandon()
+        if not self._over:
+            self._put(lambda tracker: tracker.finish(exit_code))
+            if not self._worker.leave(self._finish_seconds):
+                _log.warning(
+                    "%s does not answer and is left behind after %g s; the metrics log is whole",
+                    self.name,
+                    self._finish_seconds,
+                )
+                self._abandon()
+        self._over = True
         if self._dropped:
             _log.warning(
                 "%s was too slow: %d lines did not reach it; the metrics log is whole", self.name, self._dropped
             )
+            self._dropped = 0
 
     def _put(self, call: Callable[[Tracker], None]) -> None:
-        if self._over.is_set():
-            return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
+        def act() -> None:
+            if self.inner is not None and not self._over:
+                call(self.inner)
+
+        if not self._over and not self._worker.put(act):
             if not self._dropped:
                 _log.warning("%s does not keep up: lines are left out there, the metrics log has them", self.name)
             self._dropped += 1
 
-    def _work(self) -> None:
-        try:
-            self.inner = self._start()
-        except BaseException as error:
-            self._raised = error
-            self._over.set()
-            return
-        finally:
-            self._ready.set()
-        while not self._over.is_set():
-            call = self._calls.get()
+    # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.inner = self._start()
+
+    def _failed(self, error: Exception) -> None:
+        """Whatever a service's client may raise."""
+        if self.inner is None:
+            self._raised.append(error)
+        elif not self._over:
+            self._over = True
+            _log.warning("%s failed and is switched off: %s", self.name, error)
             try:
-                call(self.inner)
-            except Exception as error:  # whatever a service's client may raise
-                if self._over.is_set():
-                    return
-                self._over.set()
-                _log.warning("%s failed and is switched off: %s", self.name, error)
-                try:
-                    self.inner.finish(1)
-                except Exception as second:
-                    _log.debug("%s could not be finished either: %s", self.name, second)
+                self.inner.finish(1)
+            except Exception as second:
+                _log.debug("%s could not be finished either: %s", self.name, second)

@@ -30,6 +30,7 @@ from fp4train.track.statistics import Statistics
 _log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 2.0
+ASKED_FOR = "asked for"
 NOT_LOGGED_IN = "not logged in, see `wandb login`"
 
 
@@ -110,7 +111,7 @@ class WandbTracker:
                             folder.remove_folder(failed)
         if self._run is None:
             self._run = start("offline")
-            expected = offline or why_offline == NOT_LOGGED_IN
+            expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
             _log.log(
                 logging.INFO if expected else logging.WARNING,
                 "wandb is offline (%s); send the run later with: wandb sync %s",
@@ -182,7 +183,7 @@ class WandbTracker:
 def _why_offline(settings: Any, offline: bool) -> str | None:
     """None where an online run can be tried, otherwise the reason against it."""
     if offline or settings.mode in ("offline", "dryrun"):
-        return "asked for"
+        return ASKED_FOR
     if not logged_in(settings):
         return NOT_LOGGED_IN
     return _why_unreachable(settings.base_url)

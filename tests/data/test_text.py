@@ -93,7 +93,7 @@ def test_a_changed_file_is_tokenised_again_and_has_another_fingerprint(tmp_path:
 def test_every_flipped_byte_of_the_cache_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fp4train.data.cache.CHUNK", 1000)
+    monkeypatch.setattr("fp4train.data.digests.CHUNK", 1000)
     (tmp_path / "a.txt").write_text(LINES * 20)  # longer than the places that a fingerprint looks at
     before = whole(build(tmp_path / "a.txt", tmp_path))
     (tokens,) = (tmp_path / "cache").glob("*.bin")
@@ -205,3 +205,13 @@ def test_text_shorter_than_a_sequence_is_refused_for_either_part(tmp_path: Path)
 def test_a_tokenizer_given_by_name_says_how_to_choose_one() -> None:
     with pytest.raises(ValueError, match=r"data\.tokenizer='bpe': .* data/tokenizer=bpe"):
         Text(path="x", tokenizer="bpe")  # type: ignore[arg-type]
+
+
+def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINES)
+    first = build(tmp_path / "a.txt", tmp_path)
+    (info,) = (path for path in tmp_path.rglob("*.json") if '"digests"' in path.read_text())
+    before = info.read_text()
+    info.write_text(before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace('"dtype": "<u2"', '"dtype": ",u2"'))
+    assert info.read_text() != before
+    assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint

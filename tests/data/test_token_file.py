@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, TokenData, Tokens
+from fp4train.data import DataError, TokenData, Tokens, digests
+from fp4train.data.tokens import same_data
 
 IDS = np.arange(1000) % 500
 
@@ -140,3 +141,33 @@ def test_a_file_that_cannot_be_opened_is_one_message(tmp_path: Path, monkeypatch
     monkeypatch.setattr("numpy.memmap", refuse)
     with pytest.raises(DataError, match=r"train\.bin cannot be read: Permission denied"):
         build(tmp_path / "train.bin")
+
+
+def test_one_changed_token_anywhere_gives_another_fingerprint(tmp_path: Path) -> None:
+    path, ids = tmp_path / "train.bin", np.arange(200_000, dtype=np.uint16) % 500
+    ids.tofile(path)
+    first = build(path).fingerprint
+    assert build(path).fingerprint == first
+    for place in (70, 100_001, 199_990):
+        changed = ids.copy()
+        changed[place] ^= 1
+        changed.tofile(path)
+        assert build(path).fingerprint != first, f"token {place}"
+
+
+def test_a_file_that_has_not_changed_is_read_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.bin"
+    (np.arange(2000, dtype=np.uint16) % 500).tofile(path)
+    first = build(path).fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "digests", lambda ids: pytest.fail("it is read again"))
+        assert build(path).fingerprint == first
+    for damage in (b"", b"[]", b'{"x": 1}', b"\xff"):
+        (tmp_path / "run" / digests.KEPT).write_bytes(damage)
+        assert build(path).fingerprint == first
+
+
+def test_a_checkpoint_from_before_files_had_a_digest_is_of_the_same_data() -> None:
+    assert same_data("a1-b2", "a1-b2-c3") and same_data("a1-b2", "a1-b2") and same_data("a1-b2-c3", "a1-b2-c3")
+    assert not same_data("a1-b2-c4", "a1-b2-c3") and not same_data("a1-b3", "a1-b2-c3") and not same_data(3, "a1-b2")
+    assert not same_data("a1-b2-c3", "a1-b2")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
+
+from fp4train import checkpoint
 
 PATIENCE = 240.0
 TINY = (
@@ -110,9 +111,8 @@ class Ranks:
 
     def state(self, name: str) -> dict[str, bytes]:
         """The newest checkpoint: the bytes of every tensor."""
-        newest = sorted((self.folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
-        with safe_open(newest / "tensors.safetensors", "pt") as file:
-            return {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+        tensors = checkpoint.load(self.folder / "runs" / name / "checkpoints").tensors
+        return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
     def same(self, one: str, other: str) -> None:
         """Assert that two runs are equal in every bit: losses, norms, weights, moments, scales."""

@@ -27,6 +27,7 @@ from fp4train.files import Folder
 from fp4train.models.common.initialise import materialise
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
+from fp4train.parallel.world import World
 from fp4train.run.fit import check_model, check_optimizer
 from fp4train.run.restored import restored
 from fp4train.track import NullTracker
@@ -255,6 +256,7 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
     train(model, optimizer)
     place = Folder.open(folder / "run", create=True)
     run = SimpleNamespace(
+        world=World(device=torch.device("cpu")),
         model=model,
         step=0,
         device=torch.device("cpu"),
@@ -264,7 +266,7 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
         saved_config=b"",
     )
     run.state = lambda: state(model, optimizer)
-    settings = SimpleNamespace(keep=10, also=folder / "also")
+    settings = SimpleNamespace(keep=10, every=0, keep_before_cooldown=False, also=folder / "also")
     run.config = SimpleNamespace(checkpoint=settings, run=SimpleNamespace(name="a"))
     saver, told, held = Saver(run, ranks), [], None  # type: ignore[arg-type]
     original = tensors.write_all

@@ -274,3 +274,11 @@ def test_conversion_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     f4.convert(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_torch_export_outside_of_autocast_gives_plain_matrix_products_and_inside_says_so() -> None:
+    model, x = f4.convert(nn.Sequential(nn.Linear(64, 64, bias=False))), torch.randn(32, 64)
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), model(x))
+    with autocast(NVFP4()), pytest.raises(TypeError, match=r"call torch.export outside of fp4train.autocast"):
+        torch.export.export(model, (x,))

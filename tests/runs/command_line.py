@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
+import fp4train.train as loop
+from fp4train import checkpoint
+from fp4train.checkpoint.layout import checksum_of
+from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
+from fp4train.shards import part_of
 
 StopAt = Callable[[int], None]
+Before = Callable[[int, Callable[[Any], Any]], None]
 
 PATIENCE = 180.0
 """Seconds after which a process hangs; it starts, and draws its curves, in a tenth of them even on a machine in use."""
@@ -24,6 +31,7 @@ TINY = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
     *("train.steps=6", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "data=text", "track=jsonl"),
 )
+STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
 
 @dataclass(frozen=True)
@@ -119,3 +127,46 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+
+
+def after_update(step: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], Any]) -> None:
+    """`act(run)` is called as step `step` has updated the weights."""
+    original = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        values = original(run, recipe)
+        if run.step + 1 == step:
+            act(run)
+        return values
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def steps(run: Path | str = "runs/a") -> list[int]:
+    """The steps that have a checkpoint."""
+    return checkpoint.steps(Path(run) / "checkpoints")
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    """The files in a folder, and what they hold."""
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint as an attacker would: with checksums that fit."""
+    body = json.loads((path / "state.json").read_text())
+    held = safetensors.torch.load_file(path / "tensors.safetensors")
+    tensors(held)
+    state(body["state"])
+    (path / "tensors.safetensors").unlink()
+    descriptor = os.open(path / "tensors.safetensors", os.O_WRONLY | os.O_CREAT)
+    size, checksum = write_parts(descriptor, {name: part_of(tensor) for name, tensor in held.items()})
+    os.close(descriptor)
+    body["tensors"].update(bytes=size, sha256=checksum)
+    del body["sha256"]
+    (path / "state.json").write_text(json.dumps({**body, "sha256": checksum_of(body)}))
+
+
+def left(run: str) -> list[str]:
+    """The kinds of the requests that are not done with; answers may stay."""
+    return [p.suffix for p in Path(run, "swap_requests").iterdir() if p.suffix != ".answer"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, StopAt
+from command_line import Before, Cli, StopAt
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,3 +75,18 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> StopAt:
         where[0] = step
 
     return choose
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Before:
+    """`before(3, act)`: `act(run)` is called as step 3 begins."""
+    import fp4train.train as loop
+
+    original, acts = loop.train_step, {}
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        acts.pop(run.step, lambda run: None)(run)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return acts.__setitem__

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Cli, StopAt, events, lines, losses
+from command_line import Cli, StopAt, events, lines, losses, steps
 
 from fp4train.run import history
 
@@ -191,3 +191,28 @@ def test_a_run_that_quantises_nothing_warns(cli: Cli, options: list[str]) -> Non
         ended = cli(verb, "run.name=a", "train.steps=1", *options)
         assert ended.code == 0 and "warning: nothing is quantised: no layer follows the recipe NVFP4" in ended.err
     assert "nothing is quantised" not in cli("plan", "recipe=bf16").err
+
+
+def test_a_history_is_appended_to_and_a_torn_end_is_left_out(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(3)
+    assert cli("run.name=a", "checkpoint.every=2").code == 137
+    stop_at(-1)
+    path = Path("runs/a/history.jsonl")
+    first, place = path.read_bytes(), path.stat().st_ino
+    path.write_bytes(first + b'{"event": "resume", "st')
+    shown = cli.raw("plan", "runs/a")
+    assert shown.code == 0 and "cut off and is left out" in shown.err
+    assert cli("resume=runs/a").code == 0
+    assert path.read_bytes().startswith(first + b'{"event": "resume", "step": 2') and path.stat().st_ino == place
+    assert [r["event"] for r in map(json.loads, path.read_text().splitlines())] == ["start", "resume"]
+
+
+def test_the_checkpoint_from_before_the_cooldown_is_kept_beside_the_newest(cli: Cli) -> None:
+    options = ("train.steps=12", "schedule.cooldown=5", "checkpoint.every=2", "checkpoint.keep=1")
+    assert cli("run.name=a", *options).code == 0
+    assert steps() == [6, 12], "the cooldown begins at step 7"
+    extended = cli("resume=runs/a", "resume_step=6", "train.steps=16", "run.name=longer")
+    assert extended.code == 0 and "goes up" not in extended.err
+    assert steps("runs/longer") == [10, 16]
+    assert cli("run.name=b", *options, "checkpoint.keep_before_cooldown=false").code == 0
+    assert steps("runs/b") == [12]

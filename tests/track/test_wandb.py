@@ -175,6 +175,22 @@ def test_offline_is_kept_to_even_where_a_server_would_answer(
     assert not part.online
 
 
+@pytest.mark.parametrize("value", ["offline", "dryrun"])
+def test_what_wandb_was_told_in_its_own_settings_is_no_warning(
+    tmp_path: Path,
+    wandb_at: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: str,
+) -> None:
+    wandb_at("http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_MODE", value)
+    caplog.set_level(logging.INFO, logger="fp4train")
+    part, _ = train(tmp_path, WandbTracking())
+    assert not part.online and "wandb is offline (asked for)" in caplog.text
+    assert {r.levelname for r in ours(caplog)} == {"INFO"}
+
+
 @pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_BASE_URL", "no url")])
 def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metrics(
     tmp_path: Path,

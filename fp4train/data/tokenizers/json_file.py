@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4train import files
-from fp4train.data.errors import DataError
+from fp4train.errors import DataError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]")
 

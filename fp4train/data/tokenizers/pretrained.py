@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.errors import DataError
 from fp4train.data.files import existing_path, expanded
 from fp4train.data.tokenizers.base import Documents
 from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+from fp4train.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

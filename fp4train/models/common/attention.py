@@ -31,13 +31,16 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions."""
-        batch, time, _ = x_BTD.shape
-        q = self.wq(x_BTD).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x_BTD).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions.
+
+        If tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
+        """
+        time = cos_TE.shape[0]
+        q = self.wq(x_BTD).view(-1, time, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
         grouped = self.kv_heads != self.heads
         y = widened(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, time, -1))
+        out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out

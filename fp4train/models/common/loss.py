@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
+from fp4train.models.common.cut import TokenRanks
+from fp4train.nn.place import Ranks, local
 
 _LOGITS_IN_A_CHUNK = 1 << 23
 """Logits held at a time: 32 MB in float32, which a CPU's caches and memory take well."""
@@ -33,9 +35,11 @@ def chunk_rows(device: str, vocabulary: int) -> int:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype, ranks: Ranks | None
+    ) -> Tensor:
         tokens = h_MD.shape[0]
-        rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
+        rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
         w = w_VD.to(dtype)
         wants_h, wants_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dh = torch.empty_like(h_MD) if wants_h else None
@@ -45,15 +49,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
             logits = widened(torch.mm, h, w.T).float()
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            total += (log_norm - logits.gather(1, target)).sum()
+            if ranks is None:
+                log_norm, at_target = logits.logsumexp(-1, keepdim=True), logits.gather(1, target)
+            else:
+                log_norm, at_target, target, here = _over_ranks(logits, target, ranks)
+            total += (log_norm - at_target).sum()
             if dh is None and dw is None:
                 continue
             grad = logits.sub_(log_norm).exp_()
-            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+            ones = torch.full_like(target, -1, dtype=grad.dtype)
+            grad.scatter_add_(1, target, ones if ranks is None else ones * here)
             grad = grad.to(dtype)
-            if dh is not None:
+            if dh is not None and ranks is None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
+            elif dh is not None and ranks is not None:  # partial sums, added before they are rounded
+                dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
             if dw is not None:
                 dw += _share_of_dw(grad, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
@@ -71,7 +81,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if dw is None else _times(dw, share),
             None,
             None,
+            None,
         )
+
+
+def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logsumexp over the whole vocabulary, logit of the target, its column here or 0, whether it is here), each
+    [C, 1], of logits for this rank's part of the vocabulary."""
+    column = target_C1 - ranks.rank * logits_CV.shape[1]
+    here = (column >= 0) & (column < logits_CV.shape[1])
+    column = column.masked_fill(~here, 0)
+    largest = ranks.largest(logits_CV.amax(-1, keepdim=True))
+    mass = logits_CV.sub(largest).exp_().sum(-1, keepdim=True)
+    mass, at_target = ranks.sum(torch.stack((mass, logits_CV.gather(1, column) * here)))
+    return largest + mass.log(), at_target, column, here
 
 
 def _share_of_dw(grad_CV: Tensor, h_CD: Tensor) -> Tensor:
@@ -86,7 +109,7 @@ def _times(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
-def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor) -> Tensor:
+def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None) -> Tensor:
     """Mean cross-entropy in nats, float32 scalar.
 
     Args:
@@ -94,7 +117,9 @@ def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor) -> Tens
             over tokens exceed: float32 then.
         w_VD: head weight [vocabulary, width].
         targets_M: int64 [tokens].
+        tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same loss.
     """
     dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
-    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, w_VD, targets_M, dtype)  # type: ignore[no-untyped-call]
+    ranks = None if tensor is None else tensor.ranks
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, w_VD if ranks is None else local(w_VD), targets_M, dtype, ranks)  # type: ignore[no-untyped-call]
     return loss

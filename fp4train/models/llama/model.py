@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.backends import widened
 from fp4train.models.common.attention import Attention
+from fp4train.models.common.cut import TensorCut, TokenRanks
 from fp4train.models.common.initialise import DRAWS, Constant, Initial, Normal, initialise
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.norm import RMSNorm
 from fp4train.models.common.rope import rope_angles
+from fp4train.models.common.vocabulary import embed, logits, whole_tokens
+from fp4train.models.llama.parallel import tensor_cut
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.text import check_choice
 
@@ -129,6 +131,8 @@ class LlamaModel(nn.Module):
         self.head = nn.Linear(shape.width, vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
+        self.tensor: TokenRanks | None = None
+        """The ranks that share the vocabulary and the tokens; set when the model is cut."""
         self.cos: Tensor
         self.sin: Tensor
         for name, values in self.initial_buffers().items():
@@ -157,11 +161,15 @@ class LlamaModel(nn.Module):
         if tokens_BT.shape[1] > self.seq_len:
             raise ValueError(f"{tokens_BT.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
         dtype = activation_dtype(self.embed.weight.dtype)
-        x = F.embedding(tokens_BT, self.embed.weight).to(dtype)
+        x = embed(tokens_BT, self.embed.weight, dtype, self.tensor)
         cos, sin = (t[: tokens_BT.shape[1]].to(dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
-        x = self.norm(x)
+        x_MD = whole_tokens(self.norm(x), self.tensor)
         if targets_BT is None:
-            return widened(F.linear, x, self.head.weight.to(dtype))
-        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets_BT.flatten())
+            return logits(x_MD, self.head.weight, self.tensor).view(*tokens_BT.shape, -1)
+        return chunked_cross_entropy(x_MD, self.head.weight, targets_BT.flatten(), self.tensor)
+
+    def fp4train_tensor_cut(self) -> TensorCut:
+        """How tensor parallelism cuts the model."""
+        return tensor_cut(self)

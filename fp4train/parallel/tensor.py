@@ -1,0 +1,141 @@
+"""Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
+
+Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so that FSDP2 shards it
+further and a checkpoint knows its place. The layers compute on their local shards; `nn.place` has the collectives.
+
+Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
+from fp4train.nn.linear import Linear
+from fp4train.nn.place import Cut, Place, Ranks
+
+
+def cut_tensors(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = True,
+    amax: str = "tp",
+    gather: str = "recipe",
+    data: Ranks | None = None,
+) -> nn.Module:
+    """Cut `model` over the ranks of `mesh`, in place, and return it.
+
+    Args:
+        model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
+        mesh: mesh with one dimension, `world.mesh["tp"]`.
+        sequence: whether the tokens of the residual stream and norms are cut too.
+        amax: "tp", "data" or "local", and
+        gather: "recipe" or "bf16": see `nn.place.Place`.
+        data: ranks with the same shards and other tokens; None: there are none.
+
+    Raises:
+        TypeError: the model's class does not say how it is cut.
+        ValueError: a size is not divisible by the number of ranks; the message says which and what to choose.
+    """
+    kind = type(model).__name__
+    if not hasattr(model, "fp4train_tensor_cut"):
+        raise TypeError(
+            f"parallel.tp={mesh.size()}: {kind} does not say how tensor parallelism cuts it. Give it a method "
+            "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
+        )
+    parallel = cast(TensorParallel, model)
+    cut, ranks = parallel.fp4train_tensor_cut(), Ranks.of(mesh)
+    _check(model, cut, ranks.size)
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for name in cut.vocabulary:
+        _distribute(model.get_submodule(name), mesh, 0, own)
+    for names, along, axis in ((cut.out, "out", 0), (cut.in_, "in", 1)):
+        for name in names:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, Linear)
+            _distribute(layer, mesh, axis, own)
+            layer.move(
+                Place(
+                    tensor=ranks,
+                    cut=cast(Cut, along),
+                    sequence=sequence,
+                    first=ranks.rank * (layer.weight.shape[axis] // ranks.size),
+                    data=data,
+                    amax=amax,
+                    gather=gather,
+                )
+            )
+    for name, attribute, _ in cut.counts:
+        module = model.get_submodule(name)
+        setattr(module, attribute, getattr(module, attribute) // ranks.size)
+    for module in model.modules():
+        _distribute(module, mesh, None, own)
+    parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
+    for name in cut.tokens:
+        model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
+    set_data_ranks(model, amax=amax, data=data)
+    return model
+
+
+def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
+    """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.place is None and amax == "data" and data is not None:
+            module.move(Place(amax=amax, data=data))
+
+
+def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
+    for name, attribute, key in cut.counts:
+        count = getattr(model.get_submodule(name), attribute)
+        if count % size:
+            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ValueError(
+                f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
+            )
+    for names, axis, what in ((cut.out, 0, "out_features"), (cut.in_, 1, "in_features"), (cut.vocabulary, 0, "rows")):
+        for name in names:
+            module = model.get_submodule(name)
+            if names is not cut.vocabulary and not isinstance(module, Linear):
+                raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            if weight.shape[axis] % size:
+                raise ValueError(
+                    f"{name}: {weight.shape[axis]} {what} cannot be divided over parallel.tp={size} ranks; choose a "
+                    f"multiple of {size}, or another parallel.tp"
+                )
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on every rank."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, DTensor):
+            continue
+        if parameter not in own:
+            local = parameter.detach()
+            placement: Placement = Replicate()
+            if axis is not None and parameter.dim() > axis:
+                part = parameter.shape[axis] // mesh.size()
+                # A copy: a view would keep the memory of the whole parameter.
+                local = local.narrow(axis, mesh.get_local_rank() * part, part).clone()
+                placement = Shard(axis)
+            made = DTensor.from_local(local, mesh, [placement], run_check=False)
+            own[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, own[parameter])
+
+
+def copies(parameter: Tensor, dimension: str = "tp") -> int:
+    """Number of ranks of a mesh dimension that hold the same part of a parameter or gradient.
+
+    In a sum over those ranks, the squares of a gradient count by 1 / copies.
+    """
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    axis = (mesh.mesh_dim_names or ()).index(dimension)
+    return mesh.size(axis) if isinstance(parameter.placements[axis], Replicate) else 1

@@ -1,0 +1,56 @@
+"""Quantising a shard: the codes of a shard are the shard of the codes.
+
+Two things of an operand belong to the whole tensor: its global amax and the index of each element, which selects the
+random bits. A shard takes both as arguments (`amax`, and the offsets of its `RandomKey`). All else is local to a block,
+so the codes and scales of a shard equal those of the whole tensor if the shard consists of whole blocks, and of whole
+groups of the Hadamard transform.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4train.quantize.random import LANES
+from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.transform import transform
+
+
+def amax_extent(spec: QuantSpec) -> str | None:
+    """What one global amax covers: "tensor", "row", or None if all scales are per block or come from a history."""
+    if spec.delayed is not None:
+        return None
+    if spec.global_scale is not None:
+        return spec.global_scale
+    if not spec.has_outer_scale:
+        return None
+    return "tensor" if spec.block[0] is None else "row"
+
+
+def measure_amax(x_RC: Tensor, spec: QuantSpec) -> Tensor:
+    """The global amax of x as `quantize` measures it, after the Hadamard transform: float32, 0-d or [R, 1].
+
+    A NaN or an infinity gives infinity, so that a maximum over ranks keeps it; every scale that depends on it is NaN.
+    """
+    rows = amax_extent(spec) == "row"
+    x_RC = x_RC.detach()
+    if x_RC.numel() == 0:
+        return x_RC.new_zeros((x_RC.shape[0], 1) if rows else (), dtype=torch.float32)
+    if spec.hadamard is not None:
+        x_RC = transform(x_RC, spec.hadamard)
+    amax = x_RC.abs().amax(dim=1, keepdim=True) if rows else x_RC.abs().amax()
+    return amax.float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
+    """Why shards of `extent` rows or columns are not whole blocks of the operand; None if they are."""
+    if spec.rounding == "eden" or spec.requantises is not None:
+        return "the amax of a tensor that is requantised or turned by signs of the step is not known over ranks"
+    block = spec.block[1 if columns else 0]
+    if block is not None and extent % block:
+        return f"a shard of {extent} is not whole blocks of {block}"
+    if columns and spec.hadamard is not None and extent % spec.hadamard.size:
+        return f"a shard of {extent} is not whole Hadamard groups of {spec.hadamard.size}"
+    if columns and spec.rounding == "stochastic" and extent % LANES:
+        return f"a shard of {extent} is not whole draws of {LANES} random numbers"
+    return None

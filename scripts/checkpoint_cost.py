@@ -1,0 +1,103 @@
+"""What a checkpoint costs the training loop, against one that the loop waits for.
+
+    python scripts/checkpoint_cost.py [model=llama_125m] [checkpoints=3] [also key=value of a run]
+
+Trains a few steps of a run in a temporary folder, as `train.train` does them. The time of a checkpoint to the loop is
+what `Saver.begin` takes; beside it the same checkpoint, written while the loop waits, and the processor time that the
+thread takes for that, which a run on a CPU shares with its steps. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from fp4train.cli.launch import settings
+from fp4train.config import overrides
+from fp4train.config.folders import register_recipes
+from fp4train.config.schema import to_config
+from fp4train.run import directory as run_directory
+from fp4train.run.build import build
+from fp4train.run.host import keep_freed_memory
+from fp4train.run.run import Run
+from fp4train.train import enter_stretch, train_step
+
+BETWEEN = 12
+"""Steps from one checkpoint to the next."""
+
+
+def prepare(folder: Path, given: dict[str, str]) -> Run:
+    """A run of small batches: the state is the model's, whatever the batch."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog in 4 bits " * 2000)
+    options = {
+        "model": "llama_125m",
+        "data": "text",
+        "data.path": str(text),
+        "data.cache_dir": str(folder / "cache"),
+        "run.name": "cost",
+        "run.dir": str(folder / "run"),
+        "train.steps": "1000",
+        "train.batch_size": "1",
+        "train.seq_len": "64",
+        "recipe": "bf16",
+        "track": "jsonl",
+        "phases": "none",
+        "checkpoint.every": str(BETWEEN),
+        "checkpoint.keep": "1",
+    }
+    register_recipes()
+    words = [f"{key}={value}" for key, value in (options | given).items()]
+    cfg, _ = settings(overrides.compose(overrides.with_defaults(words, []), []))
+    return build(to_config(cfg), cfg)
+
+
+def step(run: Run) -> None:
+    """One step as the loop does it."""
+    train_step(run, enter_stretch(run, None).recipe)
+    run.step += 1
+    run.torn = False
+    run.saver.prove(run.step - 1)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure; print a table."""
+    given = dict(a.partition("=")[::2] for a in arguments)
+    count = int(given.pop("checkpoints", "3"))
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory(dir=given.pop("folder", None)) as place, run_directory.locked(Path(place) / "run"):
+        run = prepare(Path(place), given)
+        step(run)
+        print(f"{run.description}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+        print("| checkpoint | written while the loop waits | of that, processor time | cost to the loop | ratio |")
+        print("|---|---|---|---|---|")
+        for number in range(1, count + 1):
+            while run.step % BETWEEN:
+                step(run)
+            began = time.perf_counter()
+            run.saver.begin(proven=True)
+            begun = time.perf_counter() - began
+            for _ in range(BETWEEN - 1):
+                step(run)
+            run.saver.wait()
+            began, processor = time.perf_counter(), time.process_time()
+            run.saver.begin(proven=True)
+            run.saver.wait()
+            waited, processor = time.perf_counter() - began, time.process_time() - processor
+            if not all(outcome.written for outcome in run.saver.outcomes()):
+                raise SystemExit("a checkpoint could not be written")
+            print(
+                f"| {number} | {waited:.2f} s | {processor:.2f} s | {begun:.3f} s | {begun / waited:.3f} |", flush=True
+            )
+            step(run)
+        run.saver.close()
+        run.tracker.finish(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""What tensor parallelism makes of a model, without other ranks: shards, plan, refusals."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_steps
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fp4train as f4
+from fp4train.models.llama import Llama
+from fp4train.optim.adamw import AdamW
+from fp4train.parallel.tensor import copies, cut_tensors
+from fp4train.precision import NVFP4, FP8Block
+from fp4train.precision.plan import plan
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """Four ranks, of which this process is one and the others do not exist: nothing may be sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=r"model.heads=6 cannot be divided over parallel.tp=4 .* allowed: 1, 2, 3, 6"):
+        cut_tensors(llama_steps.model(width=96, heads=6, kv_heads=6), mesh)
+
+
+def test_kv_heads_that_the_ranks_do_not_divide_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=r"model.kv_heads=2 cannot be divided over parallel.tp=4 .* allowed: 1, 2"):
+        cut_tensors(llama_steps.model(heads=4, kv_heads=2), mesh)
+
+
+def test_a_hidden_width_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=r"mlp.gate: 254 out_features cannot be divided over parallel.tp=4"):
+        cut_tensors(llama_steps.model(hidden=254), mesh)
+
+
+def test_a_model_that_does_not_say_how_it_is_cut_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(TypeError, match=r"Sequential does not say how .* fp4train_tensor_cut .* parallel.tp=1"):
+        cut_tensors(f4.convert(nn.Sequential(nn.Linear(16, 16))), mesh)
+
+
+def test_a_model_that_is_not_converted_is_refused(mesh: DeviceMesh) -> None:
+    model = Llama(width=128, layers=1, heads=4, kv_heads=4).build(vocab_size=256, seq_len=16)
+    with pytest.raises(TypeError, match="convert the model before it is cut"):
+        cut_tensors(model, mesh)
+
+
+def test_tokens_that_the_ranks_do_not_divide_are_refused(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    with pytest.raises(ValueError, match=r"9 tokens of a microbatch cannot be cut over 4 .* parallel.sp=false"):
+        model(torch.zeros(3, 3, dtype=torch.int64))
+
+
+def test_a_shard_that_divides_blocks_stays_in_high_precision_and_the_plan_says_why(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1, width=160, heads=4, kv_heads=4), mesh)
+    rows = {(row.layer.name, row.gemm): row for row in plan(model, NVFP4()).rows}
+    wq = rows["blocks.0.attention.wq", "dgrad"]
+    assert wq.elements == "BF16·BF16"
+    assert wq.why == "160 out features over 4 ranks: a shard of 40 is not whole blocks of 16 (dy)"
+    assert rows["blocks.0.attention.wq", "wgrad"].elements == "E2M1·E2M1"
+    assert rows["blocks.0.mlp.gate", "fprop"].elements == "E2M1·E2M1"
+
+
+def test_larger_blocks_need_larger_shards(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    rows = {(row.layer.name, row.gemm): row for row in plan(model, FP8Block()).rows}
+    assert "a shard of 32 is not whole blocks of 128" in rows["blocks.0.attention.wq", "fprop"].why
+
+
+def test_a_backend_that_runs_layers_as_a_whole_is_refused_for_a_shard(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    with pytest.raises(ValueError, match="tensor parallelism needs collectives between them"):
+        for module in model.modules():
+            if isinstance(module, f4.nn.Linear):
+                module.settle(module.layer, "te")
+        plan(model, NVFP4())
+
+
+def test_parameters_are_dtensors_with_the_shapes_of_the_whole_model(mesh: DeviceMesh) -> None:
+    whole = {name: p.shape for name, p in llama_steps.model(layers=1).named_parameters()}
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    cut = dict(model.named_parameters())
+    assert {name: p.shape for name, p in cut.items()} == whole
+    assert model.head.weight is model.embed.weight
+    assert cut["blocks.0.attention.wq.weight"].to_local().shape == (32, 128)  # type: ignore[attr-defined]
+    assert cut["blocks.0.mlp.down.weight"].to_local().shape == (128, 64)  # type: ignore[attr-defined]
+    assert cut["norm.weight"].to_local().shape == (128,)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_takes_parameters_of_a_mesh_and_plain_ones(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(cut_tensors(llama_steps.model(layers=1), mesh), nn.Linear(4, 4))
+    optimizer = AdamW().build(model)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [8, 3, 1, 1]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceMesh) -> None:
+    model = cut_tensors(llama_steps.model(layers=1), mesh)
+    found = {name: copies(p) for name, p in model.named_parameters()}
+    assert found["norm.weight"] == found["blocks.0.mlp_norm.weight"] == 4
+    assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
+
+
+def test_a_cut_model_on_the_meta_device_runs_for_a_plan(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = cut_tensors(llama_steps.model(layers=2), mesh)
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with f4.autocast(NVFP4(), step=0):
+        model(tokens, tokens).backward()
+    gradient = model.blocks[1].mlp.down.weight.grad  # type: ignore[union-attr, index]
+    assert gradient.to_local().shape == (128, 64)

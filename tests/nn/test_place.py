@@ -1,0 +1,71 @@
+"""Which ranks an amax covers, and where a shard's random bits begin."""
+
+import pytest
+
+from fp4train.nn.place import Cut, Place, Ranks
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
+from fp4train.quantize import QuantSpec
+
+TENSOR = Ranks(group=None, rank=1, size=2)
+DATA = Ranks(group=None, rank=0, size=4)
+NVFP4_X, ROW = NVFP4().table().fprop.first, FP8Row().table().fprop.first
+assert NVFP4_X is not None and ROW is not None
+
+
+def place(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> Place:
+    return Place(tensor=None if cut is None else TENSOR, cut=cut, first=64, data=DATA, amax=amax, sequence=sequence)
+
+
+@pytest.mark.parametrize(
+    ("cut", "tensor", "shared"),
+    [
+        *[("out", "x", False), ("out", "w", True), ("out", "dy", True)],
+        *[("in", "x", True), ("in", "w", True), ("in", "dy", False)],
+    ],
+)
+def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(cut: Cut, tensor: str, shared: bool) -> None:
+    for transposed in (False, True):
+        assert place(cut).holders(tensor, NVFP4_X, transposed=transposed) == ((TENSOR,) if shared else ())
+    assert place(cut, amax="local").holders(tensor, NVFP4_X) == ()
+
+
+def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
+    assert place("in").holders("x", ROW) == (TENSOR,)  # a token's features lie on two ranks
+    assert place("in").holders("x", ROW, transposed=True) == ()  # a feature's tokens lie on this one
+    assert place("out").holders("w", ROW) == ()
+    assert place("out").holders("w", ROW, transposed=True) == (TENSOR,)
+
+
+@pytest.mark.parametrize("cut", [None, "out", "in"])
+def test_with_amax_data_it_covers_the_tokens_of_all_data_ranks(cut: Cut | None) -> None:
+    assert DATA in place(cut, amax="data").holders("x", NVFP4_X)
+    assert DATA in place(cut, amax="data").holders("x", ROW, transposed=True)
+    assert DATA not in place(cut, amax="data").holders("x", ROW)
+    assert DATA not in place(cut, amax="data").holders("w", NVFP4_X)
+    assert DATA not in place(cut).holders("x", NVFP4_X)
+
+
+def test_tokens_that_are_gathered_as_codes_share_their_amax() -> None:
+    assert place("out", sequence=True).holders("x", NVFP4_X, tokens=True) == (TENSOR,)
+    assert place("out", "local", sequence=True).holders("x", NVFP4_X, tokens=True) == (TENSOR,)
+
+
+@pytest.mark.parametrize("spec", [MXFP8().table().fprop.first, FP8Delayed().table().fprop.first])
+def test_scales_of_blocks_and_of_histories_need_no_other_rank(spec: QuantSpec) -> None:
+    assert place("in", amax="data").holders("x", spec) == ()
+
+
+def test_random_bits_begin_at_the_shards_first_element() -> None:
+    assert [place("out").starts(t) for t in ("x", "w", "dy")] == [(0, 0), (64, 0), (0, 64)]
+    assert [place("in").starts(t) for t in ("x", "w", "dy")] == [(0, 64), (0, 64), (0, 0)]
+
+
+@pytest.mark.parametrize(("field", "value"), [("amax", "all"), ("gather", "fp4")])
+def test_unknown_choices_are_refused(field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}='{value}' is not one of"):
+        Place(tensor=TENSOR, cut="in", **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_cut_needs_ranks() -> None:
+    with pytest.raises(ValueError, match="a layer that is cut has ranks"):
+        Place(cut="in")

@@ -1,0 +1,88 @@
+"""No one in: links, pipes and huge files in a run directory lead nowhere."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import (
+    STEADY,
+    Before,
+    Cli,
+    events,
+    everything,
+    left,
+)
+
+
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(
+    "name",
+    [".lock", "metrics.jsonl", ".metrics.jsonl.tmp", ".curves.png.tmp", "curves.png", "heartbeat.json", "plan.txt"],
+)
+def test_no_link_in_a_run_directory_leads_to_a_file_elsewhere(cli: Cli, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text('{"step": 0}\nprecious\n')
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a", name).symlink_to(victim)
+    cli("run.name=a", "train.steps=1", *STEADY)
+    assert victim.read_text() == '{"step": 0}\nprecious\n'
+
+
+def test_checkpoints_over_a_link_are_neither_read_nor_pruned_nor_overwritten(cli: Cli) -> None:
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "train.steps=2", "checkpoint.every=1", *STEADY).code == 0
+    before = everything(Path("runs/b"))
+    shutil.rmtree("runs/a/checkpoints")
+    Path("runs/a/checkpoints").symlink_to(Path("runs/b/checkpoints").resolve())
+    for command in (
+        ["resume=runs/a", "train.steps=3"],
+        ["run.name=a", "train.steps=2", "checkpoint.every=1", "run.overwrite=true", *STEADY],
+    ):
+        ended = cli(*command)
+        assert ended.code == 1 and "link" in ended.message
+    assert everything(Path("runs/b")) == before
+    assert Path("runs/a/metrics.jsonl").exists(), "nothing was removed before the refusal"
+
+
+def test_overwriting_spares_a_folder_whose_configuration_is_not_ours(cli: Cli) -> None:
+    Path("mine/checkpoints").mkdir(parents=True)
+    Path("mine/checkpoints/precious").write_text("years of work")
+    Path("mine/config.yaml").write_text("run: {name: mine}\nserver: {port: 80}\n")
+    said = cli("run.name=a", "run.dir=mine", "run.overwrite=true", "train.steps=1").message
+    assert "is not the configuration of a run of fp4train" in said
+    assert Path("mine/checkpoints/precious").exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "swaps.json", "config.yaml"])
+def test_a_pipe_in_a_run_directory_stops_nobody(cli: Cli, name: str) -> None:
+    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    Path("runs/a", name).unlink(missing_ok=True)
+    os.mkfifo(Path("runs/a", name))
+    began = time.monotonic()
+    ended = cli("resume=runs/a", "train.steps=2")
+    assert ended.code == 1 and time.monotonic() - began < 60
+    assert "pipe" in ended.message or "is not a run directory" in ended.message
+
+
+def test_requests_that_are_pipes_links_or_huge_are_refused_and_the_run_goes_on(cli: Cli, before: Before) -> None:
+    def ask(run: Any) -> None:
+        folder = Path("runs/a/swap_requests")
+        folder.mkdir()
+        os.mkfifo(folder / "1.json")
+        (folder / "2.json").symlink_to("/etc/passwd")
+        with (folder / "3.json").open("wb") as file:
+            file.truncate(4 << 30)
+        (folder / "4.json").write_text(json.dumps({"recipe": {}, "name": "x", "at": 3, "sha256": "0"}))
+
+    before(1, ask)
+    ended = cli("run.name=a", "train.steps=4", *STEADY)
+    assert ended.code == 0
+    said = [e["reason"] for e in events("runs/a", "swap refused")]
+    assert len(said) == 4
+    for reason, word in zip(said, ("pipe", "link", "not read", "damaged"), strict=True):
+        assert word in reason
+    assert left("runs/a") == []

@@ -1,0 +1,46 @@
+"""What watches a run: its heartbeat, and the alarm for a step that hangs."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from command_line import (
+    PATIENCE,
+    STEADY,
+    Cli,
+    losses,
+)
+
+
+def test_a_heartbeat_says_how_far_a_run_is(cli: Cli) -> None:
+    began = time.time()
+    assert cli("run.name=a", "train.steps=3", *STEADY).code == 0
+    beat = json.loads(Path("runs/a/heartbeat.json").read_text())
+    assert (beat["step"], beat["of"], beat["saved"], beat["running"]) == (3, 3, 3, False)
+    assert began <= beat["time"] <= time.time() and beat["loss"] == losses("runs/a")[3][0]
+    assert beat["run"] in Path("runs/a/config.yaml").read_text().splitlines()[0]
+
+
+HANGS = """
+import sys, time
+import fp4train.train as loop
+from fp4train.cli import main
+original = loop.train_step
+def train_step(run, recipe):
+    if run.step == 2:
+        time.sleep(1000)
+    return original(run, recipe)
+loop.train_step = train_step
+main(sys.argv[1:])
+"""
+
+
+def test_a_step_that_hangs_ends_the_run_with_its_stacks(cli: Cli) -> None:
+    arguments = cli.tiny("run.name=a", "train.step_timeout=5", "checkpoint.every=1", *STEADY)
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS, *arguments], cwd=cli.folder, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert ended.returncode == 1 and "Timeout (0:00:05)!" in ended.stderr and "train_step" in ended.stderr
+    assert cli("resume=runs/a", "train.step_timeout=0").code == 0
