@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4train.analysis.curves import (
     INK,
@@ -19,6 +20,7 @@ from fp4train.analysis.curves import (
     style,
 )
 from fp4train.analysis.picture import colour_of, line_of
+from fp4train.report.errors import Errors, worst_operand
 from fp4train.report.gaps import Curve, Group, curve, gap_curve
 from fp4train.report.html import plain
 from fp4train.report.sources import Source
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fp4train.report.errors import Errors
 
 HEAT = "YlOrRd"
 LAYERS, COLUMNS = 48, 40
@@ -168,21 +169,24 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
 
 
 def heat_maps(errors: Errors) -> Callable[[float], Figure]:
-    """Relative error and underflow by layer and step, each of the layer's worst operand."""
+    """By layer and step: relative error and underflow of the layer's worst operand, and its gradient over its noise."""
+    maps = {
+        "relative error": (worst_operand(errors.relative_error), HEAT),
+        "underflow, %": (100 * worst_operand(errors.values["underflow"]), HEAT),
+    }
+    if np.isfinite(errors.gradient_to_noise).any():
+        maps["gradient / noise"] = (errors.gradient_to_noise, f"{HEAT}_r")
 
     def draw(width: float) -> Figure:
-        order = worst_layers(errors)[:LAYERS]
-        rows = sorted(order)
+        rows = sorted(worst_layers(errors)[:LAYERS])
         columns = np.unique(np.linspace(0, len(errors.steps) - 1, min(len(errors.steps), COLUMNS)).round().astype(int))
         narrow = width <= NARROW
         height = 0.75 + max(0.9, 0.15 * len(rows))
-        figure = new_figure(width, 2 * height if narrow else height)
-        panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, sharey=True)
-        for panel, metric, title in zip(
-            panels, ("relative_error", "underflow"), ("relative error", "underflow, % of values"), strict=True
-        ):
-            shown = errors.worst_operand(metric)[rows][:, columns] * (1 if metric == "relative_error" else 100)
-            _map(panel, shown, title, [str(errors.steps[i]) for i in columns], narrow)
+        figure = new_figure(width, len(maps) * height if narrow else height)
+        panels = figure.subplots(len(maps), 1) if narrow else figure.subplots(1, len(maps), sharey=True)
+        for panel, (title, (values, colours)) in zip(panels, maps.items(), strict=True):
+            steps = [str(errors.steps[i]) for i in columns]
+            _map(panel, values[rows][:, columns], title, colours, steps, every=-(-len(steps) // (5 if narrow else 4)))
             if narrow or panel is panels[0]:
                 names = [shortened(errors.layers[i], 20 if narrow else 34) for i in rows]
                 panel.set_yticks(range(len(rows)), names, fontsize=6.5)
@@ -191,9 +195,10 @@ def heat_maps(errors: Errors) -> Callable[[float], Figure]:
     return draw
 
 
-def _map(axes: Axes, values: np.ndarray[Any, Any], title: str, steps: Sequence[str], narrow: bool) -> None:
-    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=HEAT, interpolation="none")
-    every = max(1, -(-len(steps) // (5 if narrow else 8)))
+def _map(
+    axes: Axes, values: NDArray[np.float64], title: str, colours: str, steps: Sequence[str], *, every: int
+) -> None:
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=colours, interpolation="none")
     axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=7)
     axes.set_xlabel("step", fontsize=8, color=INK)
     axes.set_title(title, fontsize=9, color=INK, loc="left")
@@ -206,6 +211,6 @@ def _map(axes: Axes, values: np.ndarray[Any, Any], title: str, steps: Sequence[s
 
 def worst_layers(errors: Errors) -> list[int]:
     """Layers by their largest relative error at the last step that they were measured at, the worst first."""
-    error = errors.worst_operand("relative_error")
+    error = worst_operand(errors.relative_error)
     last = [next((x for x in reversed(row) if np.isfinite(x)), -np.inf) for row in error]
     return sorted(range(len(last)), key=lambda i: -last[i])

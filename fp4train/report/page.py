@@ -25,6 +25,7 @@ from fp4train.report.gaps import common, group
 from fp4train.report.html import Html, joined, tag
 from fp4train.report.sources import Source, read_sources
 from fp4train.report.style import STYLE
+from fp4train.run.statistics import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"
@@ -81,6 +82,7 @@ def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
     warned = [
         *(f"Left out: {each}" for each in left_out),
         *different_data(sources),
+        *(sentence for source in sources for sentence in weak_gradient(source)),
         *(f"{source.name}: {problem}" for source in sources for problem in source.problems),
     ]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -118,6 +120,20 @@ def different_data(sources: Sequence[Source]) -> list[str]:
     if other := [key for key in differing if not key.startswith("data.")]:
         found.append(f"The runs differ in {', '.join(other)}: their validation losses are of different tokens.")
     return found
+
+
+def weak_gradient(source: Source) -> list[str]:
+    """Where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
+    ratio = source.metrics.series("error/gradient_to_noise")
+    below = (ratio.values < THRESHOLD).nonzero()[0]
+    if not len(below):
+        return []
+    first = int(below[0])
+    return [
+        f"{source.label}: at step {int(ratio.steps[first])} the gradient's norm was {ratio.values[first]:.2f} times "
+        f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured steps; quantised training "
+        "becomes less effective there (arXiv 2505.19115)."
+    ]
 
 
 def _contents(parts: Sequence[Html]) -> Html:

@@ -177,8 +177,9 @@ def errors(sources: Sequence[Source]) -> Html:
         drawn = figure(
             f"errors-{source.number}",
             heat_maps(found),
-            alt=f"Heat maps of relative error and underflow by layer and step of {source.label}, the worst operand of "
-            f"each layer at each step; {len(found.layers)} layers, steps {found.steps[0]} to {found.steps[-1]}.",
+            alt=f"Heat maps of relative error, underflow, and gradient over noise by layer and step of {source.label}; "
+            f"the worst operand of each layer at each step; {len(found.layers)} layers, "
+            f"steps {found.steps[0]} to {found.steps[-1]}.",
             caption=f"{source.label}: the worst operand of each layer; empty: not quantised then"
             + (f"; the worst {LAYERS} layers, {left_out} are left out" if left_out > 0 else ""),
         )
@@ -187,42 +188,35 @@ def errors(sources: Sequence[Source]) -> Html:
 
 
 def _worst(found: Errors) -> Html:
-    rows = []
+    rows, relative = [], found.relative_error
     for layer in worst_layers(found)[:WORST]:
-        error = found.values["relative_error"][layer]
-        seen = np.isfinite(error).any(axis=0).nonzero()[0]
+        seen = np.isfinite(relative[layer]).any(axis=0).nonzero()[0]
         if not len(seen):
             continue
         last = int(seen[-1])
-        operand = int(np.nanargmax(error[:, last]))
-        mine = error[operand]
-        finite = mine[np.isfinite(mine)]
+        operand = int(np.nanargmax(relative[layer, :, last]))
+        error = relative[layer, operand]
         value = {name: float(values[layer, operand, last]) for name, values in found.values.items()}
         rows.append(
             [
                 found.layers[layer],
                 found.operands[operand],
                 found.steps[last],
-                f"{value['relative_error']:.4f}",
-                f"{finite[0]:.4f}",
+                f"{error[last]:.4f}",
+                f"{error[np.isfinite(error)][0]:.4f}",
                 f"{value['sqnr_db']:.1f}",
                 f"{100 * value['underflow']:.2f} %",
                 f"{100 * value['saturation']:.2f} %",
                 f"{value['kurtosis']:.1f}",
                 f"{value['amax']:.3g}",
+                _known(found.gradient_to_noise[layer, last], ".1f"),
             ]
         )
-    header = [
-        "layer",
-        "operand",
-        "step",
-        "rel. error",
-        "at first",
-        "SQNR, dB",
-        "underflow",
-        "saturation",
-        "kurtosis",
-        "amax",
-    ]
+    errors = ["rel. error", "at first", "SQNR, dB", "underflow", "saturation", "kurtosis", "amax", "gradient / noise"]
     caption = f"The {len(rows)} worst layers when last measured, each with its worst operand"
-    return table(header, rows, caption=caption, right=range(2, 10))
+    return table(["layer", "operand", "step", *errors], rows, caption=caption, right=range(2, 11))
+
+
+def _known(value: float, form: str) -> str:
+    """A dash where it is not known."""
+    return f"{value:{form}}" if math.isfinite(value) else "–"

@@ -126,7 +126,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
         stretches=_try(partial(_plan, path, records), problems, no_plan),
         config=config,
         environments=environments,
-        errors=_try(lambda: read_errors(metrics), problems, None),
+        errors=_try(partial(read_errors, path), problems, None),
         studies=_try(lambda: read_studies(path, problems), problems, Studies()),
         problems=problems,
     )

@@ -18,6 +18,7 @@ from fp4train.run.run import Run
 from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
 from fp4train.track import mend
 from fp4train.track.config import METRICS
+from fp4train.track.statistics import STATISTICS
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +40,14 @@ def begin(
     found: list[str] = []
     if branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
-        run_directory.copy_files(source, directory, (METRICS, *((run_directory.HISTORY,) if unrecorded else ())))
+        run_directory.copy_files(
+            source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
+        )
         if entries := read_entries(source):
             write_entries(directory, entries)
     if start is None:
         run.folder.remove(METRICS)
+        run.folder.remove(STATISTICS)
     else:
         run.saver.saved = None if branching else start.step
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp4train.run.history import chained_sum
-from fp4train.track import MetricsLog
+from fp4train.track import STATISTICS, MetricsLog, Statistics
+from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
 
@@ -35,10 +39,11 @@ def write_run(
                 "perf/tokens_per_s": 1000.0,
                 "precision/recipe": recipe,
                 **({"val/loss": level} if step % 10 == 0 else {}),
-                **(_errors(step) if errors and step % 10 == 0 else {}),
             },
         )
     log.finish()
+    if errors:
+        write_statistics(run, range(10, steps + 1, 10))
     if seed is not None:
         config = {
             "run": {"name": run.name, "seed": seed},
@@ -73,19 +78,28 @@ def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str, **
     (run / "history.jsonl").write_text(json.dumps(line) + "\n")
 
 
-def _errors(step: int) -> dict[str, float]:
-    found = {}
-    for place, layer in enumerate(LAYERS):
-        for operand, worse in (("fprop.x", 0.0), ("wgrad.dy", 0.05)):
-            name = f"error/{layer}/{operand}"
-            found |= {f"{name}/relative_error": 0.1 + 0.01 * place + worse, f"{name}/sqnr_db": 20.0 - step / 10}
-            found |= {
-                f"{name}/underflow": 0.02,
-                f"{name}/saturation": 0.0,
-                f"{name}/kurtosis": 4.0,
-                f"{name}/amax": 1.5,
-            }
-    return found
+def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LAYERS, **values: float) -> None:
+    """Two operands per layer. sqnr_db: 20 dB for the first, 1 dB less per layer and operand, less at later steps."""
+    log = StatisticsLog(run / STATISTICS)
+    for step in steps:
+        operands, gradients = np.zeros(2 * len(layers), OPERAND), np.zeros(len(layers), GRADIENT)
+        operands["layer"], operands["operand"] = np.repeat(np.arange(len(layers)), 2), np.tile([0, 1], len(layers))
+        operands["sqnr_db"] = 20 - np.arange(2 * len(layers)) - step / 10
+        operands["underflow"], operands["kurtosis"], operands["amax"] = 0.02, 4.0, 1.5
+        for key, value in values.items():
+            operands[key] = value
+        gradients["layer"], gradients["gradient"], gradients["noise"] = np.arange(len(layers)), 6.0, 2.0
+        log.log(
+            Statistics(
+                step=step,
+                recipe="NVFP4",
+                layers=tuple(layers),
+                names=("fprop.x", "wgrad.dy"),
+                operands=operands,
+                gradients=gradients,
+            )
+        )
+    log.close()
 
 
 def write_ranking(run: Path, name: str = "mxfp8") -> Path:

@@ -58,7 +58,7 @@ def test_it_fits_its_window_and_every_plot_is_drawn(shown: Page, written: Path, 
     assert all(left >= 0 and right <= width and height > 60 for left, right, height in plots)
     assert all(height < 1400 for _, _, height in plots), "a figure stays on a screen or two"
     images = shown.evaluate("[...document.images].length + document.querySelectorAll('figure svg image').length")
-    assert images == 2 * 2 * (2 + 2), "two maps and two colour bars, for two runs, in two widths"
+    assert images == 2 * 2 * (3 + 3), "three maps and their colour bars, for two runs, in two widths"
     assert shown.evaluate("[...document.querySelectorAll('svg[role=img]')].every(e => e.ariaLabel.length > 40)")
     assert (shown.evaluate(PAPER) == "rgb(255, 255, 255)") is not dark
     assert shown.evaluate(INK) != shown.evaluate(PAPER)

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from made import write_run
 
-from fp4train.report.errors import read_errors
-from fp4train.report.figures import worst_layers
 from fp4train.report.gaps import common, curve, gap_at, gap_curve, group
 from fp4train.report.sources import read_sources
 
@@ -58,12 +56,3 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path: Path) -> Non
 
 def test_a_second_run_of_a_seed_is_no_other_seed(tmp_path: Path) -> None:
     assert len(groups_of(tmp_path, ("a", 2.0, 0, "A"), ("b", 2.2, 0, "A"), ("c", 2.2, 1, "A"))) == 2
-
-
-def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> None:
-    (source,), _ = read_sources([write_run(tmp_path / "a", errors=True)])
-    found = read_errors(source.metrics)
-    assert found is not None and found.steps == [10, 20, 30, 40]
-    assert found.values["sqnr_db"][0, 0].tolist() == [19, 18, 17, 16]
-    assert found.worst_operand("relative_error")[:, -1].tolist() == pytest.approx([0.15, 0.16])
-    assert worst_layers(found) == [1, 0]

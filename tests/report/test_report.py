@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity
+from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity, write_statistics
 
 from fp4train import files
 from fp4train.cli import main
@@ -188,8 +188,7 @@ def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
         {"step": 41, "train/loss": 1e308, "train/tokens": 1e308, "perf/tokens_per_s": 0.0, "perf/mfu": float("nan")},
         {"step": 41, "train/loss": -1e308, "val/loss": float("inf"), "perf/tokens_per_s": -1.0},
         {"step": 50, "train/loss": 0.0, "val/loss": 0.0, "train/tokens": 10**400},
-        {"step": 50, "error/a/b/sqnr_db": float("inf"), "error/a/b/relative_error": 1e308, "error/c/b/amax": 1},
-        {"step": 50, "error/a/b/relative_error": float("nan")},
+        {"step": 50, "error/gradient_to_noise": float("nan"), "error/worst": 1e308},
     ],
 )
 def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) -> None:
@@ -218,6 +217,23 @@ def test_a_strange_plan_leaves_a_report(tmp_path: Path, stretch: dict[str, Any])
     page = report(tmp_path, write_run(tmp_path / "b", seed=0), run)
     assert "Cost" in page.text
     assert ("holds a plan that is impossible" in page.text) is bool(stretch.get("kinds", True))
+
+
+def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    log = MetricsLog(run / "metrics.jsonl")
+    for step, ratio in ((50, 1.8), (60, 1.7), (70, 1.6)):
+        log.log(step, {"error/gradient_to_noise": ratio})
+    log.finish()
+    text = report(tmp_path, run).text
+    assert "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text and "2 of 3 measured" in text
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_are_all_exact_or_unknown_leave_a_report(tmp_path: Path, value: float) -> None:
+    run = write_run(tmp_path / "a")
+    write_statistics(run, [10], ("a",), sqnr_db=value, underflow=value)
+    assert "Quantisation errors" in report(tmp_path, run).text
 
 
 def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
