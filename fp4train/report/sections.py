@@ -212,7 +212,7 @@ def _worst(found: Errors) -> Html:
                 _known(found.gradient_to_noise[layer, last], ".1f"),
             ]
         )
-    errors = ["rel. error", "at first", "SQNR, dB", "underflow", "saturation", "kurtosis", "amax", "gradient / noise"]
+    errors = ["rel. error", "at first", "SQNR, dB", "underflow", "saturation", "kurtosis", "amax", "grad/noise"]
     caption = f"The {len(rows)} worst layers when last measured, each with its worst operand"
     return table(["layer", "operand", "step", *errors], rows, caption=caption, right=range(2, 11))
 

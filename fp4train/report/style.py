@@ -16,7 +16,7 @@ STYLE = (
     """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
-body{margin:0 auto;padding:1.2rem 1.2rem 3rem;max-width:60rem;background:var(--page);color:var(--ink);
+body{margin:0 auto;padding:1.2rem 1.2rem 3rem;max-width:64rem;background:var(--page);color:var(--ink);
   font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .4rem}
 h2{font-size:1.2rem;margin:2.2rem 0 .6rem;padding-bottom:.2rem;border-bottom:1px solid var(--line)}
