@@ -1,6 +1,8 @@
-"""`fp4train plan key=value… [full=true]`: what every GEMM of a run would run in, and why; trains nothing.
+"""`fp4train plan key=value… [full=true] [--json]`: what every GEMM of a run would run in, and why; trains nothing.
 
-`fp4train plan RUN` shows what a run was told, what it ran, and what is planned for the rest.
+With gpu=NAME it adds the time of each GEMM there; with gpus=N or `parallel.*` what a mesh of that GPU will hold, send
+and cost; with parallel=auto the cheapest mesh that fits. `fp4train plan RUN` shows what a run was told, what it ran,
+and what is planned for the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fp4train.cli.launch import launch, settings
+from fp4train.cli.mesh import Asked, MeshPlan, as_configured, as_json, parse
+from fp4train.config import overrides
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
@@ -40,7 +44,8 @@ def main(arguments: list[str]) -> int:
     if wrong := [a for a in wanted if a.lower() not in FULL]:
         raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
     full = any(FULL[a.lower()] for a in wanted)
-    rest = [a for a in arguments if a not in wanted]
+    as_data = "--json" in arguments
+    asked, rest = parse([a for a in arguments if a not in wanted and a != "--json"])
     if (
         rest
         and not rest[0].startswith(("-", "~", "+"))
@@ -48,9 +53,12 @@ def main(arguments: list[str]) -> int:
     ):
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
+        if asked is not None or as_data:
+            raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
         return 0
-    return launch(rest, partial(_plan, full=full))
+    given = overrides.changed_keys([a for a in rest if "=" in a and not a.startswith("-")])
+    return launch(rest, partial(_plan, full=full, asked=asked, as_data=as_data, given=given, command=rest))
 
 
 def _of_run(run: Path, *, full: bool) -> str:
@@ -91,7 +99,9 @@ def _state(stretch: history.Stretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(cfg: DictConfig, *, full: bool) -> int:
+def _plan(
+    cfg: DictConfig, *, full: bool, asked: Asked | None, as_data: bool, given: list[str], command: list[str]
+) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.run.advice import nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
@@ -113,10 +123,21 @@ def _plan(cfg: DictConfig, *, full: bool) -> int:
     if source is not None and swap is not None:
         timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
+    asked = as_configured(asked, config.parallel)
+    if asked is not None:
+        if gpu is None:
+            raise UserError(
+                "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
+            )
+        mesh_plan = MeshPlan(config, asked, model, timeline, gpu, given)
+        return _search(mesh_plan, command, as_data) if asked.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, model, timeline, device).since(start)
     if warning := nothing_quantised(plan):
         _log.warning("%s", warning)
+    if as_data:
+        print(as_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
+        return 0
     if source is not None and start:
         past = [s for each in history.stretches(history.read_history(source)) for s in _split(each, start)]
         ran = [s.title for s in past if s.stop <= start]
@@ -133,6 +154,61 @@ def _checkpoint(model: nn.Module) -> str:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     size = f"{3 * weights / 1e9:,.2f} GB" if weights >= 1e8 else f"{3 * weights / 1e6:,.1f} MB"
     return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
+
+
+def _rows(plan: Plan) -> list[dict[str, object]]:
+    """One entry per GEMM."""
+    return [
+        {
+            "steps": [row.start, row.stop],
+            "layer": row.layer.name,
+            "gemm": row.gemm,
+            "size": list(row.size),
+            "elements": row.elements,
+            "backend": row.backend,
+            "why": row.why,
+        }
+        for row in plan.rows
+    ]
+
+
+def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
+    """Print what the mesh will hold, send and cost."""
+    from fp4train.costs.screen import cluster_json, render_cluster
+
+    plan, costs = mesh_plan.costs()
+    if as_data:
+        stretches = [cluster_json(*each) for each in costs]
+        recipe = mesh_plan.config.recipe.name
+        print(as_json({"recipe": recipe, "notes": mesh_plan.notes, "stretches": stretches, "gemms": _rows(plan)}))
+        return 0
+    print(render(plan, full=True) if full else summarise(plan), render_cluster(costs), sep="\n\n")
+    for note in mesh_plan.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
+    """Print the cheapest meshes, and the command that asks for the best."""
+    from fp4train.costs.screen import cluster_json, render_candidates
+    from fp4train.costs.search import distinct
+
+    found, batch = mesh_plan.search()
+    fitting = distinct([each for each in found if each.cost.fits], 6)
+    others = distinct([each for each in found if not each.cost.fits], 3 if fitting else 6)
+    kept = [
+        a for a in command if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
+    ]
+    best = (fitting or others)[0]
+    text = " ".join(["fp4train plan", *kept, f"train.batch_size={batch}", *best.overrides()])
+    if as_data:
+        listed = [{"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)]
+        print(as_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
+    else:
+        print(render_candidates(found, [*fitting, *others], text))
+        for note in mesh_plan.notes:
+            print(f"note: {note}")
+    return 0 if fitting else 1
 
 
 def _estimate(config: Config, plan: Plan, gpu: Gpu) -> str:

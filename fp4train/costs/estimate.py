@@ -140,7 +140,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     for stretch in plan.stretches:
         costs: list[GemmCost] = []
         for layer in stretch.layers.values():
-            costs += _layer(layer, gpu, plan.tokens, microbatches)
+            costs += layer_costs(layer, gpu, plan.tokens, microbatches)
             for gemm in layer.gemms:
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu)
@@ -153,14 +153,20 @@ def _why_emulated(gemm: Gemm) -> str | None:
     return gemm.why if gemm.backend in EMULATING else None
 
 
-def _layer(plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int) -> list[GemmCost]:
-    """The GEMMs of one layer in one stretch."""
+def layer_costs(
+    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int, *, weight_passes: float = 1
+) -> list[GemmCost]:
+    """The GEMMs of one layer in one stretch.
+
+    Args:
+        weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
+    """
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
     weights = layer.in_features * layer.out_features
     counts = {"x": tokens * layer.in_features, "w": weights, "dy": tokens * layer.out_features}
     for tensor, forms in FORMS.items():
-        times = 1 if tensor == "w" else microbatches
+        times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
         seconds = _tensor(gpu, counts[tensor], [(spec, _why_emulated(gemm) is not None) for gemm, spec in users])
         for gemm, _ in users:

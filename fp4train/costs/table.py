@@ -22,7 +22,7 @@ def render(cost: CostEstimate) -> str:
     parts = [f"estimated time of the linear layers on {_describe(cost.gpu)}, each line is one layer in one step"]
     parts += [_render(stretch) for stretch in cost.stretches]
     if len(cost.stretches) > 1:
-        parts.append(f"the whole run: BF16 {_time(cost.bf16)}, as planned {_time(cost.total)}{_faster(cost)}")
+        parts.append(f"the whole run: BF16 {time_text(cost.bf16)}, as planned {time_text(cost.total)}{_faster(cost)}")
     parts += [_break_even(cost.gpu, names, size) for names, size in cost.break_even.items()]
     return "\n\n".join(parts)
 
@@ -35,15 +35,15 @@ def _describe(gpu: Gpu) -> str:
 def _render(stretch: StretchCost) -> str:
     header = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
     lines = tabulate([header, *_fold(_merge(stretch.rows))])
-    total = f"per step: BF16 {_time(stretch.bf16)}, as planned {_time(stretch.total)}{_faster(stretch)}"
+    total = f"per step: BF16 {time_text(stretch.bf16)}, as planned {time_text(stretch.total)}{_faster(stretch)}"
     if stretch.quantise:
-        total += f", of which quantising {_time(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"
+        total += f", of which quantising {time_text(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"
     notes = [f"emulated: {reason}" for reason in dict.fromkeys(row.emulated for row in stretch.rows) if reason]
     if losing := stretch.losing():
         saved = sum(row.total - row.bf16 for row in losing)
         notes.append(
             f"quantising does not pay in {len(losing)} of {len(stretch.rows)} GEMMs: in BF16 they would take "
-            f"{_time(saved)} less per step"
+            f"{time_text(saved)} less per step"
         )
     return "\n".join([stretch.title, *lines, total, *notes])
 
@@ -67,7 +67,7 @@ def _faster(cost: StretchCost | CostEstimate) -> str:
     return f" ({cost.bf16 / cost.total:.2f}× as fast)" if cost.total else ""
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
     for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
@@ -82,13 +82,13 @@ def _break_even(gpu: Gpu, names: str, size: int | None) -> str:
 
 
 def _cells(row: GemmCost) -> tuple[str, ...]:
-    quantise = _time(row.quantise) if row.quantise else "-"
+    quantise = time_text(row.quantise) if row.quantise else "-"
     return (
         row.gemm_name,
         "×".join(map(str, row.size)),
         row.elements,
-        _time(row.bf16),
-        _time(row.gemm),
+        time_text(row.bf16),
+        time_text(row.gemm),
         quantise,
         f"{row.bf16 / row.total:.2f}×",
         row.note,

@@ -1,0 +1,304 @@
+"""What a block keeps for its backward pass and moves between its GEMMs, measured on the meta device.
+
+A block of the real model runs forward and backward once, on tensors without memory. Its linear layers and attention
+products are replaced by stand-ins that keep what the real ones keep and compute nothing:
+
+    linear layer     x for wgrad: q(xᵀ) as packed codes and scales, or x in high precision
+    attention        q, k, v, the output and a float32 log-sum-exp per row (FlashAttention, arXiv:2205.14135)
+    RMSNorm          x and a float32 factor per row, as torch's fused kernel on a GPU
+
+Everything else is what torch does with the block's own code, so a new model family needs no formula here. Counted are
+the bytes of the tensors that autograd keeps, each storage once, and the bytes that the operations between the products
+read and write. Weights are not counted: `memory.py` counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp4train.formats import get_format
+from fp4train.precision import autocast
+from fp4train.precision.layers import find_blocks
+from fp4train.precision.plan import LayerPlan
+from fp4train.precision.recipe import Recipe
+from fp4train.quantize import QuantSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Products q·kᵀ and p·v of one block: q is [batch, heads, time, head_dim], k and v have `kv_heads`."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    time: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Forward; half of the square if causal. Backward takes 2.5 times as many, one product being recomputed."""
+        return (2 if self.causal else 4) * self.batch * self.heads * self.time**2 * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """One block and one microbatch, before any splitting.
+
+    Args:
+        saved: bytes kept for backward.
+        whole: the part of `saved` that tensor parallelism without sequence parallelism repeats on every rank: tensors
+            of the residual stream and the inputs of column-wise split layers.
+        forward, backward: bytes that the operations between the products read and write, each operation by itself.
+        attentions: its attention products.
+        input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
+        weights: bytes of the copies in the recipe's dtype that layers without a quantised GEMM keep of their weights.
+    """
+
+    saved: float
+    weights: float
+    whole: float
+    forward: float
+    backward: float
+    attentions: tuple[Attention, ...]
+    input: float
+
+
+def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
+    """Bytes of a quantised matrix [rows, columns]: packed codes, and one scale per block."""
+    tall, wide = spec.block[0] or rows, spec.block[1] or columns
+    scales = math.ceil(rows / tall) * math.ceil(columns / wide)
+    return rows * columns * get_format(spec.element).bits / 8 + scales * (4 if spec.scale == "fp32" else 1)
+
+
+def measure_blocks(
+    model: nn.Module,
+    plans: Mapping[str, LayerPlan],
+    recipe: Recipe,
+    *,
+    sequences: int,
+    seq_len: int,
+    row_wise: Collection[str] = (),
+    sharing: bool = True,
+) -> list[BlockCost]:
+    """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
+
+    Blocks with equal plans and parameters are measured once.
+
+    Args:
+        plans: what each linear layer runs, by name.
+        row_wise: layers whose inputs tensor parallelism splits, not their outputs.
+        sharing: layers of fp4train's own backends that read one input share its codes; not under train.compile.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks = find_blocks(model)
+    known: dict[object, BlockCost] = {}
+    found = []
+    inputs = _inputs(model, blocks, recipe, sequences, seq_len)
+    for block in blocks:
+        mine = {names[part]: part for part in block.modules() if names[part] in plans}
+        prefix = names[block]
+        layers_key = tuple((n.removeprefix(prefix), plans[n].gemms, plans[n].layer.in_features) for n in mine)
+        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
+        if key not in known:
+            layers = {part: plans[name] for name, part in mine.items()}
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing)
+        found.append(known[key])
+    return found
+
+
+def _inputs(
+    model: nn.Module, blocks: list[nn.Module], recipe: Recipe, sequences: int, seq_len: int
+) -> dict[nn.Module, tuple[Any, ...]]:
+    """What the model calls each block with, every block passing its input on."""
+    seen: dict[nn.Module, tuple[Any, ...]] = {}
+
+    def note(block: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        seen[block] = (x, *others)
+        return x
+
+    with _forwards({block: partial(note, block) for block in blocks}), autocast(recipe), torch.no_grad():
+        model(torch.empty(sequences, seq_len, dtype=torch.int64, device="meta"))
+    return seen
+
+
+@contextmanager
+def _forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules whose forward is another function for a while."""
+    for module, forward in replaced.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.__dict__["forward"]
+
+
+def _measure(
+    block: nn.Module,
+    inputs: tuple[Any, ...],
+    layers: Mapping[nn.Module, LayerPlan],
+    row_wise: Collection[str],
+    recipe: Recipe,
+    sharing: bool,
+) -> BlockCost:
+    x = inputs[0].detach().clone().requires_grad_()
+    given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
+    given |= {_storage(each) for each in block.parameters()}
+    stand_ins = _StandIns(sharing, {part: plan.layer.name not in row_wise for part, plan in layers.items()})
+    kept: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        if _storage(t) not in given:
+            kept[_storage(t)] = t
+        return t
+
+    traffic = _Traffic()
+    forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
+    with _forwards(forwards), autocast(recipe), _FunctionStandIns(stand_ins, traffic):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
+            y = block(x, *inputs[1:])
+        forward, traffic.bytes = traffic.bytes, 0.0
+        with traffic:
+            torch.autograd.backward(y, torch.empty_like(y))
+    block.zero_grad(set_to_none=True)
+    saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
+    width = x.shape[-1]
+    whole = {
+        k for k, t in kept.items() if k in stand_ins.repeated or (t.shape[:-1] == x.shape[:-1] and _residual(t, width))
+    }
+    return BlockCost(
+        saved=sum(saved.values()),
+        weights=sum(
+            plan.layer.in_features * plan.layer.out_features * plan.table.torch_dtype.itemsize
+            for plan in layers.values()
+            if not plan.quantised and plan.table.torch_dtype != torch.float32
+        ),
+        whole=sum(saved[key] for key in whole),
+        forward=forward,
+        backward=traffic.bytes,
+        attentions=tuple(stand_ins.attentions),
+        input=x.untyped_storage().nbytes(),
+    )
+
+
+def _residual(t: Tensor, width: int) -> bool:
+    return t.shape[-1] in (1, width)
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+class _StandIns:
+    """The stand-ins of one block, and what they saw."""
+
+    def __init__(self, sharing: bool, columnwise: Mapping[nn.Module, bool]) -> None:
+        self.sharing, self.columnwise = sharing, columnwise
+        self.attentions: list[Attention] = []
+        self.repeated: set[int] = set()
+        self._last: tuple[int, QuantSpec, Tensor] | None = None
+
+    def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor) -> Tensor:
+        spec = plan.wgrad.operands.second
+        kept = x.to(plan.table.torch_dtype) if spec is None else self._codes(x, spec, plan)
+        if self.columnwise[module]:
+            self.repeated.add(_storage(kept))
+        out: Tensor = _Linear.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
+        return out
+
+    def _codes(self, x: Tensor, spec: QuantSpec, plan: LayerPlan) -> Tensor:
+        shares = self.sharing and plan.layer_backend is None
+        if shares and self._last is not None and self._last[:2] == (_storage(x), spec):
+            return self._last[2]
+        size = packed_bytes(spec, x.shape[-1], x.shape[:-1].numel())
+        codes = torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
+        self._last = (_storage(x), spec, codes)
+        return codes
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, out_features: int) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.like = x.new_empty(x.shape)
+        return x.new_empty((*x.shape[:-1], out_features))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.empty_like(ctx.like), None, None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, time, _ = q.shape
+        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)  # the layout of the kernels
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, traffic: _Traffic) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        ctx.weight, ctx.traffic = weight, traffic
+        traffic.bytes += 2 * x.numel() * x.itemsize
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.traffic.bytes += 3 * dy.numel() * dy.itemsize
+        return torch.empty_like(dy), None if ctx.weight is None else torch.empty_like(ctx.weight), None
+
+
+class _FunctionStandIns(TorchFunctionMode):
+    def __init__(self, stand_ins: _StandIns, traffic: _Traffic) -> None:
+        super().__init__()
+        self._found, self._traffic = stand_ins.attentions, traffic
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
+            return _Normalise.apply(args[0], weight, self._traffic)  # type: ignore[no-untyped-call]
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        batch, heads, time, dim = q.shape
+        causal = bool((kwargs or {}).get("is_causal"))
+        self._found.append(
+            Attention(batch=batch, heads=heads, kv_heads=k.shape[1], time=time, head_dim=dim, causal=causal)
+        )
+        return _Attend.apply(q, k, v)  # type: ignore[no-untyped-call]
+
+
+class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes that operations read and write; views and allocations move none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or "empty" in str(func):
+            return out
+        read = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        self.bytes += sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*read, *written))
+        return out

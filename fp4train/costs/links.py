@@ -1,0 +1,127 @@
+"""How ranks are linked, and the seconds of a collective.
+
+A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s per GPU and direction.
+
+    gather, scatter    (g−1)/g · bytes over NVLink; between n domains (n−1)/n · bytes over the network, shared by the
+                       group's members in one domain, each with its own adapter; the slower of the two
+    all-reduce         a scatter and a gather
+    latency            LATENCY · log2(g), NVLink or network
+
+Sources of the speeds: A100 DGX A100 data sheet (NVLink 3, 200 Gb/s); H100, H200 DGX H100 data sheet (NVLink 4,
+ConnectX-7 400 Gb/s); B200 DGX B200 data sheet (NVLink 5, 400 Gb/s); GB200 NVL72 data sheet (72 GPUs in a domain,
+ConnectX-7 400 Gb/s); B300 and GB300 data sheets (ConnectX-8, 800 Gb/s). Data sheets print both directions together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from fp4train.hardware import Gpu
+
+NVLINK_SHARE: Final = 0.80
+"""Share of NVLink's speed that large collectives reach: nccl-tests on DGX H100, about 360 of 450 GB/s."""
+
+NETWORK_SHARE: Final = 0.85
+"""Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and more of nccl-tests on
+a network without other traffic."""
+
+LATENCY: Final = MappingProxyType({"NVLink": 3e-6, "network": 8e-6})
+"""Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces (15 to 50 µs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """The links of a cluster.
+
+    Args:
+        name: what it is called.
+        domain: GPUs that NVLink joins.
+        nvlink, network: bytes/s per GPU and direction.
+    """
+
+    name: str
+    domain: int
+    nvlink: float
+    network: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.domain} GPUs per NVLink domain at {self.nvlink / 1e9:.0f} GB/s, "
+            f"network {self.network / 1e9:.0f} GB/s per GPU"
+        )
+
+
+def _links(name: str, domain: int, nvlink: float, network: float) -> Interconnect:
+    return Interconnect(name=name, domain=domain, nvlink=nvlink * 1e9, network=network * 1e9)
+
+
+_DGX_A100 = _links("DGX A100", 8, 300, 25)
+_DGX_H100 = _links("DGX H100", 8, 450, 50)
+INTERCONNECTS: Final = MappingProxyType(
+    {
+        "A100": _DGX_A100,
+        "A100-40GB": _DGX_A100,
+        "H100": _DGX_H100,
+        "H200": _DGX_H100,
+        "B200": _links("DGX B200", 8, 900, 50),
+        "GB200": _links("GB200 NVL72", 72, 900, 50),
+        "B300": _links("DGX B300", 8, 900, 100),
+        "GB300": _links("GB300 NVL72", 72, 900, 100),
+    }
+)
+"""GPU → the links of the machine it is sold in."""
+
+
+def interconnect(gpu: Gpu) -> Interconnect:
+    """The links of the machine that `gpu` is sold in."""
+    return INTERCONNECTS[gpu.name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks of one collective.
+
+    Args:
+        size: ranks.
+        near: those of them in one NVLink domain.
+    """
+
+    links: Interconnect
+    size: int
+    near: int
+
+    @classmethod
+    def of(cls, links: Interconnect, size: int, stride: int) -> Group:
+        """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of the group."""
+        most = max(1, links.domain // stride)
+        return cls(links=links, size=size, near=max(n for n in range(1, size + 1) if size % n == 0 and n <= most))
+
+    @property
+    def link(self) -> str:
+        """ "NVLink", or "network" if the group spans domains."""
+        return "NVLink" if self.near == self.size else "network"
+
+    def sent(self, whole: float) -> float:
+        """Bytes that each rank sends to gather, or to scatter the sums of, a tensor of `whole` bytes."""
+        return (self.size - 1) / self.size * whole
+
+    def gather_seconds(self, whole: float) -> float:
+        """Time to gather, or to reduce and scatter, a tensor of `whole` bytes over the group."""
+        if self.size == 1:
+            return 0.0
+        domains = self.size // self.near
+        near = self.sent(whole) / (self.links.nvlink * NVLINK_SHARE)
+        far = (domains - 1) / domains * whole / (self.near * self.links.network * NETWORK_SHARE)
+        return max(near if self.near > 1 else 0.0, far) + LATENCY[self.link] * math.log2(self.size)
+
+    def reduce_seconds(self, whole: float) -> float:
+        """Time of an all-reduce."""
+        return 2 * self.gather_seconds(whole)
+
+    def send_seconds(self, part: float) -> float:
+        """Time to send `part` bytes to the neighbour farthest away."""
+        speed = self.links.nvlink * NVLINK_SHARE if self.link == "NVLink" else self.links.network * NETWORK_SHARE
+        return 0.0 if self.size == 1 else part / speed + LATENCY[self.link]

@@ -1,0 +1,151 @@
+"""`fp4train plan` of a mesh: the commands of docs/cost-model.md, the keys, JSON, and what is refused."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp4train.cli import main
+from fp4train.cli.mesh import Asked, as_configured, parse
+from fp4train.costs.mesh import Mesh
+from fp4train.errors import UserError
+from fp4train.parallel.config import Parallel
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE)
+SMALL = ("plan", "model=llama_125m", "gpu=H100", "recipe=fp8_current", "train.seq_len=2048")
+
+
+def run(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[c.split("model=")[1].split()[0] for c, _ in COMMANDS])
+def test_commands_of_the_document_print_what_it_shows(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*shlex.split(command)) == 0
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert len(printed.splitlines()) < 60, "one screen"
+
+
+def test_the_document_shows_a_mesh_and_a_search() -> None:
+    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [True, True]
+    assert COMMANDS[0][1]
+
+
+def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "model=llama_125m", "gpu=GB200", "parallel.dp_shard=128", "parallel.tp=4") == 0
+    printed = capsys.readouterr().out
+    assert "512 GB200: 128 shards × 4 tensor" in printed
+    assert "train.batch_size=16, the default, does not divide over 128 data ranks" in printed
+    assert "train.seq_len=256 is the default" in printed
+
+
+def test_the_rest_of_the_gpus_are_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "gpus=32", "parallel.tp=2", "--json", "train.batch_size=64") == 0
+    found = json.loads(capsys.readouterr().out)
+    cost = found["stretches"][0]
+    assert cost["mesh"]["shard"] == 16
+    assert cost["gpus"] == 32
+    assert cost["tokens_per_step"] == 64 * 2048
+    assert sum(cost["seconds"].values()) == pytest.approx(cost["step_seconds"])
+    assert sum(cost["memory_bytes"].values()) == pytest.approx(cost["memory_bytes_total"])
+    assert {each["name"] for each in cost["collectives"]} >= {"weight gather, forward", "gradient reduction"}
+    assert found["gemms"]
+
+
+def test_a_plan_without_a_mesh_has_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "recipe=nvfp4", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "NVFP4"
+    assert {row["gemm"] for row in found["gemms"]} == {"fprop", "dgrad", "wgrad"}
+
+
+@pytest.mark.long
+def test_the_command_that_a_search_prints_plans_the_same_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "gpus=16", "parallel=auto", "train.batch_size=64", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    words = shlex.split(found["command"])
+    assert words[:2] == ["fp4train", "plan"]
+    assert run(*words[1:], "--json") == 0
+    again = json.loads(capsys.readouterr().out)["stretches"][0]
+    best = found["meshes"][0]
+    assert again["mesh"] == best["mesh"]
+    assert again["step_seconds"] == pytest.approx(best["step_seconds"])
+
+
+def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("plan", "model=llama_70b", "gpu=H100", "gpus=2", "parallel=auto", "recipe=bf16") == 1
+    printed = capsys.readouterr().out
+    assert "0 of " in printed and "does not fit: " in printed and "more GPUs" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpus=100", "parallel.tp=8"], "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96"),
+        (["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"], "parallel.dp_shard=8 fills it, or gpus=32"),
+        (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 3, 4, 6, 12"),
+        (["parallel.pp=5"], "parallel.pp=5 does not divide the 12 blocks: parallel.pp may be 1, 2, 3, 4, 6, 12"),
+        (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
+        (["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"], "train.microbatch may be 1, 2"),
+        (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
+        (["parallel=auto", "gpus=8", "parallel.tp=2"], "chooses the mesh itself: leave parallel.tp out"),
+        (["parallel=8"], "parallel takes auto, or sizes by key"),
+        (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'tp'?"),
+        (["parallel.tp=two"], "parallel.tp=two must be a whole number"),
+        (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
+        (["parallel.gather=fp8"], "parallel.gather='fp8' is not one of recipe, bf16, fp32"),
+        (["parallel.pp_schedule=zb"], "parallel.pp_schedule='zb' is not one of 1f1b, interleaved"),
+        (["parallel.tp=0"], "parallel.tp=0 must be at least 1"),
+        (["gpus=8", "gpu=null"], "a plan for several GPUs needs their name: gpu=H100"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "model=llama_125m", "gpu=H100", "recipe=bf16", *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_keys_of_the_mesh_are_those_of_the_section() -> None:
+    asked, rest = parse(["parallel.dp_replicate=2", "parallel.sp=false", "parallel.pp=4", "gpus=64", "model=llama_8b"])
+    assert rest == ["model=llama_8b"]
+    assert asked == Asked(gpus=64, dp_replicate=2, sp=False, pp=4, given=asked.given if asked else ())
+    assert asked.mesh(8) == Mesh(replicate=2, shard=8, sequence=False, pipeline=4, microbatches=8, codes=True)
+    assert parse(["model=llama_8b"]) == (None, ["model=llama_8b"])
+
+
+def test_the_section_of_the_configuration_counts_where_the_command_says_nothing() -> None:
+    asked, _ = parse(["parallel.dp_shard=4", "parallel.tp=2"])
+    both = as_configured(asked, Parallel(dp_replicate=2, dp_shard=8))
+    assert both is not None
+    assert (both.dp_replicate, both.dp_shard, both.tp) == (2, 4, 2)
+    assert as_configured(None, Parallel()) is None
+    assert as_configured(None, Parallel(dp_shard=8)) == Asked(dp_shard=8)
+
+
+def test_interleaved_stages_have_two_parts() -> None:
+    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.reduce=bfloat16"])
+    assert asked is not None
+    assert asked.mesh().virtual == 2
+    assert asked.mesh().reduce_bytes == 2
+
+
+def test_two_sizes_that_leave_nothing_are_refused() -> None:
+    asked, _ = parse(["gpus=8", "parallel.tp=16"])
+    assert asked is not None
+    with pytest.raises(ValueError, match="parallel=auto finds a mesh"):
+        asked.mesh()
+    with pytest.raises(UserError, match="dp_shard=-2"):
+        parse(["parallel.dp_shard=-2"])
