@@ -37,24 +37,28 @@ def draw_statistics(run: Path) -> Path:
     layers = list(dict.fromkeys(found.operands["layer"].tolist()))
     steps = np.unique(found.operands["step"])
     operands = list(dict.fromkeys(found.operands["operand"].tolist()))
-    figure = new_figure(4.2 * min(len(operands) + 1, 4), 1.2 + 2 * (1.0 + 0.13 * min(len(layers), LABELS)))
+    columns = min(len(operands) + 2, 4)
+    height = -(-(len(operands) + 2) // columns)
+    figure = new_figure(4.2 * columns, 0.4 + height * (1.0 + 0.13 * min(len(layers), LABELS)))
     figure.suptitle(plain(shortened(Path(run).resolve().name, 44)), x=0.01, ha="left", fontweight="bold", color=INK)
-    axes = figure.subplots(-(-(len(operands) + 1) // 4), min(len(operands) + 1, 4), squeeze=False).flatten()
+    axes = figure.subplots(height, columns, squeeze=False).flatten()
     for each in axes[len(operands) + 1 :]:
-        each.set_visible(False)
-    shown = None
+        each.set_axis_off()
+    legend = axes[len(operands) + 1]
     for panel, operand in zip(axes, operands, strict=False):
         rows = {key: values[found.operands["operand"] == operand] for key, values in found.operands.items()}
         table = grid(rows, rows["sqnr_db"], layers, steps)
         shown = _draw(panel, f"{operand}, SQNR in dB", table, layers, steps, "viridis", WORST_DB, BEST_DB)
-    if shown is not None:
-        figure.colorbar(shown, ax=axes[: len(operands)].tolist(), shrink=0.6, extend="both")
+        if operand == operands[-1]:
+            bar = figure.colorbar(shown, cax=legend.inset_axes((0.05, 0.05, 0.06, 0.85)), extend="both")
+            bar.ax.set_title("SQNR, dB", fontsize=8, color=INK, loc="left")
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(found.gradients["gradient"] / found.gradients["noise"] / math.sqrt(3))
     table = grid(found.gradients, np.where(np.isfinite(ratio), ratio, np.nan), layers, steps)
-    last = axes[len(operands)]
-    shown = _draw(last, "log₁₀ of gradient / (√3 · its noise)", table, layers, steps, "RdBu", -2.0, 2.0)
-    figure.colorbar(shown, ax=last, shrink=0.8, extend="both")
+    title = "log₁₀ of gradient / (√3 · its noise)"
+    shown = _draw(axes[len(operands)], title, table, layers, steps, "RdBu", -2.0, 2.0)
+    bar = figure.colorbar(shown, cax=legend.inset_axes((0.5, 0.05, 0.06, 0.85)), extend="both")
+    bar.ax.set_title("gradient / noise", fontsize=8, color=INK, loc="left")
     return save_figure(figure, Path(run) / HEATMAP)
 
 
