@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.measure.probe import probe
+from fp4train.measure.statistics import watch as watch_operands
 from fp4train.optim.gate import step_unless
 from fp4train.parallel import pipeline
 from fp4train.parallel.agree import Word, agree
@@ -32,6 +32,7 @@ from fp4train.run.progress import Progress
 from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
+from fp4train.run.statistics import Pending, log_statistics
 from fp4train.run.watch import Watch, alarm
 from fp4train.shards import local
 
@@ -215,6 +216,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         names=list(trained),
         values=values,
         loss_scale=run.loss_scale,
+        norms=norms,
     )
 
 
@@ -233,18 +235,32 @@ def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
 
 
 def measured_step(run: Run, recipe: Recipe) -> Step:
-    """`train_step`, and before it a pass that measures what quantising costs each operand of each layer in it."""
-    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
-    scaling = run.scaling()
-    with run.eagerly(), probe((module.layer, module) for module in run.linears()) as seen:
-        forward_and_backward(run, recipe)
-    run.optimizer.zero_grad(set_to_none=True)
-    run.load_scaling(scaling)
-    errors = seen.measure(run.plan.at(run.step).layers, key=key)
-    step = train_step(run, recipe)
-    # Each stage has measured its own layers.
-    for found in reversed(run.world.gathered(errors)):
-        step.values |= found
+    """`train_step`, and statistics of each operand of each layer in it.
+
+    Hooks sample the tensors of the step itself, whose numbers they do not change. In compiled blocks no hook would see
+    them: there an eager pass before the step is measured.
+    """
+    layers, scaling = [(module.layer, module) for module in run.linears()], run.scaling()
+    if run.config.train.compile:
+        with run.eagerly(), watch_operands(layers) as watched:
+            forward_and_backward(run, recipe)
+        run.optimizer.zero_grad(set_to_none=True)
+        run.load_scaling(scaling)
+        step = train_step(run, recipe)
+    else:
+        with watch_operands(layers) as watched:
+            step = train_step(run, recipe)
+    assert step.norms is not None
+    norms = run.world.summed_over_shards(step.norms.double().square()).sqrt()
+    if run.world.lead:
+        key = RandomKey(seed=run.config.run.seed, step=step.index, layer=0, operand=MEASUREMENT)
+        pending = Pending.of(
+            watched.measure(run.plan.at(step.index).layers, key),
+            dict(zip(step.names, norms, strict=True)),
+            tokens=run.config.train.tokens,
+            loss_scale=step.loss_scale,
+        )
+        step.measured = lambda run: log_statistics(run, pending.read(step.index + 1, recipe.name))
     return step
 
 

@@ -53,7 +53,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str],
     words = command[1:]
     if words and "=" not in words[0] and not words[0].startswith("-"):
         verb = words.pop(0)
-        assert verb in {"plan", "swap", "compare", "sensitivity", "rank", "formats", "doctor"}
+        assert verb in {"plan", "swap", "compare", "sensitivity", "rank", "report", "formats", "doctor"}
         words += ["-m"] * (verb == "rank")  # it sweeps
     flags, words = overrides.flags_and_words(words)
     overrides.check(

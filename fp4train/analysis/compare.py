@@ -184,10 +184,10 @@ def compare(runs: Sequence[Path]) -> Comparison:
     if not runs:
         raise UserError("compare needs run directories: fp4train compare RUN RUN...")
     histories = [read_history(Path(run)) for run in runs]
-    key, step = _common(histories)
+    key, step = common_step(histories)
     losses = [_at(history, key, step) for history in histories]
     rows = []
-    for index, (history, name) in enumerate(zip(histories, _names(histories), strict=True)):
+    for index, (history, name) in enumerate(zip(histories, names_of(histories), strict=True)):
         validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
         finite = validation.values[np.isfinite(validation.values)]
         rows.append(
@@ -206,24 +206,34 @@ def compare(runs: Sequence[Path]) -> Comparison:
     return Comparison(histories=histories, rows=rows, means=means, key=key, step=step)
 
 
-def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
-    """The groups of runs that differ in run.seed only, in the order of their first runs; none if all are single."""
-    groups: dict[str, list[int]] = {}
-    seeds: list[int] = []
+def seed_groups(histories: list[History]) -> list[dict[int, int]]:
+    """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
+
+    A run whose configuration is not known, and a second one of the same seed, is a group of its own.
+    """
+    groups: dict[str, dict[int, int]] = {}
     for index, history in enumerate(histories):
         seed, same = _identity(history)
-        seeds.append(seed)
-        groups.setdefault(same if same is not None else f"run {index}", []).append(index)
-    if all(len({seeds[i] for i in members}) < 2 for members in groups.values()):
+        if same is None or seed in groups.get(same, {}):
+            same = f"run {index}"
+        groups.setdefault(same, {})[seed] = index
+    return list(groups.values())
+
+
+def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
+    """One per group of seeds; none if all are single."""
+    groups = seed_groups(histories)
+    if all(len(group) < 2 for group in groups):
         return []
     found: list[SeedMean] = []
-    for members in groups.values():
+    for group in groups:
+        members = list(group.values())
         loss = _mean([losses[i] for i in members])
         found.append(
             SeedMean(
                 name=rows[members[0]].name,
                 runs=tuple(rows[i].name for i in members),
-                seeds=tuple(seeds[i] for i in members),
+                seeds=tuple(group),
                 train_loss=_mean([rows[i].train_loss for i in members]),
                 loss=loss,
                 gap=loss[0] / found[0].loss[0] - 1 if found and found[0].loss[0] else None,
@@ -264,14 +274,19 @@ def _strict(node: Any) -> Any:
     return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
-def _common(histories: list[History]) -> tuple[str, int]:
+def common_step(histories: list[History]) -> tuple[str, int]:
+    """The loss that gaps are of, and the last step that all runs have it at.
+
+    Raises:
+        UserError: there is no such step.
+    """
     for key in ("val/loss", "train/loss"):
         steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
         if len(steps):
             return key, int(steps[-1])
     ranges = ", ".join(
         f"{name} {int(steps[0])} to {int(steps[-1])}"
-        for name, history in zip(_names(histories), histories, strict=True)
+        for name, history in zip(names_of(histories), histories, strict=True)
         for steps in [history.series("train/loss").steps]
     )
     raise UserError(f"these runs have no step in common: {ranges}")
@@ -284,7 +299,7 @@ def _at(history: History, key: str, step: int) -> float:
     return float(series.at(np.array([step]))[0])
 
 
-def _names(histories: list[History]) -> list[str]:
+def names_of(histories: list[History]) -> list[str]:
     """The directory's name; where two runs share it, the path."""
     count = Counter(history.name for history in histories)
     return [history.name if count[history.name] == 1 else str(history.path) for history in histories]

@@ -134,6 +134,7 @@ def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: b
         words = {
             "fixed": "signed",
             "random": "random signs",
+            "step": "signs per step",
             "none": "unsigned",
             "dct": "DCT",
             "orthogonal": "random rotation",

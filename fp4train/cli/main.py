@@ -1,5 +1,5 @@
 """Entry point: `fp4train [VERB] key=value…`; VERB is train (default), plan, swap, compare, sensitivity, rank,
-formats or doctor.
+report, formats or doctor.
 
 An error that the user can act on is one message on standard error and exit code 1, never a traceback.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fp4train import __version__
-from fp4train.cli import compare, doctor, formats, plan, rank, sensitivity, swap, train
+from fp4train.cli import compare, doctor, formats, plan, rank, report, sensitivity, swap, train
 from fp4train.cli.output import configure_logging, discard_output
 from fp4train.config import overrides
 from fp4train.errors import UserError
@@ -33,6 +33,7 @@ USAGE = """fp4train [VERB] key=value…
   fp4train compare runs/a runs/b              loss gap, table and plot
   fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
   fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
+  fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
   fp4train formats                            the number formats
   fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
   fp4train --cfg job                          the whole configuration
@@ -45,6 +46,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "compare": compare.main,
     "sensitivity": sensitivity.main,
     "rank": rank.main,
+    "report": report.main,
     "formats": formats.main,
     "doctor": doctor.main,
 }

@@ -18,6 +18,7 @@ from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.track.config import METRICS
+from fp4train.track.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from fp4train.parallel.world import World
@@ -157,13 +158,15 @@ def _finished(config: Config, run: Path, step: int) -> str:
 
 
 def _draw(directory: Path) -> str:
-    """Draw the curves of a run that has some; a failure to draw them does not change the exit code."""
+    """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit code."""
     from fp4train.analysis.curves import draw_curves
+    from fp4train.analysis.heatmap import draw_statistics
 
     if not (directory / METRICS).exists():
         return "; no curves, because track=none keeps no metrics"
     try:
-        return f"; {draw_curves(directory)}"
+        drawn = f"; {draw_curves(directory)}"
+        return f"{drawn}, {draw_statistics(directory)}" if (directory / STATISTICS).exists() else drawn
     except (UserError, OSError) as error:
         return f"; no curves ({error})"
 

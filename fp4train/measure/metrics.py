@@ -36,13 +36,13 @@ class ErrorMetrics:
 
 def measure(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> ErrorMetrics:
     """Quantise x [R, C] by `spec` and measure the error. Synchronises with the device once."""
-    return error_metrics(x_RC, quantize(x_RC, spec, key=key, amax=amax))
+    return error_metrics(x_RC, quantize(x_RC, spec, key=key, amax=amax), key=key)
 
 
-def error_metrics(x_RC: Tensor, q: Quantized) -> ErrorMetrics:
-    """Metrics of `q`, the quantised x_RC. NaN or infinity in x gives NaN; an empty x gives zeros."""
+def error_metrics(x_RC: Tensor, q: Quantized, *, key: RandomKey | None = None) -> ErrorMetrics:
+    """Metrics of `q`, the x_RC quantised with `key`. NaN or infinity in x gives NaN; an empty x gives zeros."""
     x = x_RC.detach()
-    x = (x if q.spec.hadamard is None else transform(x, q.spec.hadamard)).to(torch.float32)
+    x = (x if q.spec.hadamard is None else transform(x, q.spec.hadamard, key)).to(torch.float32)
     if x.numel() == 0:
         return ErrorMetrics(relative_error=0.0, sqnr_db=math.inf, underflow=0.0, saturation=0.0, kurtosis=0.0, amax=0.0)
     y = q.dequantize()

@@ -88,7 +88,7 @@ class Form:
         tokens: bool = False,
     ) -> None:
         self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
-        self.stochastic = spec is not None and spec.rounding == "stochastic"
+        self.stochastic = spec is not None and spec.random
         self.delayed = spec is not None and spec.delayed is not None
         self.pure = not self.stochastic and not self.delayed
         """Whether it is a function of the tensor alone, of its parts on other ranks included."""

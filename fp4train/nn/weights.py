@@ -145,7 +145,7 @@ class PreparedWeights:
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        key = call.weight_key(form.operand, form.start) if spec.rounding == "stochastic" else None
+        key = call.weight_key(form.operand, form.start) if spec.random else None
         return form.make(w, key, amax)
 
     def _amax_over_ranks(self, w_NK: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:

@@ -194,10 +194,15 @@ class World:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
-    def summed_over_parts(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that hold the parts of one model, in place."""
+    def summed_over_shards(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the parts of the same weights, in place."""
         if self.mesh is not None and self.shards > 1:
             dist.all_reduce(tensor, group=self.mesh.get_group(SHARD))
+        return tensor
+
+    def summed_over_parts(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the parts of one model, in place."""
+        self.summed_over_shards(tensor)
         if self.tensor is not None:
             dist.all_reduce(tensor, group=self.tensor.get_group())
         if self.stages > 1:

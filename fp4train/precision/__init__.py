@@ -19,6 +19,7 @@ from fp4train.precision.recipes import (
     FP8Delayed,
     FP8Row,
     Mixed,
+    QuartetII,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Mixed",
     "Operands",
     "Phase",
+    "QuartetII",
     "Recipe",
     "Swap",
     "Table",

@@ -30,6 +30,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "rounding": tuple(adapter.ROUNDINGS),
     "global_scale": tuple(adapter.EXTENTS),
     "four_over_six": (None,),
+    "requantises": (None,),
 }
 """The values of each spec field that the kernels support."""
 
@@ -51,6 +52,8 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     if spec.hadamard is not None:
         if not isinstance(spec.hadamard, Hadamard):
             return f"hadamard={spec.hadamard!r} has no C kernel"
+        if spec.hadamard.signs == "step":
+            return "hadamard.signs='step' has no C kernel"
         if spec.hadamard.size != 16:
             return f"hadamard.size={spec.hadamard.size}: the kernel transforms 16"
         if spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS:

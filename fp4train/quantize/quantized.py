@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4train.formats import decode, unpack_fp4
+from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import global_scales
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
@@ -85,11 +86,14 @@ class Quantized(NamedTuple):
             values = values * scale
         return values[:, : operand_width(spec, shape[1])].to(dtype)
 
-    def restore(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`dequantize` brought back to the domain of the input, [R, C]: the Hadamard transform is undone in float32."""
+    def restore(self, dtype: torch.dtype = torch.float32, *, key: RandomKey | None = None) -> Tensor:
+        """`dequantize` brought back to the domain of the input, [R, C]: the Hadamard transform is undone in float32.
+
+        key: that of quantising, where the transform's signs were drawn from it.
+        """
         values = self.dequantize()
         if self.spec.hadamard is not None:
-            values = undo_transform(values, self.spec.hadamard)[:, : self.shape[1]]
+            values = undo_transform(values, self.spec.hadamard, key)[:, : self.shape[1]]
         return values.to(dtype)
 
 

@@ -147,9 +147,9 @@ def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tens
         raise ValueError(f"x has {x_RC.ndim} dimensions {tuple(x_RC.shape)}: quantize takes [rows, cols]; use {fix}")
     if x_RC.dtype not in DTYPES:
         raise ValueError(f"x.dtype={x_RC.dtype}: quantize takes float32, bfloat16 and float16; use x.float()")
-    if spec.rounding == "stochastic" and key is None:
+    if spec.random and key is None:
         raise ValueError(
-            "key=None: rounding='stochastic' takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
+            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
         )
     if amax is not None:
         rows = x_RC.shape[0] if spec.global_scale == "row" or spec.block == (1, None) else 1

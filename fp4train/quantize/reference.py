@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fp4train.formats import pack_fp4
 from fp4train.quantize import scaling
+from fp4train.quantize.eden import corrected_scales
 from fp4train.quantize.four_over_six import choose_scales
 from fp4train.quantize.quantized import Decoded, Quantized, finish_operand
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.rounding import round_to_codes, round_to_values
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.transform import pad_columns, transform
+from fp4train.quantize.transform import Hadamard, pad_columns, transform
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,19 @@ def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
     return x_RC.reshape(rows // br, br, cols // bc, bc)
 
 
-def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
-    """Everything before rounding."""
+def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None) -> Scaled:
+    """Everything before the elements are rounded."""
     dtype = x_RC.dtype
+    if spec.requantises is not None:
+        x_RC = quantize(x_RC.T, spec.requantises).restore(torch.bfloat16).T
     if spec.hadamard is not None:
-        x_RC = transform(x_RC, spec.hadamard)
+        x_RC = transform(x_RC, spec.hadamard, key)
     x_blocks = to_blocks(x_RC, spec)
     amax_b = x_blocks.abs().amax(dim=(1, 3)).to(torch.float32)  # [Rb, Cb]
     x_blocks = x_blocks.to(torch.float32)
     fmt = spec.scale_format
     if fmt.needs_global:
-        return _scale_two_level(x_blocks, amax_b, spec, amax)
+        return _scale_two_level(x_blocks, amax_b, spec, amax, key)
     if fmt.roundings:
         mode = spec.scale_rounding or fmt.roundings[0]
         stored = scaling.block_scales_e8m0(amax_b, spec.format, mode)
@@ -86,7 +89,9 @@ def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
     return Scaled(t, scale_inv, scale_inv, used, scale_inv)
 
 
-def _scale_two_level(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None) -> Scaled:
+def _scale_two_level(
+    x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None
+) -> Scaled:
     if amax is not None:
         amax = (
             amax.to(torch.float32).reshape(-1, 1) if spec.global_scale == "row" else amax.to(torch.float32).reshape(())
@@ -103,6 +108,11 @@ def _scale_two_level(x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Te
     scale = spec.scale_format.decode(stored)
     # + 0.0: a negative zero is coded as zero, as in TE
     t = (x_blocks * _spread(scaling.encode_factor(scale * decode))).add_(0.0)
+    if spec.rounding == "eden" and isinstance(spec.hadamard, Hadamard):
+        t = torch.where(_spread(scale == 0), 0.0, t)
+        bits = _random_bits(t, spec, key)[:, 0, :, 0]  # those of the first element of a block
+        stored = corrected_scales(t, scale, spec.format, spec.hadamard.size, bits)
+        scale = spec.scale_format.decode(stored)
     return Scaled(t, stored, scale, amax, decode)
 
 
@@ -112,11 +122,13 @@ def _spread(per_block: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
-    if spec.rounding == "nearest":
-        return None
+    return _random_bits(t, spec, key) if spec.rounding == "stochastic" else None
+
+
+def _random_bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor:
     if key is None:
         raise ValueError(
-            "key=None: rounding='stochastic' takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
+            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
         )
     rows, cols = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
     return random_bits(key, rows, cols, t.device).reshape(t.shape)
@@ -124,7 +136,7 @@ def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
 
 def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
     """Codes and scales of x [R, C] (BF16, FP16 or float32; any strides). See `fp4train.quantize.quantize`."""
-    scaled = scale_tensor(x_RC, spec, amax)
+    scaled = scale_tensor(x_RC, spec, amax, key)
     rows, cols = x_RC.shape
     t = scaled.t
     codes = round_to_codes(t, spec.format, _bits(t, spec, key))
@@ -137,7 +149,7 @@ def quantize_dequantize(
     x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
 ) -> Decoded:
     """Equals `quantize(...).decoded()` in every bit, without making codes."""
-    scaled = scale_tensor(x_RC, spec, amax)
+    scaled = scale_tensor(x_RC, spec, amax, key)
     t = scaled.t
     values = round_to_values(t, spec.format, _bits(t, spec, key))
     if not spec.has_outer_scale:

@@ -44,6 +44,8 @@ def measure_amax(x_RC: Tensor, spec: QuantSpec) -> Tensor:
 
 def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     """Why shards of `extent` rows or columns are not whole blocks of the operand; None if they are."""
+    if spec.rounding == "eden" or spec.requantises is not None:
+        return "the amax of a tensor that is requantised or turned by signs of the step is not known over ranks"
     block = spec.block[1 if columns else 0]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"

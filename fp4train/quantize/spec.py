@@ -10,6 +10,8 @@ FP4 without a global scale e2m1     (1, 16)     ue5m3  None
 Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor quantised row-wise.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -24,7 +26,7 @@ from fp4train.text import check_choice
 GLOBAL_SCALES: Final = (None, "tensor", "row")
 GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
-ROUNDINGS: Final = ("nearest", "stochastic")
+ROUNDINGS: Final = ("nearest", "stochastic", "eden")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
 LONGEST_HISTORY: Final = 1 << 20
@@ -61,13 +63,17 @@ class QuantSpec:
     global_scale: the second, float32 level above E4M3 block scales: one per tensor or one per row.
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
-    rounding: of the elements; stochastic needs a RandomKey when quantising.
+    rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform, with corrected block
+        scales rounded stochastically (see `eden.py`). The last two need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for comparison.
     four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv 2512.02010). Its
         block scale is (amax_b / 6) * S_enc under either formula, as in TE.
     guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds a normal block
         scale down by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic rounding unbiased (Quartet II, arXiv
-        2601.22813); scales below 2^-6 can still clip. 1 is TE.
+        2601.22813); scales below 2^-6 can still clip. 1 is TE. With rounding="eden", which corrects what clips, up to
+        17/16.
+    requantises: x is first rounded along its other axis: x.T is quantised by this spec and its values are taken in
+        BF16, so that backward uses the rounded tensor that the forward pass multiplied.
     delayed: take the amax of a tensor-scaled FP8 operand from its history.
     """
 
@@ -83,6 +89,7 @@ class QuantSpec:
     four_over_six: str | None = None
     guard: float = 1.0
     delayed: Delayed | None = None
+    requantises: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         get_format(self.element)
@@ -103,6 +110,7 @@ class QuantSpec:
             raise ValueError(f"scale_rounding={self.scale_rounding!r}: only {having} has one; use None")
         self._check_scale()
         self._check_options()
+        self._check_eden()
 
     def _check_block(self) -> None:
         if len(self.block) != 2:
@@ -159,8 +167,9 @@ class QuantSpec:
                 )
             if self.guard != 1.0:
                 raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
-        if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= 1.0:
-            raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to 1.0")
+        largest = 17 / 16 if self.rounding == "eden" else 1.0
+        if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= largest:
+            raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to {largest}")
         if self.guard != 1.0 and not _rounds_down(self.scale_format):
             raise ValueError(
                 f"guard={self.guard!r}: only {_scales(_rounds_down)} rounds scales down far enough to need it; use 1.0"
@@ -168,6 +177,25 @@ class QuantSpec:
         if self.delayed is not None and (self.block != (None, None) or self.scale_format.is_byte):
             having = _scales(lambda fmt: not fmt.is_byte)
             raise ValueError(f"delayed={self.delayed!r}: needs block=(None, None) and {having}")
+
+    def _check_eden(self) -> None:
+        transform = self.hadamard
+        if self.rounding == "eden":
+            if (self.element, self.scale, self.block[0]) != ("e2m1", "e4m3", 1) or self.block[1] is None:
+                raise ValueError("rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)")
+            if not isinstance(transform, Hadamard) or transform.size % self.block[1]:
+                raise ValueError(
+                    f"rounding='eden': hadamard={transform} must be a Hadamard whose size is a multiple of the block"
+                )
+        if isinstance(transform, Hadamard) and transform.signs == "step" and not self.random:
+            raise ValueError(
+                "hadamard.signs='step': rounding='nearest' has no RandomKey to draw signs from; use signs='random'"
+            )
+        if self.requantises is not None:
+            if not isinstance(self.requantises, QuantSpec):
+                raise ValueError(f"requantises={self.requantises!r}: allowed is a QuantSpec, or None")
+            if self.requantises.random or self.requantises.delayed or self.requantises.requantises:
+                raise ValueError("requantises: allowed is rounding='nearest' without delayed scaling, once")
 
     def __hash__(self) -> int:
         return self._hash
@@ -199,10 +227,15 @@ class QuantSpec:
         """Whether decoded elements, without the scale that is applied to the product, are exact in BF16."""
         return self.has_outer_scale or self.scale_format.exact_in_bf16(self.format)
 
+    @cached_property
+    def random(self) -> bool:
+        """Whether quantising draws random bits, and so needs a RandomKey."""
+        return self.rounding != "nearest"
+
     @property
     def transposable(self) -> bool:
         """Whether quantising commutes with transposition: square blocks, rounded to nearest."""
-        return self.block[0] == self.block[1] and self.hadamard is None
+        return self.block[0] == self.block[1] and self.hadamard is None and self.requantises is None
 
 
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:

@@ -17,18 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.quantize.random import MASK, philox4x32
+from fp4train.quantize.random import MASK, RandomKey, philox4x32
 from fp4train.quantize.rotation import Rotation, rotation_matrix
 
 SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
-SIGN_CHOICES: Final = ("fixed", "none", "random")
+SIGN_CHOICES: Final = ("fixed", "none", "random", "step")
 FIXED_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine's sign vector for n = 16; other sizes repeat or truncate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hadamard:
-    """Transform of groups of `size` neighbours. `signs`: fixed (TE's vector), none, or random (drawn from `seed`)."""
+    """Transform of groups of `size` neighbours. `signs`: fixed (TE's vector), none, random (drawn from `seed`), or step
+    (drawn anew for each layer and step, the same for both operands of a product).
+    """
 
     size: int = 16
     signs: str = "fixed"
@@ -47,6 +49,20 @@ class Hadamard:
             )
 
 
+def drawn(spec: Hadamard | Rotation, key: RandomKey | None) -> Hadamard | Rotation:
+    """The transform with its signs known: signs="step" becomes signs="random" with a seed from the key's seed, step and
+    layer, whatever its operand and position. ValueError where that has no key.
+    """
+    if not isinstance(spec, Hadamard) or spec.signs != "step":
+        return spec
+    if key is None:
+        raise ValueError("key=None: hadamard.signs='step' draws signs from a RandomKey(seed=, step=, layer=, operand=)")
+    # the last row and column, which no element reaches
+    counter = [torch.tensor([word], dtype=torch.int64) for word in (MASK, MASK, key.step * 8 & MASK, key.layer)]
+    words = philox4x32((counter[0], counter[1], counter[2], counter[3]), (key.seed & MASK, key.seed >> 32))
+    return Hadamard(size=spec.size, signs="random", seed=int(words[0]) << 32 | int(words[1]))
+
+
 def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
     """The `size` signs d, each +1 or -1; a Rotation has none and raises ValueError.
 
@@ -54,6 +70,8 @@ def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
     """
     if isinstance(spec, Rotation):
         raise ValueError(f"{spec} is not a Hadamard transform and has no signs; use transform(x, spec)")
+    if spec.signs == "step":
+        raise ValueError(f"{spec}: signs='step' are those of a RandomKey; see `drawn`")
     if spec.signs == "none":
         return [1] * spec.size
     if spec.signs == "fixed":
@@ -100,16 +118,18 @@ def undo_hadamard(y_RC: Tensor, spec: Hadamard) -> Tensor:
     return (butterfly(groups) * (1.0 / math.sqrt(spec.size)) * signs).reshape(rows, cols)
 
 
-def transform(x_RC: Tensor, spec: Hadamard | Rotation) -> Tensor:
-    """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`."""
+def transform(x_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
+    """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`. key: see `drawn`."""
+    spec = drawn(spec, key)
     if isinstance(spec, Hadamard):
         return apply_hadamard(x_RC, spec)
     x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
     return _rotate(x_RC, rotation_matrix(spec)).to(torch.bfloat16)
 
 
-def undo_transform(y_RC: Tensor, spec: Hadamard | Rotation) -> Tensor:
+def undo_transform(y_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
     """The inverse of `transform`, in float32; the padding stays."""
+    spec = drawn(spec, key)
     return undo_hadamard(y_RC, spec) if isinstance(spec, Hadamard) else _rotate(y_RC, rotation_matrix(spec).T)
 
 

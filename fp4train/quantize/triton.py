@@ -38,6 +38,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
     "formula": ("te2.14", "te2.13"),
     "rounding": ("nearest", "stochastic"),
+    "requantises": (None,),
     "global_scale": (None, "tensor", "row"),
     "four_over_six": (None,),
 }
@@ -70,6 +71,8 @@ def why_not_spec(spec: QuantSpec) -> str | None:
         return f"block={spec.block!r}: the kernels take 1xN and NxN, N = 16, 32, 64 or 128"
     if spec.hadamard is not None and not isinstance(spec.hadamard, Hadamard):
         return f"hadamard={spec.hadamard!r} has no Triton kernel"
+    if spec.hadamard is not None and spec.hadamard.signs == "step":
+        return "hadamard.signs='step' has no Triton kernel"
     if spec.hadamard is not None and (rows != 1 or cols not in COLUMN_BLOCKS or spec.hadamard.size > cols):
         size = spec.hadamard.size
         return f"hadamard size {size} with block={spec.block!r}: the kernels take sizes up to a 1x16 or 1x32 block"

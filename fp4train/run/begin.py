@@ -13,10 +13,12 @@ from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
 from fp4train.run import history
+from fp4train.run.environment import environment
 from fp4train.run.run import Run
 from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
 from fp4train.track import mend
 from fp4train.track.config import METRICS
+from fp4train.track.statistics import STATISTICS
 
 _log = logging.getLogger(__name__)
 
@@ -38,17 +40,21 @@ def begin(
     found: list[str] = []
     if branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
-        run_directory.copy_files(source, directory, (METRICS, *((run_directory.HISTORY,) if unrecorded else ())))
+        run_directory.copy_files(
+            source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
+        )
         if entries := read_entries(source):
             write_entries(directory, entries)
     if start is None:
         run.folder.remove(METRICS)
+        run.folder.remove(STATISTICS)
     else:
         run.saver.saved = None if branching else start.step
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])
     run.swaps = read_entries(directory)
+    record["environment"] = environment(run.device, run.fingerprint, run.world.size)
     history.append(directory, plan=run.plan, **record)
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step

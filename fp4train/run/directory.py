@@ -7,6 +7,7 @@
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
     swap_requests/    recipe changes that the running process is asked for, and its answers (`requests`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
+    statistics.bin    what quantisation did to each operand in the measured steps (`fp4train.track.statistics`)
     studies/          what was measured on its checkpoints, a folder for each study (`fp4train.studies`)
 
 A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
@@ -42,6 +43,7 @@ from fp4train.files import Folder
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
+from fp4train.track.statistics import STATISTICS
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
@@ -315,7 +317,8 @@ def start_over(run: Path) -> None:
             _check_ours(folder)
             for name in (CHECKPOINTS, REQUESTS, "wandb"):
                 folder.remove_folder(name)
-            for name in (SWAPS, HISTORY, PLAN, METRICS, HEARTBEAT, "curves.png", DIGESTS, *TOKENIZER, CONFIG):
+            drawn = ("curves.png", "statistics.png")
+            for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
                 folder.remove(name)
             folder.sync()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 One record per line::
 
-    {"event": "start",  "step": 0,  "time": …, "config": {…}, "stretches": […], "sum": …}
+    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "sum": …}
     {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps": [12, 20]}, …}
     {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
 
@@ -93,7 +93,7 @@ class Record:
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on.
-        values: what else the line holds: config, from, name, at, recipe.
+        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe.
     """
 
     event: str
@@ -124,7 +124,8 @@ def read_history(run: Path) -> list[Record]:
 
 
 def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
-    """Add a record. `plan` is the run's from `step` on; values are "config", "changed", "from", "name", "at", "recipe".
+    """Add a record. `plan` is the run's from `step` on; values are "config", "environment", "changed", "from",
+    "name", "at", "recipe".
 
     Raises:
         UserError: the file cannot be read or written; its records are as before then.

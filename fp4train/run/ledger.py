@@ -70,6 +70,8 @@ class Step:
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
         loss_scale: its loss was multiplied by.
+        norms: those of this rank's part of each gradient, on the device.
+        measured: logs the statistics of a measured step and gives what its line says of them.
     """
 
     index: int
@@ -79,6 +81,8 @@ class Step:
     values: Values
     scaling: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     loss_scale: float = 1.0
+    norms: Tensor | None = None
+    measured: Callable[[Run], Values] | None = None
 
     def read(self) -> tuple[float, float]:
         """Mean loss and gradient norm; waits for the device."""
@@ -179,6 +183,8 @@ class Ledger:
         self._check(step)
         loss, norm = step.read()
         values = {"train/loss": loss, "train/grad_norm": norm} | step.values
+        if step.measured is not None:
+            values |= step.measured(self.run)
         values |= self.progress.advance(loss, step.recipe.name, step.numbers.at)
         self.run.saver.prove(step.index)
         self.watch.loss = loss

@@ -48,6 +48,7 @@ class Run:
         torn: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
+        weak_gradient: it was said that the gradient is lost in quantisation noise.
         saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
@@ -72,6 +73,7 @@ class Run:
     swaps: list[Entry] = field(default_factory=list)
     torn: bool = False
     failed: torch.Tensor | None = None
+    weak_gradient: bool = False
     saved_config: bytes | None = None
     pipeline: Pipeline | None = None
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))

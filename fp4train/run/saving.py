@@ -39,6 +39,7 @@ from fp4train.run.guard import first_non_finite
 from fp4train.shards import Part, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
+from fp4train.track.statistics import STATISTICS
 from fp4train.track.tracker import mark, sync
 from fp4train.worker import Worker
 
@@ -272,7 +273,7 @@ class Saver:
             if there not in (None, run.identity):
                 raise UserError(f"{place} holds another run ({there}): nothing is written there")
             copies = {run_directory.CONFIG: run.saved_config}
-            for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, *run_directory.TOKENIZER):
+            for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
                     copies[name] = run.folder.read(name, METRICS_LIMIT)
             for name, data in copies.items():

@@ -64,9 +64,7 @@ class Part:
 
     @property
     def stochastic(self) -> bool:
-        return any(
-            spec.rounding == "stochastic" for plan in self.stretch.layers.values() for spec in plan.table.specs()
-        )
+        return any(spec.random for plan in self.stretch.layers.values() for spec in plan.table.specs())
 
 
 class Parts:

@@ -34,6 +34,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _CRC_BYTES = len(_CRC % 0)
 
 
 class MetricsLog:
-    """Append-only log of one run; a `Tracker`.
+    """Append-only log of one run, with its statistics beside it; a `Tracker`.
 
     Args:
         path: the file; its folder is created. A last line torn by a kill is removed.
@@ -77,6 +78,7 @@ class MetricsLog:
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
         self._behind = self._full = False
         self._open = True
+        self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
     def mark(self) -> dict[str, int | str]:
         """What is logged by now: its bytes and their SHA-256, for `mend`."""
@@ -91,6 +93,7 @@ class MetricsLog:
         if not self._worker.wait(END_SECONDS):
             raise TimeoutError(f"{self.path} is not written after {END_SECONDS:g} s")
         os.fsync(self._descriptor)
+        self._statistics.sync()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a scalar tensor).
@@ -110,6 +113,12 @@ class MetricsLog:
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Tables (the plan) are files of their own in the run directory, not metrics."""
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        """Append them to statistics.bin; waits for no disk and raises for none."""
+        if not self._open:
+            raise ValueError(f"{self.path} is finished; nothing can be logged any more")
+        self._worker.put(lambda: self._statistics.log(statistics))
 
     def finish(self, exit_code: int = 0) -> None:
         if not self._open:
@@ -164,6 +173,7 @@ class MetricsLog:
 
     def _close(self) -> None:
         self._flush()
+        self._statistics.close()
         try:
             os.fsync(self._descriptor)
         finally:

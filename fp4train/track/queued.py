@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fp4train.track.statistics import Statistics
 from fp4train.track.tracker import Tracker
 from fp4train.worker import Worker
 
@@ -67,6 +68,9 @@ class Queued:
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         self._put(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        self._put(lambda tracker: tracker.log_statistics(statistics))
 
     def finish(self, exit_code: int = 0) -> None:
         """Wait for what is queued, within bounds; a second call does nothing."""

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from fp4train.track.statistics import Statistics
+
 _log = logging.getLogger(__name__)
 
 
@@ -19,6 +21,9 @@ class Tracker(Protocol):
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """A table known at the start, as the plan."""
 
+    def log_statistics(self, statistics: Statistics) -> None:
+        """What a measured step found of every operand."""
+
     def finish(self, exit_code: int = 0) -> None:
         """End the run, within seconds; a second call does nothing."""
 
@@ -31,6 +36,8 @@ class NullTracker:
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None: ...
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def log_statistics(self, statistics: Statistics) -> None: ...
 
     def finish(self, exit_code: int = 0) -> None: ...
 
@@ -56,6 +63,10 @@ class Trackers:
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         self._first.log_table(name, columns, rows)
         self._each(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        self._first.log_statistics(statistics)
+        self._each(lambda tracker: tracker.log_statistics(statistics))
 
     def finish(self, exit_code: int = 0) -> None:
         try:

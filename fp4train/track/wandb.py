@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from fp4train import files
+from fp4train.track.statistics import Statistics
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +138,30 @@ class WandbTracker:
         import wandb
 
         self._run.log({name: wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)})
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        """Histograms over layers and operands, and the ten worst operands; the metrics have the summary."""
+        import wandb
+
+        rows = statistics.operands
+        values: dict[str, Any] = {
+            f"histogram/{name}": wandb.Histogram(rows[name][np.isfinite(rows[name])])
+            for name in ("sqnr_db", "underflow", "saturation", "kurtosis")
+            if np.isfinite(rows[name]).any()
+        }
+        shown = ("sqnr_db", "underflow", "saturation", "kurtosis", "amax")
+        values["worst operands"] = wandb.Table(
+            columns=["layer", "operand", *shown],
+            data=[
+                [
+                    statistics.layers[row["layer"]],
+                    statistics.names[row["operand"]],
+                    *(float(row[name]) for name in shown),
+                ]
+                for row in rows[np.argsort(rows["sqnr_db"])][:10]
+            ],
+        )
+        self._run.log({"step": statistics.step, **values})
 
     def finish(self, exit_code: int = 0) -> None:
         if self._finished:

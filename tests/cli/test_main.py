@@ -25,7 +25,7 @@ def test_every_verb_has_a_file_of_its_name_and_a_line_in_the_usage() -> None:
         assert f"fp4train {verb}" in USAGE or verb == "train"
 
 
-@pytest.mark.parametrize("verb", ["swap", "compare", "formats", "doctor"])
+@pytest.mark.parametrize("verb", ["swap", "compare", "report", "formats", "doctor"])
 def test_help_of_a_verb_that_is_not_composed_is_the_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert capsys.readouterr().out == USAGE

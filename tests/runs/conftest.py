@@ -42,6 +42,7 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Curves take longer than a tiny run; tests of them ask for them."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        monkeypatch.setattr("fp4train.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
 
@@ -216,3 +217,16 @@ def test_the_checkpoint_from_before_the_cooldown_is_kept_beside_the_newest(cli: 
     assert steps("runs/longer") == [10, 16]
     assert cli("run.name=b", *options, "checkpoint.keep_before_cooldown=false").code == 0
     assert steps("runs/b") == [12]
+
+
+def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=1", *STEADY).code == 137
+    stop_at(-1)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert cli("resume=runs/a").code == 0
+    first, second = (record.values["environment"] for record in history.read_history(Path("runs/a")))
+    assert second["host"] == "elsewhere" != first["host"]
+    assert first | {"host": "elsewhere"} == second, "nothing else differs"
+    assert first["versions"]["torch"] == torch.__version__ and first["device"] == "cpu" and first["ranks"] == 1
+    assert first["data"] and first["cores"] >= first["threads"] >= 1

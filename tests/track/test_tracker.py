@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp4train.track import JsonlTracking, MetricsLog, NoTracking, Trackers, WandbTracking, read_metrics
+from fp4train.track import JsonlTracking, MetricsLog, NoTracking, Statistics, Trackers, WandbTracking, read_metrics
 
 
 class Failing:
@@ -29,6 +29,9 @@ class Failing:
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         self._call("log_table")
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        self._call("log_statistics")
 
     def finish(self, exit_code: int = 0) -> None:
         self._call("finish")

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fp4train.track
-from fp4train.track import Queued, Trackers, WandbTracker, WandbTracking, read_metrics
+from fp4train.track import Queued, Statistics, Trackers, WandbTracker, WandbTracking, read_metrics
+from fp4train.track.statistics import GRADIENT, OPERAND
 
 wandb = pytest.importorskip("wandb")
 
@@ -30,6 +32,15 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", os.devnull)
     for kind in ("CONFIG", "DATA", "CACHE"):
         monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / f"wandb_{kind.lower()}"))
+
+
+def some_statistics() -> Statistics:
+    """Twelve operands, one of them of zeros, which have no ratio of signal to noise."""
+    operands = np.zeros(12, OPERAND)
+    operands["operand"], operands["sqnr_db"] = np.arange(12) % 6, [np.nan, *range(11)]
+    names = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+    gradients = np.zeros(1, GRADIENT)
+    return Statistics(step=3, recipe="NVFP4", layers=("a",), names=names, operands=operands, gradients=gradients)
 
 
 def end_service() -> None:
@@ -72,6 +83,7 @@ def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = N
     for step in range(1, 4):
         tracker.log(step, {"train/loss": float("nan") if step == 2 else 1 / step, "precision/recipe": "nvfp4"})
     tracker.log_event(3, "swap", {"recipe": "bf16"})
+    tracker.log_statistics(some_statistics())
     tracker.finish()
     tracker.finish()
     assert tracker._others == [behind], "it failed and was switched off"
@@ -96,6 +108,8 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert {file.name for file in kept} == {f"run-{part.run_id}.wandb" for part in (first, fresh)}
     assert all(b"train/loss" in file.read_bytes() for file in kept)
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/plan*.json"))
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/worst operands*.json"))
+    assert all(b"histogram/sqnr_db" in file.read_bytes() for file in kept)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
 
 

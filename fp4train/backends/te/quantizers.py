@@ -36,6 +36,8 @@ def family(spec: QuantSpec) -> str:
     if spec.element == "e2m1" and spec.scale == "e4m3":
         _check_nvfp4(spec)
         return "nvfp4"
+    if spec.requantises is not None:
+        raise ValueError("TE has no requantised operands")
     if spec.element in ("e4m3", "e5m2"):
         if spec.rounding != "nearest":
             raise ValueError("TE rounds FP8 to nearest only")
@@ -60,6 +62,8 @@ def family(spec: QuantSpec) -> str:
 def _check_nvfp4(spec: QuantSpec) -> None:
     two_d, signs = spec.block == (16, 16), spec.hadamard.signs if spec.hadamard else "none"
     stochastic, transformed = spec.rounding == "stochastic", spec.hadamard is not None
+    if spec.rounding == "eden" or spec.requantises is not None:
+        raise ValueError("TE has neither rounding='eden' nor requantised operands")
     if spec.block not in ((1, 16), (16, 16)):
         raise ValueError(f"TE's NVFP4 blocks are 1×16 or 16×16, not {spec.block}")
     if spec.hadamard is not None and (spec.hadamard.size != 16 or signs not in ("fixed", "none")):

@@ -8,6 +8,7 @@ from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.precision.recipes.mixed import Custom, Mixed
 from fp4train.precision.recipes.mx import MXFP4, MXFP6, MXFP8
 from fp4train.precision.recipes.nvfp4 import NVFP4
+from fp4train.precision.recipes.quartet import QuartetII
 
 __all__ = [
     "BF16",
@@ -23,4 +24,5 @@ __all__ = [
     "FP8Delayed",
     "FP8Row",
     "Mixed",
+    "QuartetII",
 ]

@@ -1,0 +1,216 @@
+"""Statistics of every operand of every layer in a step that trains: sampled in hooks, computed without waiting.
+
+While `watch` is active, hooks keep a sample of x [M, K] and dy [M, N] of each linear layer's first call and of its
+weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the whole. 128 rows hold whole blocks of
+every recipe. From the samples come the six operands, each quantised with the layer's spec and the whole amax. (With a
+Hadamard transform, or a scale for each row, the amax is that of the sample.) The cost does not grow with the batch.
+
+The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
+‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of tokens. What the forward pass and the
+dgrads of later layers add to dy is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.backends import GEMMS, OPERANDS
+from fp4train.measure.metrics import largest_values
+from fp4train.precision.layers import Layer
+from fp4train.precision.plan import LayerPlan
+from fp4train.quantize import Decoded, QuantSpec, RandomKey, quantizer
+from fp4train.quantize.transform import transform
+
+GROUPS: Final = 2
+GROUP: Final = 128
+NAMES: Final = tuple(f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS[gemm])
+"""The six operands, in the order in which results number them."""
+RAW: Final = (
+    *("amax", "signal", "error", "variance", "fourth", "clipped", "nonzero", "lost", "elements"),
+    *("scales", "smallest_scale", "largest_scale"),
+)
+"""What is measured of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its amax; counts of
+elements clipped, not zero, and lost to zero, and of all; block scales: codes in use, smallest above zero, largest."""
+
+
+@dataclass
+class Sample:
+    """Rows of a tensor and the amax of the whole, float32 0-d."""
+
+    rows: Tensor
+    amax: Tensor
+
+
+@dataclass
+class Seen:
+    """The samples of one layer's first call."""
+
+    w: Sample | None = None
+    x: Sample | None = None
+    dy: Sample | None = None
+    hooked: bool = False
+
+
+@dataclass
+class Watched:
+    """What `watch` saw, by layer name."""
+
+    seen: dict[str, Seen] = field(default_factory=dict)
+
+    def measure(self, plans: Mapping[str, LayerPlan], key: RandomKey) -> Measured:
+        """The statistics of all quantised operands, still on the device.
+
+        Args:
+            plans: the plans of the layers, by name.
+            key: of stochastic rounding: other random bits than the step itself used.
+        """
+        layers: list[str] = []
+        at: list[tuple[int, int]] = []
+        rows: list[Tensor] = []
+        noises: list[Tensor] = []
+        for name, seen in self.seen.items():
+            table = plans[name].table
+            if not table.quantised or seen.x is None or seen.w is None or seen.dy is None:
+                continue
+            known: dict[tuple[QuantSpec, int], tuple[Tensor, Decoded, bool]] = {}
+            decoded: list[Decoded] = []
+            for number, (gemm, which) in enumerate((gemm, i) for gemm in GEMMS for i in (0, 1)):
+                spec = (table[gemm].first, table[gemm].second)[which]
+                sample = self._of(seen, gemm, which)
+                if spec is None:
+                    continue
+                share = (spec, id(sample))
+                turned = gemm == "wgrad" or (gemm == "dgrad" and which == 1)
+                if not (spec.transposable and not spec.random and share in known):
+                    known[share] = (*_statistics(sample, spec, key, turned=turned), turned)
+                found, values, other = known[share]
+                rows.append(found)
+                at.append((len(layers), number))
+                if gemm == "wgrad":
+                    decoded.append(values if other == turned else Decoded(values.values.T, values.scale))
+            noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, table["wgrad"].first, table["wgrad"].second))
+            layers.append(name)
+        tokens = max((seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0)
+        values_ = torch.stack(rows) if rows else torch.zeros(0, len(RAW), dtype=torch.float64)
+        noise = torch.stack(noises) if noises else torch.zeros(0, dtype=torch.float64)
+        return Measured(layers=layers, at=at, values=values_, noise=noise, tokens=tokens)
+
+    @staticmethod
+    def _of(seen: Seen, gemm: str, which: int) -> Sample:
+        first, second = {"fprop": (seen.x, seen.w), "dgrad": (seen.dy, seen.w), "wgrad": (seen.dy, seen.x)}[gemm]
+        found = second if which else first
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Statistics on the device.
+
+    Args:
+        layers: names of the layers that have a quantised operand.
+        at: (index of the layer, index in `NAMES`) of each row of `values`.
+        values: float64 [rows, len(RAW)].
+        noise: norm of the error of each layer's weight gradient on the sampled tokens, float64 [layers].
+        tokens: sampled.
+    """
+
+    layers: list[str]
+    at: list[tuple[int, int]]
+    values: Tensor
+    noise: Tensor
+    tokens: int
+
+
+def sample(tensor: Tensor) -> Sample:
+    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied."""
+    tensor = tensor.detach()
+    amax = torch.maximum(tensor.amax(), -tensor.amin()).float()
+    rows = tensor.shape[0]
+    if rows <= GROUPS * GROUP:
+        return Sample(tensor.clone(), amax)
+    stride = (rows - GROUP) // (GROUPS - 1) // GROUP * GROUP
+    return Sample(torch.cat([tensor[i * stride : i * stride + GROUP] for i in range(GROUPS)]), amax)
+
+
+def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, turned: bool) -> tuple[Tensor, Decoded]:
+    """(`RAW` as float64, the decoded values) of a sample, or of its transpose."""
+    x_RC = of.rows.T if turned else of.rows
+    whole = spec.hadamard is None and spec.requantises is None
+    whole = whole and (spec.global_scale == "tensor" or spec.block == (None, None))
+    quantize = quantizer(spec, x_RC.device.type)
+    q = quantize.codes(x_RC, key if spec.random else None, of.amax if whole else None)
+    decoded = quantize.decode(q)
+    x = (x_RC if spec.hadamard is None else transform(x_RC, spec.hadamard, key)).float()
+    y = decoded.values.float() if decoded.scale is None else decoded.values.float() * decoded.scale
+    magnitude = x.abs()
+    clipped, nonzero = (magnitude > largest_values(q)).sum(), magnitude.count_nonzero()
+    lost = nonzero - torch.logical_and(x, y).sum()
+    unit = 1.0 / torch.where(of.amax > 0, of.amax, 1.0)
+    x = x * unit
+    error = (y * unit).sub_(x).square_().mean()
+    signal = x.square().mean()
+    centred = x.sub_(x.mean()).square_()
+    scales = q.block_scales()
+    stored, at_most = q.scales.flatten(), scales.amax()
+    codes = stored.bincount(minlength=256).count_nonzero() if stored.dtype == torch.uint8 else at_most * 0
+    at_least = torch.where(scales > 0, scales, torch.inf).amin()
+    found = [of.amax, signal, error, centred.mean(), centred.square_().mean(), clipped, nonzero, lost]
+    found += [torch.full_like(signal, x.numel()), codes, at_least, at_most]
+    return torch.stack([each.double() for each in found]), decoded
+
+
+def _noise(
+    dy_TN: Tensor, x_TK: Tensor, decoded: list[Decoded], first: QuantSpec | None, second: QuantSpec | None
+) -> Tensor:
+    """Norm of the error of dyᵀ·x on the sampled tokens, float64 0-d; zero where neither operand is quantised."""
+    dy, x = dy_TN.float().T, x_TK.float()
+    if not decoded:
+        return torch.zeros((), dtype=torch.float64, device=dy.device)
+    operands = [_values(each) for each in decoded]
+    a = operands.pop(0) if first is not None else dy
+    b = operands.pop(0) if second is not None else x.T
+    noise: Tensor = (a @ b.T - dy @ x).norm()
+    return noise.double()
+
+
+def _values(decoded: Decoded) -> Tensor:
+    return decoded.values.float() if decoded.scale is None else decoded.values.float() * decoded.scale
+
+
+@contextmanager
+def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
+    """Sample the tensors of `layers`: of the first forward pass of each, and of its backward pass."""
+    watched = Watched()
+
+    def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if seen.hooked:
+            return
+        if seen.x is None:
+            seen.x = sample(args[0].reshape(-1, args[0].shape[-1]))
+            # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
+            seen.w = sample(module.weight)  # type: ignore[arg-type]
+        if output.requires_grad:
+            seen.hooked = True
+            output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]
+
+    def leave(seen: Seen, grad: Tensor) -> None:
+        if seen.dy is None:
+            seen.dy = sample(grad.reshape(-1, grad.shape[-1]))
+
+    handles = []
+    for layer, module in layers:
+        seen = watched.seen[layer.name] = Seen()
+        handles.append(module.register_forward_hook(partial(enter, seen)))
+    try:
+        yield watched
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,96 @@
+"""HTML from data: every text is escaped, and only what `tag` made is markup.
+
+Names and values come from run directories of other people. Besides `<`, `>`, `&` and quotes, control characters,
+lone surrogates and the marks that turn the direction of writing are replaced: they would let a name look like another
+one, or cannot be encoded.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+VOID = ("br", "meta", "col")
+LONGEST = 2000
+"""Characters of a single text that are shown."""
+
+
+ROOMY = 14
+"""Characters from which a cell is not squeezed into a column of single words."""
+
+
+class Html(str):
+    """Markup; a plain str is text."""
+
+    __slots__ = ()
+
+
+def plain(text: object, limit: int = LONGEST) -> str:
+    """`text` on one line, at most `limit` characters, without characters that cannot be seen."""
+    shown = str(text)
+    if len(shown) > limit:
+        shown = f"{shown[: limit - 12]}…{shown[-11:]}"
+    return "".join(
+        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown
+    )
+
+
+def escaped(child: object) -> Html:
+    """Markup as it is, anything else as text."""
+    return child if isinstance(child, Html) else Html(html.escape(plain(child)))
+
+
+def tag(name: str, /, *children: object, **attributes: str | None) -> Html:
+    """An element. A trailing underscore of an attribute is dropped (`class_`); None leaves it out."""
+    words = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in VOID:
+        return Html(f"<{name}{words}>")
+    return Html(f"<{name}{words}>{joined(children)}</{name}>")
+
+
+def joined(parts: Iterable[object]) -> Html:
+    """The parts one after another."""
+    return Html("".join(escaped(part) for part in parts))
+
+
+def table(
+    header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, right: Iterable[int] = ()
+) -> Html:
+    """A table that scrolls in its own box where the page is narrow; columns in `right` are right-aligned."""
+    numbers = set(right)
+
+    def cells(row: Sequence[object], kind: str) -> Html:
+        return tag("tr", *(_cell(kind, cell, number=i in numbers) for i, cell in enumerate(row)))
+
+    head = tag("thead", cells(header, "th"))
+    body = tag("tbody", *(cells(row, "td") for row in rows))
+    scrolling = tag("div", tag("table", head, body, aria_label=caption), class_="scroll", tabindex="0")
+    return joined([tag("p", caption, class_="caption"), scrolling])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """ "1–3, 7" for 1, 2, 3, 7."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
+
+
+def _cell(kind: str, cell: object, *, number: bool) -> Html:
+    roomy = len(re.sub(r"<[^>]*>", "", str(cell))) > ROOMY
+    names = "n" if number else "roomy" if roomy else None
+    return tag(kind, cell, class_=names, scope="col" if kind == "th" else None)
+
+
+def folded(summary: object, *children: object, opened: bool = False) -> Html:
+    """Details that a reader may open; they are open on paper."""
+    return tag("details", tag("summary", summary), *children, open="" if opened else None)

@@ -1,0 +1,155 @@
+"""What a report knows of each run. A part that is damaged or missing is named; the rest is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+
+from fp4train.analysis.compare import names_of
+from fp4train.analysis.curves import shortened
+from fp4train.analysis.history import History, read_history
+from fp4train.errors import UserError
+from fp4train.report.errors import Errors, read_errors
+from fp4train.report.html import plain
+from fp4train.report.studies import Studies, read_studies
+from fp4train.run import directory as run_directory
+from fp4train.run import history as run_history
+
+UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What reading a file that somebody else prepared may raise."""
+
+MOST_STEPS, MOST_MACS = 10**12, 10**30
+"""A plan of more steps, or of more multiply-adds in one, is none."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """One run.
+
+    Args:
+        number: in the report, from 1. name: unique in the report.
+        metrics: its losses and events.
+        records: of its history; empty where it has none. stretches: what ran and what is planned.
+        config: full key → value; None where it is not known.
+        environments: first step → environment, oldest first.
+        errors: of quantisation, where they were measured.
+        problems: what could not be read.
+    """
+
+    number: int
+    name: str
+    metrics: History
+    records: Sequence[run_history.Record] = field(repr=False)
+    stretches: Sequence[run_history.Stretch] = field(repr=False)
+    config: Mapping[str, Any] | None = field(repr=False)
+    environments: Sequence[tuple[int, Mapping[str, Any]]]
+    errors: Errors | None = field(repr=False)
+    studies: Studies
+    problems: Sequence[str]
+
+    @property
+    def label(self) -> str:
+        """The number and the name, short enough for a heading."""
+        return f"{self.number} {shortened(self.name, 40)}"
+
+    @property
+    def done(self) -> int:
+        """Steps that were trained."""
+        return int(self.metrics.series("train/loss").steps[-1])
+
+    def setting(self, key: str) -> Any:
+        """The value of a configuration key; None where it is not known."""
+        return None if self.config is None else self.config.get(key)
+
+
+def read_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+    """The runs, and a sentence for each directory that is left out.
+
+    Raises:
+        UserError: no run is left.
+    """
+    found: list[History] = []
+    left_out: list[str] = []
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            left_out.append(f"{path} is named twice, or under two names")
+            continue
+        seen.add(path.resolve())
+        problems: list[str] = []
+        history = _try(partial(_metrics, path), problems, None)
+        if history is None:
+            left_out += problems
+        else:
+            found.append(history)
+    if not found:
+        raise UserError("no run can be reported: " + "; ".join(left_out))
+    names = names_of(found)
+    return [_source(number, *each) for number, each in enumerate(zip(names, found, strict=True), start=1)], left_out
+
+
+def _metrics(path: Path) -> History:
+    history = read_history(path)
+    for key in ("train/loss", "val/loss", "train/tokens", "perf/tokens_per_s"):
+        history.series(key)  # numbers that are none are found here
+    history.spans()
+    history.events()
+    return history
+
+
+def _source(number: int, name: str, metrics: History) -> Source:
+    problems: list[str] = []
+    path = metrics.path
+    none: list[run_history.Record] = []
+    no_plan: list[run_history.Stretch] = []
+    records = _try(lambda: run_history.read_history(path), problems, none)
+    if not records and not problems:
+        problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
+    config = _try(lambda: _config(path, records), problems, None)
+    environments = [
+        (record.step, record.values["environment"])
+        for record in records
+        if isinstance(record.values.get("environment"), dict)
+    ]
+    return Source(
+        number=number,
+        name=plain(name, 120),
+        metrics=metrics,
+        records=records,
+        stretches=_try(partial(_plan, path, records), problems, no_plan),
+        config=config,
+        environments=environments,
+        errors=_try(partial(read_errors, path), problems, None),
+        studies=_try(lambda: read_studies(path, problems), problems, Studies()),
+        problems=problems,
+    )
+
+
+def _plan(path: Path, records: Sequence[run_history.Record]) -> list[run_history.Stretch]:
+    found = run_history.stretches(records)
+    for each in found:
+        if not 0 <= each.start < each.stop <= MOST_STEPS or not 0 <= sum(each.macs) <= MOST_MACS:
+            raise ValueError(f"{path / run_directory.HISTORY} holds a plan that is impossible: it is not shown")
+    return found
+
+
+def _config(path: Path, records: Sequence[run_history.Record]) -> dict[str, Any] | None:
+    known = run_history.configuration(records)
+    if known is not None:
+        return known
+    return run_history.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
+
+
+def _try(read: Callable[[], T], problems: list[str], default: T) -> T:
+    try:
+        return read()
+    except UNREADABLE as error:
+        problems.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return default

@@ -1,0 +1,91 @@
+"""The parts of a report about studies: what a recipe harms, and which recipe is better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp4train.report.html import Html, table, tag
+from fp4train.report.sections import section
+from fp4train.report.sources import Source
+from fp4train.report.studies import Candidate, Interval, RankingResult, SensitivityResult
+from fp4train.report.study_figures import ranking, sensitivity
+from fp4train.report.svg import figure
+
+LISTED = 12
+"""Layers in a table, the worst first."""
+VERDICTS = {"apart": "told apart", "alike": "alike", "open": "not told apart", "reference": "reference"}
+
+
+def sensitivities(sources: Sequence[Source]) -> Html:
+    """What every sensitivity study of the runs found."""
+    every = [(source, found) for source in sources for found in source.studies.sensitivities]
+    parts = [_sensitivity(f"sensitivity-{place}", *each) for place, each in enumerate(every, start=1)]
+    return section("Sensitivity", *parts) if parts else Html()
+
+
+def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
+    layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)
+    wholes = [part for whole in ("nothing", "everything") if (part := found.parts.get(whole)) is not None]
+    shown = [*wholes, *found.of_kind("gemm"), *found.of_kind("operand"), *layers[:LISTED]]
+    rows = [
+        [
+            part.name.replace("/", " ", 1),
+            part.nmse.show(".4f"),
+            "–" if part.bias2 is None else part.bias2.show(".4f"),
+            part.loss.show("+.4f"),
+        ]
+        for part in shown
+    ]
+    title = f"{source.label}, step {found.step}: gradients in {found.recipe} against FP32, {found.batches} batches"
+    kept = ", ".join(found.keep) or "nothing"
+    drawn = figure(
+        name,
+        sensitivity(found),
+        alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted "
+        "nMSE against the share of multiply-adds kept in high precision. The table has the numbers.",
+        caption=f"Policy: keep {kept}, {found.kept:.1%} of the multiply-adds; nMSE {found.predicted:.4f} predicted, "
+        f"{found.measured.show('.4f')} measured.",
+    )
+    header = ["quantised", "nMSE", "bias²", "loss change"]
+    caption = "±: 95 % interval over batches" + ("" if found.batches > 1 else "; a single batch has none")
+    return tag("div", tag("h3", title), drawn, table(header, rows, caption=caption, right=(1, 2, 3)))
+
+
+def rankings(sources: Sequence[Source]) -> Html:
+    """What every ranking on a checkpoint of the runs found."""
+    every = [(source, found) for source in sources for found in source.studies.rankings]
+    parts = [_ranking(f"ranking-{place}", *each) for place, each in enumerate(every, start=1)]
+    return section("Ranking", *parts) if parts else Html()
+
+
+def _ranking(name: str, source: Source, found: RankingResult) -> Html:
+    title = f"{source.label}, step {found.step}: {found.forks} forks of {found.steps} steps for each candidate"
+    rows = [
+        [
+            each.name,
+            _gap(each, each.gap),
+            _gap(each, each.high),
+            "–" if each.p is None else "<.0001" if each.p < 1e-4 else f"{each.p:.2g}",
+            "diverged" if each.diverged else VERDICTS.get(each.verdict, "no test below 4 forks"),
+            each.group,
+        ]
+        for each in found.candidates
+    ]
+    floor = "" if found.floor is None else f"; floor of the noise, FP32 − BF16: {found.floor.show('+.5f')}"
+    header = ["candidate", "gap in the recipe", "gap in high precision", "p", "verdict", "group"]
+    caption = f"Gap to {found.reference}, nats per token, ± 95 % interval of the gap alone; p is corrected{floor}"
+    body = table(header, rows, caption=caption, right=(1, 2, 3))
+    troubles = [tag("p", f"{each.name}: {each.diverged}", class_="note") for each in found.candidates if each.diverged]
+    if not any(each.gap is not None for each in found.candidates):
+        return tag("div", tag("h3", title), body, *troubles)
+    drawn = figure(
+        name,
+        ranking(found),
+        alt=f"{title}: gap of each candidate to {found.reference} with its 95 % interval. The table has the numbers.",
+        caption="Orange: told apart from the reference; green: alike; blue: not told apart; grey: floor of the noise.",
+    )
+    return tag("div", tag("h3", title), drawn, body, *troubles)
+
+
+def _gap(each: Candidate, found: Interval | None) -> str:
+    return "–" if found is None or each.diverged else found.show("+.5f")

@@ -1,0 +1,45 @@
+"""docs/report.md: its commands are run, in order, and its sections are those of the report."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp4train.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+SMALL = (
+    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
+    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl", "train.steps=60"),
+)
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.long
+def test_every_command_works_and_the_report_has_the_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    small = {"report": (), "rank": ("steps=2",)}
+    for words in [*commands()[:2], shlex.split("fp4train sensitivity runs/a batches=2 repeats=1"), *commands()[2:]]:
+        options = () if words[1] == "sensitivity" else small.get(words[1], SMALL)
+        with pytest.raises(SystemExit) as ended:
+            main([*words[1:], *options])
+        assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    named = re.findall(r"^\| ([A-Z][^|]+) \|", TEXT, re.MULTILINE)
+    assert re.findall(r"<h2>([^<]+)</h2>", page) == [title for each in named for title in each.split(", ")]
+    assert 'class="warnings"' not in page, "nothing of a whole run is missing"
+    assert page.count("<svg") > 8 and (tmp_path / "a.html").is_file()
+
+
+def test_its_links_exist() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target
