@@ -1,4 +1,4 @@
-"""docs/scale.md: what runs on one machine is run; commands of a cluster are parsed; its keys are those of the section."""
+"""docs/scale.md: commands of one machine are run, those of a cluster parsed; its keys are those of the section."""
 
 import os
 import re
