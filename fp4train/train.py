@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from fp4train.measure.probe import probe
 from fp4train.optim.gate import step_unless
+from fp4train.parallel import pipeline
 from fp4train.parallel.agree import Word, agree
-from fp4train.parallel.apply import join_scales, synchronise
+from fp4train.parallel.apply import join_scales
 from fp4train.parallel.norm import clip, gradient_norms
+from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import GEMMS, Recipe, autocast
 from fp4train.precision.plan import PlannedStretch
@@ -34,7 +37,9 @@ from fp4train.shards import local
 _log = logging.getLogger(__name__)
 
 RANK_SPREAD = 0x9E3779B97F4A7C15
-"""Between the dropout seeds of two ranks: far more than there are steps."""
+"""Between the dropout seeds of two data ranks: far more than there are steps."""
+STAGE_SPREAD = 0xD1B54A32D192ED03
+"""Between those of two stages of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,14 +218,14 @@ def train_step(run: Run, recipe: Recipe) -> Step:
 
 def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
     """Gradients of the current step's batch, times the loss scale, added to the parameters'; the mean loss."""
-    # A model's own random numbers (dropout) depend on the step and the rank's part of the batch alone, so that a
+    # A model's own random numbers (dropout) depend on the step and the rank's part of batch and model alone, so that a
     # resumed run draws the same ones.
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + run.world.data_rank * RANK_SPREAD) % 2**63)
+    place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
     total, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
-    for number, loss in enumerate(losses(run, recipe), 1):
-        synchronise(run.model, last=number * run.rows == run.share)
-        (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach() * share
+    weight = run.loss_scale * share
+    for loss in pipeline.train_losses(run.model, run.pipeline, microbatches(run, recipe), weight):
+        total += loss * share
     join_scales(run.model, run.world)
     return run.world.summed(total)
 
@@ -235,37 +240,53 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     run.load_scaling(scaling)
     errors = seen.measure(run.plan.at(run.step).layers, key=key)
     step = train_step(run, recipe)
-    step.values |= errors
+    # Each stage has measured its own layers.
+    for found in reversed(run.world.gathered(errors)):
+        step.values |= found
     return step
 
 
-def losses(run: Run, recipe: Recipe) -> Iterator[Tensor]:
-    """The mean loss of each microbatch of this rank's share of the current step's batch."""
+def microbatches(run: Run, recipe: Recipe) -> Iterator[Microbatch]:
+    """This rank's share of the current step's batch."""
     config, own = run.config.train, run.world.data_rank * run.share
     for first in range(own, own + run.share, run.rows):
         at, then = run.step * config.batch_size + first, first + run.rows
         # After the last row of its share a rank goes on with the first one of the next step's.
         then = run.step * config.batch_size + (then if then < own + run.share else own + config.batch_size)
         batch = run.feed.rows(at, run.rows, then=then)
-        yield forward(run, recipe, *batch, token_offset=first * config.seq_len)
+        last = first + run.rows == own + run.share
+        yield microbatch(run, recipe, *batch, token_offset=first * config.seq_len, last=last)
 
 
 def blame(run: Run, recipe: Recipe) -> str:
     """What is not finite first in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
     with run.eagerly():
-        where = first_non_finite_output(run.model, losses(run, recipe), cut=run.world.size > 1)
+        passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe))
+        where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
     return run.world.first(where) or "the loss itself"
 
 
-def forward(run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0) -> Tensor:
-    """The loss of one microbatch in `recipe`, in nats a token."""
-    context = autocast(
-        recipe, policy=run.config.policy, seed=run.config.run.seed, step=run.step, token_offset=token_offset
+def microbatch(
+    run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0, last: bool = True
+) -> Microbatch:
+    """Rows to be run in `recipe`."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        now = autocast(
+            recipe, policy=run.config.policy, seed=run.config.run.seed, step=run.step, token_offset=token_offset
+        )
+        with now, run.region():
+            yield
+
+    return Microbatch(
+        tokens_BT=tokens_BT.to(run.device),
+        targets_BT=targets_BT.to(run.device),
+        context=context,
+        dtype=recipe.torch_dtype,
+        last=last,
     )
-    with context, run.region():
-        loss: Tensor = run.model(tokens_BT.to(run.device), targets_BT.to(run.device))
-    return loss
 
 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
@@ -293,8 +314,10 @@ def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
     Summed in one order by every rank, so that it does not depend on how many there are.
     """
     found = torch.zeros(len(starts), device=run.device)
-    for number in range(run.world.data_rank, len(starts), run.world.data_ranks):
-        found[number] = forward(run, recipe, *run.val_data.rows(starts[number], run.rows))
+    own = range(run.world.data_rank, len(starts), run.world.data_ranks)
+    rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
+    for number, loss in zip(own, pipeline.losses(run.model, run.pipeline, rows), strict=False):
+        found[number] = loss
     each: list[float] = run.world.summed(found).tolist()
     return sum(each) / len(each)
 

@@ -204,10 +204,11 @@ class MeshPlan:
     def plan(self, sequences: int) -> Plan:
         """The plan of the run with microbatches of so many sequences."""
         from fp4train.hardware import Device
+        from fp4train.precision.layers import find_layers
         from fp4train.run.build import build_plan
 
-        train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
-        return build_plan(replace(self.config, train=train), self.model, self.timeline, Device.elsewhere(self.gpu))
+        config = replace(self.config, train=replace(self.config.train, batch_size=sequences, microbatch=sequences))
+        return build_plan(config, find_layers(self.model), self.timeline, Device.elsewhere(self.gpu))
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""

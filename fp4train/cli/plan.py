@@ -103,6 +103,7 @@ def _plan(
     cfg: DictConfig, *, full: bool, asked: Asked | None, as_data: bool, given: list[str], command: list[str]
 ) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
+    from fp4train.precision.layers import find_layers
     from fp4train.run.advice import nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
@@ -132,7 +133,7 @@ def _plan(
         mesh_plan = MeshPlan(config, asked, model, timeline, gpu, given)
         return _search(mesh_plan, command, as_data) if asked.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
-    plan = build_plan(config, model, timeline, device).since(start)
+    plan = build_plan(config, find_layers(model), timeline, device).since(start)
     if warning := nothing_quantised(plan):
         _log.warning("%s", warning)
     if as_data:

@@ -23,8 +23,11 @@ from fp4train.precision.layers import find_blocks
 
 
 def distribute(model: nn.Module, world: World) -> None:
-    """Cut `model`, which has fp4train's layers and whole weights, the same on every rank. In place."""
-    if world.mesh is None:
+    """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place."""
+    if world.size > 1:
+        for layer in _layers(model):
+            layer.scaling.joined = True
+    if world.mesh is None or world.data_ranks == 1:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.shards > 1
@@ -36,8 +39,6 @@ def distribute(model: nn.Module, world: World) -> None:
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    for layer in _layers(model):
-        layer.scaling.joined = True
 
 
 def synchronise(model: nn.Module, last: bool) -> None:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 REST = -1
 """As many as there are ranks left."""
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+_SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev", "v")
+"""Schedules that run the gradients of inputs and of weights at different times."""
+
+
+class Mesh(NamedTuple):
+    """Sizes of the dimensions of the mesh, in the order of ranks: the last one varies fastest."""
+
+    stages: int
+    replicas: int
+    shards: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +29,13 @@ class Parallel:
         dp_replicate: groups of ranks that each hold the whole model; gradients are summed over them (HSDP).
         dp_shard: ranks that share the weights, gradients and moments of one model (FSDP); -1: all ranks that
             dp_replicate leaves.
+        pp: ranks that each hold some of the blocks (pipeline); microbatches pass from one to the next.
+            The bits are those of one stage; but a model's own random numbers (dropout) differ.
+        pp_schedule: order of forward and backward passes. "1f1b": a backward pass as soon as there is one, so that a
+            rank holds the activations of at most pp microbatches (arXiv:1806.03377). "gpipe": all forward passes, then
+            all backward ones (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides
+            the idle time by as much (arXiv:2104.04473).
+        pp_chunks: stages per rank under "interleaved".
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -24,6 +44,9 @@ class Parallel:
 
     dp_replicate: int = 1
     dp_shard: int = REST
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+    pp_chunks: int = 2
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -32,31 +55,54 @@ class Parallel:
             raise ValueError(f"parallel.dp_replicate={self.dp_replicate} must be at least 1")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks that are left")
+        if self.pp < 1:
+            raise ValueError(f"parallel.pp={self.pp} must be at least 1")
+        if self.pp_schedule in _SPLIT:
+            raise ValueError(
+                f"parallel.pp_schedule={self.pp_schedule} runs the gradients of inputs and weights at different times, "
+                "which would run the GEMMs of every backward pass twice (a layer's backward makes both); allowed are "
+                f"{', '.join(SCHEDULES)}"
+            )
+        if self.pp_schedule not in SCHEDULES:
+            raise ValueError(f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}")
+        if self.pp_chunks < 2:
+            raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"parallel.timeout={self.timeout} must lie between 1 and 1000000 seconds")
 
-    def shape(self, ranks: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) on so many ranks.
+    @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1
+
+    def mesh(self, ranks: int) -> Mesh:
+        """The mesh of so many ranks.
 
         Raises:
-            ValueError: they do not go into each other.
+            ValueError: the sizes do not go into each other.
         """
-        shards = self.dp_shard
+        shards, others = self.dp_shard, self.dp_replicate * self.pp
         if shards == REST:
-            shards, rest = divmod(ranks, self.dp_replicate)
-            if rest:
+            shards, rest = divmod(ranks, others)
+            if rest or not shards:
+                given = [("dp_replicate", self.dp_replicate), ("pp", self.pp)]
+                said = " × ".join(f"parallel.{name}={size}" for name, size in given if size > 1)
                 raise ValueError(
-                    f"parallel.dp_replicate={self.dp_replicate} does not divide the {_count(ranks)} of this run"
+                    f"{said} does not divide the {_count(ranks)} of this run" + (_START if ranks == 1 else "")
                 )
-        if self.dp_replicate * shards != ranks:
+        if others * shards != ranks:
+            stages = f"parallel.pp={self.pp} × " if self.pp > 1 else ""
             raise ValueError(
-                f"parallel.dp_replicate={self.dp_replicate} × parallel.dp_shard={self.dp_shard} is "
-                f"{_count(self.dp_replicate * shards)}, and this run has {ranks}: "
-                + ("start it under torchrun" if ranks == 1 else "parallel.dp_shard=-1 takes all that are left")
+                f"{stages}parallel.dp_replicate={self.dp_replicate} × parallel.dp_shard={self.dp_shard} is "
+                f"{_count(others * shards)}, and this run has {ranks}"
+                + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )
-        return self.dp_replicate, shards
+        return Mesh(self.pp, self.dp_replicate, shards)
+
+
+_START = ": start it under torchrun"
 
 
 def _count(ranks: int) -> str:

@@ -29,7 +29,7 @@ def gradient_norms(gradients: Sequence[Tensor], world: World) -> tuple[Tensor, T
         norms = torch.stack(torch._foreach_norm(list(gradients)))
         return torch.linalg.vector_norm(norms), norms
     norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
-    return world.summed_over_shards(norms.square().sum()).sqrt().float(), norms.float()
+    return world.summed_over_parts(norms.square().sum()).sqrt().float(), norms.float()
 
 
 def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:

@@ -31,7 +31,7 @@ from fp4train.parallel.launch import Place
 
 T = TypeVar("T")
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+STAGES, REPLICATE, SHARD = "pp", "dp_replicate", "dp_shard"
 """Names of the mesh's dimensions."""
 _FAILED = "failed"
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
@@ -51,7 +51,10 @@ class World:
     Args:
         place: which of them this process is.
         device: of its tensors.
-        mesh: its dimensions are `REPLICATE` and `SHARD`; None in a world of one.
+        mesh: of the ranks that hold the same stages of the model; its dimensions are `REPLICATE` and `SHARD`. None in
+            a world of one.
+        data: group of the ranks of `mesh`; None: all ranks.
+        pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
         ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
@@ -61,6 +64,8 @@ class World:
     place: Place = field(default_factory=Place)
     device: torch.device
     mesh: DeviceMesh | None = None
+    data: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     store: Any = None
     ranks: Ranks = ALONE
@@ -74,7 +79,7 @@ class World:
             UserError: the mesh does not fit the ranks, or the others cannot be reached in time.
         """
         try:
-            shape = parallel.shape(place.size)
+            sizes = parallel.mesh(place.size)
         except ValueError as error:
             raise UserError(str(error)) from error
         if place.size == 1:
@@ -98,16 +103,29 @@ class World:
                 timeout=timeout,
                 device_id=device if cuda else None,
             )
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD))
+            pipeline, data = (mesh.get_group(STAGES), _data_group(mesh, timeout)) if sizes.stages > 1 else (None, None)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
-            ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+            # Of the ranks that hold the same stages the first one writes what all of them hold.
+            leads = place.rank % (sizes.replicas * sizes.shards) == 0
+            ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"rank {place.rank} of {place.size} does not meet the others at {place.address}:{place.port} within "
                 f"parallel.timeout={parallel.timeout:g} s: {said}"
             ) from error
-        return cls(place=place, device=device, mesh=mesh, control=control, store=store, ranks=ranks, norm64=True)
+        return cls(
+            place=place,
+            device=device,
+            mesh=mesh[REPLICATE, SHARD],
+            data=data,
+            pipeline=pipeline,
+            control=control,
+            store=store,
+            ranks=ranks,
+            norm64=True,
+        )
 
     # -- who ----------------------------------------------------------------------------------------------------------
 
@@ -137,30 +155,46 @@ class World:
         """Ranks that share the weights of one model."""
         return 1 if self.mesh is None else self.mesh.size(1)
 
+    @property
+    def stages(self) -> int:
+        """Ranks that the blocks of one model are cut over."""
+        return 1 if self.pipeline is None else self.pipeline.size()
+
+    @property
+    def stage(self) -> int:
+        """Which of them this rank is."""
+        return 0 if self.pipeline is None else self.pipeline.rank()
+
     def __str__(self) -> str:
         if self.mesh is None:
             return "1 rank"
         cut = f"{self.shards} shards" + (f" × {self.mesh.size(0)} replicas" if self.mesh.size(0) > 1 else "")
+        if self.stages > 1:
+            cut = f"{self.stages} stages" + (f" × {cut}" if self.data_ranks > 1 else "")
         return f"{self.size} ranks ({cut})"
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over all data ranks, in place."""
-        if self.mesh is not None:
-            dist.all_reduce(tensor)
+        """The sum over all data ranks of what the last stage found, in place; other stages give zeros."""
+        if self.data_ranks > 1:
+            dist.all_reduce(tensor, group=self.data)
+        if self.stages > 1:
+            dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
-    def summed_over_shards(self, tensor: Tensor) -> Tensor:
+    def summed_over_parts(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the parts of one model, in place."""
         if self.mesh is not None and self.shards > 1:
             dist.all_reduce(tensor, group=self.mesh.get_group(SHARD))
+        if self.stages > 1:
+            dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The maximum over all data ranks, element by element, in place."""
-        if self.mesh is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        if self.data_ranks > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.data)
         return tensor
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -197,6 +231,10 @@ class World:
     def first(self, value: T | None) -> T | None:
         """The `value` (plain data) of the first rank that has one."""
         return next((each for each in self.gathered(value) if each is not None), None)
+
+    def last(self, value: T | None) -> T | None:
+        """The `value` (plain data) of the last rank that has one: of a pipeline, of the stage nearest to the loss."""
+        return next((each for each in reversed(self.gathered(value)) if each is not None), None)
 
     def wait(self) -> None:
         """Until every rank is here."""
@@ -291,3 +329,10 @@ class World:
             with suppress(Exception):
                 stream.flush()
         os._exit(code)
+
+
+def _data_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
+    """The ranks that hold the same stages as this one, whose parts of a batch are summed."""
+    own = mesh.get_local_rank(STAGES)
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks.flatten().tolist(), timeout=timeout) for ranks in mesh.mesh]
+    return groups[own]

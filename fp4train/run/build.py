@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.initialise import materialise, why_not_born
+from fp4train.models.common.stages import StageCut
 from fp4train.nn import convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute
+from fp4train.parallel.held import Inventory
 from fp4train.parallel.launch import Place
+from fp4train.parallel.stages import check_microbatches, cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
-from fp4train.precision.layers import find_blocks, find_layers
+from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
@@ -123,19 +127,21 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
         raise UserError(str(error)) from error
 
 
-def build_plan(config: Config, model: nn.Module, timeline: Timeline, device: Device, data_ranks: int = 1) -> Plan:
+def build_plan(
+    config: Config, layers: Mapping[str, Layer], timeline: Timeline, device: Device, data_ranks: int = 1
+) -> Plan:
     """What will run where, and why.
 
     Args:
+        layers: of the whole model, by name (`find_layers`).
         data_ranks: parts that a batch is cut into.
 
     Raises:
         UserError: a pattern of the policy matches no layer, or `backend` cannot run a recipe on `device`.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
-    layers = find_layers(model).values()
     try:
-        return make_plan(layers, timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        return make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -197,7 +203,7 @@ def build(
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
             if init is not None:
-                load_weights(run.model, init)
+                load_weights(run.model, init, None if run.pipeline is None else run.pipeline.inventory)
         with world.together():
             if world.lead and overwriting:
                 run_directory.start_over(directory)
@@ -219,7 +225,7 @@ def build(
 
 
 def check_share(config: Config, world: World) -> None:
-    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks."""
+    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline."""
     batch, ranks, rows = config.train.batch_size, world.data_ranks, config.train.microbatch
     if batch % (ranks * (rows or 1)):
         each = "" if rows is None else f" × train.microbatch={rows}"
@@ -227,6 +233,10 @@ def check_share(config: Config, world: World) -> None:
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
             "number of sequences and microbatches"
         )
+    try:
+        check_microbatches(batch // ranks // (rows or batch // ranks), config.parallel)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> Run:
@@ -241,27 +251,37 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     _log.info("%s", data.description)
     with world.together():
         model, born = _unborn(config, data.vocab_size, world)
-        plan = build_plan(config, model, timeline, Device.of(world.device), world.data_ranks)
+        layers = find_layers(model)
+        plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
+        cut = None if world.stages == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    distribute(model, world)
+    whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
+    if pipeline is not None:
+        model = pipeline.model
+    for part in (model,) if pipeline is None else pipeline.stages.values():
+        distribute(part, world)
     if born:
         with world.together():
             try:
                 draw = getattr(config.model, "draw", "torch")
-                materialise(model, world.device, seed=config.run.seed, draw=draw)
+                materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
             except ValueError as error:
                 raise UserError(f"the weights cannot be drawn: {error}") from error
+    optimizer = config.optim.build(model)
+    if pipeline is not None:
+        pipeline.copy_tied()
+        optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
     return Run(
         config=config,
         directory=config.run.dir,
         device=world.device,
         model=model,
-        optimizer=config.optim.build(model),
+        optimizer=optimizer,
         train_data=loaders["train"],
         val_data=loaders["val"],
         timeline=timeline,
@@ -272,8 +292,22 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         good_steps=0,
         fingerprint=data.fingerprint,
         folder=Folder.open(config.run.dir, create=True),
+        pipeline=pipeline,
         world=world,
     )
+
+
+def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tuple[StageCut, Inventory]:
+    """How a model is cut into stages, and what it holds before that.
+
+    Raises:
+        UserError: it cannot be cut into the stages of the configuration.
+    """
+    try:
+        cut = cut_of(model, config.parallel)
+        return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _unborn(config: Config, vocab_size: int, world: World) -> tuple[nn.Module, bool]:

@@ -103,7 +103,7 @@ def cancel_swap(run: Run, step: int) -> None:
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
-    plan = build_plan(run.config, run.model, timeline, Device.of(run.device), run.world.data_ranks)
+    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.data_ranks)
     return plan.since(run.step)
 
 

@@ -169,7 +169,7 @@ class Ledger:
         run.load_scaling(step.scaling)
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
-            bad = run.world.first(step.bad_gradient()) or "the norm itself (finite gradients, overflowing sum)"
+            bad = run.world.last(step.bad_gradient()) or "the norm itself (finite gradients, overflowing sum)"
             raise NonFiniteError(step.index, "gradient norm", norm, bad, step.recipe.name)
         where = self.blame(run, step.recipe)
         run.load_scaling(step.scaling)

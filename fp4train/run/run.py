@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,10 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
+from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
+from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.requests import Inbox
@@ -37,6 +40,7 @@ class Run:
     """A run ready to train; `step` is the number of optimizer steps done.
 
     Args:
+        model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         identity: the random number that the run's parts carry.
         swaps: the record of swaps.
@@ -44,6 +48,7 @@ class Run:
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
         saved_config: config.yaml as it was written.
+        pipeline: the stages of the model; None: it is whole.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
 
@@ -67,6 +72,7 @@ class Run:
     torn: bool = False
     failed: torch.Tensor | None = None
     saved_config: bytes | None = None
+    pipeline: Pipeline | None = None
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
@@ -91,7 +97,8 @@ class Run:
     @property
     def description(self) -> str:
         """Model, batch and device in a line."""
-        count = sum(p.numel() for p in self.model.parameters())
+        cut = self.pipeline
+        count = sum(p.numel() for p in self.model.parameters()) if cut is None else cut.inventory.parameters
         size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         return (
@@ -116,8 +123,13 @@ class Run:
         """Where every module runs by itself, so that hooks on modules inside of a block see them."""
         return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
 
+    @property
+    def layers(self) -> Mapping[str, Layer]:
+        """The linear layers of the whole model, by name."""
+        return find_layers(self.model) if self.pipeline is None else self.pipeline.inventory.layers
+
     def linears(self) -> list[Linear]:
-        """The model's converted layers."""
+        """The converted layers that this rank holds."""
         return [m for m in self.model.modules() if isinstance(m, Linear)]
 
     def peak_tokens_per_s(self) -> float | None:
@@ -127,7 +139,8 @@ class Run:
         recipes compare; 6 FLOP per weight and token, attention products and recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        flops = 6 * sum(m.in_features * m.out_features for m in self.linears())
+        layers = [layer for layer in self.layers.values() if layer.unconverted is None]
+        flops = 6 * sum(layer.in_features * layer.out_features for layer in layers)
         return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -140,11 +153,17 @@ class Run:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:
-        """Everything that the future of the run depends on, and what it was trained with."""
+        """Everything that the future of the run depends on, and what it was trained with; of a pipeline the share of
+        this rank's stages."""
+        weights, moments = self.model.state_dict(), self.optimizer.state_dict()
+        if self.pipeline is not None:
+            inventory = self.pipeline.inventory
+            weights, moments = inventory.weights(weights), inventory.moments(self.model, self.optimizer)
+        held = {"model": weights, "optimizer": moments, "scaling": self.scaling()}
+        if self.world.stage:
+            return held
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaling": self.scaling(),
+            **held,
             "loss_scale": self.loss_scale,
             "good_steps": self.good_steps,
             "data": self.fingerprint,
@@ -159,7 +178,8 @@ class Run:
             UserError: a tensor of it does not fit or is not finite, or it was trained on other data.
         """
         try:
-            state = restored(found, self.model, self.optimizer)
+            inventory = None if self.pipeline is None else self.pipeline.inventory
+            state = restored(found, self.model, self.optimizer, inventory)
             check_model(self.model, state["model"])
             check_optimizer(self.optimizer, state["optimizer"])
             check_scaling(self.scaling(), state["scaling"])

@@ -113,7 +113,8 @@ class Saver:
             return False
         run, step = self.run, self.run.step
         tensors, state = checkpoint.flatten(run.state())
-        state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
+        if not run.world.stage:
+            state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
         parts = owned(tensors, leads=self.ranks.leads)

@@ -10,6 +10,7 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
+from fp4train.parallel.held import Inventory
 from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
 from fp4train.run.restored import restored
@@ -27,14 +28,17 @@ def load_init(config: Config, ranks: checkpoint.Ranks) -> checkpoint.Checkpoint 
     return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
 
 
-def load_weights(model: nn.Module, found: checkpoint.Checkpoint) -> None:
+def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inventory | None = None) -> None:
     """Give `model` the weights of a checkpoint of another run.
+
+    Args:
+        inventory: of the whole model, of which `model` is a part.
 
     Raises:
         UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
     """
     try:
-        saved = restored(found, model)["model"]
+        saved = restored(found, model, inventory=inventory)["model"]
         if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
             raise TypeError("they are no tensors by name")
     except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError) as error:

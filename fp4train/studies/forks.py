@@ -25,6 +25,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
+from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
 from fp4train.run.build import build_plan, build_timeline
@@ -151,7 +152,7 @@ def branch(subject: Subject, candidate: Candidate, settings: ForkSettings) -> Br
         config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
     try:
         timeline = build_timeline(config)
-        plan = build_plan(config, subject.model, timeline, Device.of(subject.device))
+        plan = build_plan(config, find_layers(subject.model), timeline, Device.of(subject.device))
     except UserError as error:
         raise UserError(f"{candidate.name}: {error}") from error
     first = subject.step if settings.schedule == "own" else 0

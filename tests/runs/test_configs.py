@@ -6,6 +6,7 @@ from command_line import Cli
 
 from fp4train.config import CONFIGS, RECIPES, Config, overrides, plain, to_config
 from fp4train.config.binding import bind, complete, unknown_keys
+from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 
 GIVEN = {
@@ -34,7 +35,7 @@ def test_it_is_planned(option: str) -> None:
     meta = torch.device("meta")
     model = build_model(found, 257, meta)
     assert all(p.device == meta for p in model.parameters())
-    plan = build_plan(found, model, build_timeline(found), torch.device("cpu"))
+    plan = build_plan(found, find_layers(model), build_timeline(found), torch.device("cpu"))
     shares = plan.shares(0)
     assert sum(shares.values()) == pytest.approx(1)
 

@@ -23,8 +23,9 @@ from fp4train.models.common.initialise import DRAWS, Constant, Initial, Normal, 
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.norm import RMSNorm
 from fp4train.models.common.rope import rope_angles
+from fp4train.models.common.stages import WHOLE, StageCut
 from fp4train.models.common.vocabulary import embed, logits, whole_tokens
-from fp4train.models.llama.parallel import tensor_cut
+from fp4train.models.llama.parallel import stage_cut, tensor_cut
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.text import check_choice
 
@@ -120,7 +121,10 @@ class Block(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits."""
+    """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits.
+
+    As a stage of a pipeline (`stage`) all but the first take the residual stream, and all but the last give it.
+    """
 
     def __init__(self, shape: Llama, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -133,6 +137,8 @@ class LlamaModel(nn.Module):
             self.head.weight = self.embed.weight
         self.tensor: TokenRanks | None = None
         """The ranks that share the vocabulary and the tokens; set when the model is cut."""
+        self.stage = WHOLE
+        """The part of the model that this module is; set when it is cut."""
         self.cos: Tensor
         self.sin: Tensor
         for name, values in self.initial_buffers().items():
@@ -157,19 +163,34 @@ class LlamaModel(nn.Module):
         angles = rope_angles(self.seq_len, self.shape.width // self.shape.heads, self.shape.rope_base)
         return {"cos": angles.cos(), "sin": angles.sin()}
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        if tokens_BT.shape[1] > self.seq_len:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
-        dtype = activation_dtype(self.embed.weight.dtype)
-        x = embed(tokens_BT, self.embed.weight, dtype, self.tensor)
-        cos, sin = (t[: tokens_BT.shape[1]].to(dtype) for t in (self.cos, self.sin))
+    def forward(self, input: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """The loss, the logits [B, T, vocabulary], or the residual stream [B, T, D].
+
+        Args:
+            input: tokens [B, T]; the residual stream [B, T, D] on a later stage of a pipeline.
+            targets_BT: tokens.
+        """
+        if input.shape[1] > self.seq_len:
+            raise ValueError(f"{input.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
+        stage, x = self.stage, input
+        if stage.first:
+            dtype = activation_dtype(self.embed.weight.dtype)
+            x = embed(input, stage.embedding(self.embed.weight), dtype, self.tensor)
+        cos, sin = (t[: input.shape[1]].to(x.dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
-        x_MD = whole_tokens(self.norm(x), self.tensor)
+        if not stage.last:
+            return x
+        x, w_VD = stage.head(self.norm(x), self.head.weight)
+        x_MD = whole_tokens(x, self.tensor)
         if targets_BT is None:
-            return logits(x_MD, self.head.weight, self.tensor).view(*tokens_BT.shape, -1)
-        return chunked_cross_entropy(x_MD, self.head.weight, targets_BT.flatten(), self.tensor)
+            return logits(x_MD, w_VD, self.tensor).view(*input.shape[:2], -1)
+        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor)
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How tensor parallelism cuts the model."""
         return tensor_cut(self)
+
+    def fp4train_stages(self) -> StageCut:
+        """How a pipeline cuts the model."""
+        return stage_cut(self)

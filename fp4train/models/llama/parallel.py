@@ -1,4 +1,6 @@
-"""How a Llama is cut over tensor-parallel ranks.
+"""How a Llama is cut over the ranks of a run.
+
+Tensor parallelism:
 
 | parameter | cut along |
 |---|---|
@@ -8,6 +10,14 @@
 | gate, up | the hidden width (out features) |
 | down | the hidden width (in features) |
 | norms | not cut |
+
+Stages of a pipeline:
+
+| module | stage |
+|---|---|
+| embed | the first |
+| blocks | all, in equal parts |
+| norm, head | the last |
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp4train.models.common.cut import TensorCut
+from fp4train.models.common.stages import StageCut
 
 if TYPE_CHECKING:
     from fp4train.models.llama.model import LlamaModel
@@ -37,3 +48,8 @@ def tensor_cut(model: LlamaModel) -> TensorCut:
             (f"{block}.attention", name, f"model.{name}") for block in blocks for name in ("heads", "kv_heads")
         ),
     )
+
+
+def stage_cut(model: LlamaModel) -> StageCut:
+    """The modules of each stage. Stages send each other the residual stream."""
+    return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=model.shape.width)

@@ -1,0 +1,105 @@
+"""What of the whole model's state a rank of a pipeline holds: between its own numbering and that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4train.precision.layers import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """Names and numbers of the whole model's state, taken before it is cut.
+
+    Args:
+        state: keys of its state dict.
+        groups: by group of the optimizer the names of its parameters; their place in all of them is their number.
+        layers: its linear layers, by name.
+        tied: by name of a copy on the last stage, the name of the weight on the first.
+        parameters: number of all elements.
+    """
+
+    state: frozenset[str]
+    groups: tuple[tuple[str, ...], ...]
+    layers: Mapping[str, Layer]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer, layers: Mapping[str, Layer], tied: Mapping[str, str]
+    ) -> Inventory:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        return cls(state=frozenset(model.state_dict()), groups=groups, layers=layers, tied=tied, parameters=count)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each parameter in the whole optimizer."""
+        return {name: number for number, name in enumerate(name for group in self.groups for name in group)}
+
+    # -- this rank's state as part of the whole one -------------------------------------------------------------------
+
+    def weights(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of this rank's stages as its part of the whole: a tied weight is the first stage's."""
+        given = {name: tensor for name, tensor in own.items() if name not in self.tied}
+        return given | {copy: given[name] for copy, name in self.tied.items() if name in given}
+
+    def moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of this rank's optimizer with the whole one's numbers."""
+        own, whole = optimizer.state_dict(), self._by_own_number(model, optimizer)
+        by_number, numbers = self._groups(), self.numbers_of(model, optimizer)
+        return {
+            "state": {numbers[number]: moments for number, moments in own["state"].items()},
+            "param_groups": [{**g, "params": by_number[whole[g["params"][0]]]} for g in own["param_groups"]],
+        }
+
+    # -- this rank's part of the whole state --------------------------------------------------------------------------
+
+    def own(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What of a checkpoint's state is this rank's; what no stage should have stays, to be refused."""
+        found = {**state, "model": self.own_weights(state["model"], model)}
+        mine = {name for name, module in model.named_modules() if name in self.layers}
+        found["scaling"] = {k: v for k, v in state["scaling"].items() if k in mine or k not in self.layers}
+        saved, whole = state["optimizer"], self._by_own_number(model, optimizer)
+        mine_of = {number: own for own, number in self.numbers_of(model, optimizer).items()}
+        elsewhere = set(self.numbers.values()) - set(mine_of)
+        groups, held, own_groups = self._groups(), {}, optimizer.state_dict()["param_groups"]
+        for group in own_groups:
+            held[tuple(groups[whole[group["params"][0]]])] = group["params"]
+        found["optimizer"] = {
+            **saved,
+            "state": {mine_of.get(n, n): moments for n, moments in saved["state"].items() if n not in elsewhere},
+            "param_groups": [{**g, "params": held.get(tuple(g["params"]), g["params"])} for g in saved["param_groups"]],
+        }
+        return found
+
+    def away(self, model: nn.Module) -> set[str]:
+        """Keys of the whole state dict that this rank's stages do not hold."""
+        return set(self.state) - set(model.state_dict())
+
+    def numbers_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+        """By number in this rank's optimizer, that in the whole one."""
+        return {own: self.numbers[name] for own, name in self._by_own_number(model, optimizer).items()}
+
+    def own_weights(self, saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+        """The weights of a checkpoint that this rank's stages hold."""
+        mine = set(model.state_dict())
+        return {name: value for name, value in saved.items() if name in mine or name not in self.state}
+
+    def _by_own_number(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in optimizer.state_dict()["param_groups"] for n in group["params"]]
+        return {number: names[id(parameter)] for number, parameter in zip(numbers, parameters, strict=True)}
+
+    def _groups(self) -> dict[str, list[int]]:
+        """By parameter the numbers of its group in the whole optimizer."""
+        numbers = self.numbers
+        return {name: [numbers[each] for each in group] for group in self.groups for name in group}

@@ -1,0 +1,227 @@
+"""The microbatches of a step or an evaluation through the model: one after another, or over the stages of a pipeline.
+
+The stages are torch's (`torch.distributed.pipelining`), with two additions. Each microbatch runs in a context of its
+own: the place of its tokens in the batch keys the random bits, and its layers share what they quantise. What stages
+send each other has the shape and dtype that this file says: torch would find them by a forward pass on meta tensors,
+outside of that context, in another dtype.
+
+A pipeline gives the bits of one stage: gradients are summed in the order of microbatches, and a block's input and its
+gradient are sent in the dtype in which they would have been kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp4train.models.common.stages import StageCut
+from fp4train.parallel.apply import synchronise
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.held import Inventory
+from fp4train.parallel.tied import TiedWeight
+from fp4train.parallel.world import World
+
+_FULL = ("stage_output", "output_grads", "input_values")
+AT_A_TIME = 4
+"""Microbatches per stage of an evaluation: a stage keeps a place for the input of each, and idles for a fifth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Sequences of one forward pass.
+
+    Args:
+        tokens_BT, targets_BT: on the device.
+        context: makes the context of a forward pass: recipe, step, place of the tokens.
+        dtype: of activations in that context.
+        last: whether no other one of this rank's follows in the step.
+    """
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    context: Callable[[], AbstractContextManager[object]]
+    dtype: torch.dtype
+    last: bool = True
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """The mean loss of the whole `model`."""
+        with self.context():
+            loss: Tensor = model(self.tokens_BT, self.targets_BT)
+        return loss
+
+
+def train_losses(
+    model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch], weight: float
+) -> Iterator[Tensor]:
+    """The mean loss of each microbatch, whose backward pass has run on the loss times `weight`.
+
+    Of a pipeline the ranks of the last stage get them, the others nothing.
+    """
+    if pipeline is not None:
+        yield from pipeline.train(list(microbatches), weight)
+        return
+    for each in microbatches:
+        synchronise(model, last=each.last)
+        loss = each.loss(model)
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        yield loss.detach()
+
+
+def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
+    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them."""
+    with torch.no_grad():
+        if pipeline is not None:
+            yield from pipeline.evaluate(microbatches)
+            return
+        for each in microbatches:
+            yield each.loss(model)
+
+
+class Pipeline:
+    """The stages of a model that this rank holds, and the schedules that run them.
+
+    Args:
+        stages: by index; of interleaved stages a rank holds every `world.stages`-th one.
+        model: all of them together; its modules are those of `stages`.
+        cut: how the model is cut.
+        inventory: the whole model's state.
+        tied: where the first and the last stage share a weight.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Mapping[int, nn.Module],
+        model: nn.Module,
+        cut: StageCut,
+        inventory: Inventory,
+        tied: TiedWeight | None,
+        parallel: Parallel,
+        world: World,
+    ) -> None:
+        self.stages, self.model, self.cut, self.inventory, self.tied = stages, model, cut, inventory, tied
+        self.parallel, self.world = parallel, world
+        self.count = world.stages * len(stages)
+        self._microbatches: list[Microbatch] = []
+        self._losses: list[Tensor] = []
+        self._weight = 1.0
+        self._schedules: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
+
+    def train(self, microbatches: list[Microbatch], weight: float) -> list[Tensor]:
+        """Forward and backward passes of all microbatches, each loss times `weight`; the losses, on the last stage."""
+        self._weight = weight
+        self._run(microbatches, training=True)
+        if self.tied is not None:
+            self.tied.settle()
+        found, self._losses = self._losses, []
+        return found
+
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
+        """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold the inputs of."""
+        rest = iter(microbatches)
+        while group := list(islice(rest, AT_A_TIME * self.count)):
+            self._run(group, training=False)
+            found, self._losses = self._losses, []
+            yield from found
+
+    def copy_tied(self) -> None:
+        """After the weights of the first stage have changed: the last one's copy is made equal."""
+        if self.tied is None or self.world.stage not in (0, self.world.stages - 1):
+            return
+        owner = self.world.stage == 0
+        ((copy, own),) = self.inventory.tied.items()
+        self.tied.copy(self.model.get_parameter(own if owner else copy), owner=owner)
+
+    # -- torch's schedules --------------------------------------------------------------------------------------------
+
+    def _run(self, microbatches: list[Microbatch], *, training: bool) -> None:
+        self._microbatches = microbatches
+        first = microbatches[0]
+        for stage in self.stages.values():
+            stage.training = self.model.training
+        key = (len(microbatches), first.tokens_BT.shape, first.dtype, training)
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(*key)
+        schedule, stages = self._schedules[key]
+        inputs: tuple[Tensor, ...] = ()
+        named: dict[str, Tensor] = {}
+        if 0 in self.stages:
+            inputs = (torch.cat([each.tokens_BT for each in microbatches]),)
+        if self.count - 1 in self.stages:
+            named["targets_BT"] = torch.cat([each.targets_BT for each in microbatches])
+        # torch's `target` goes to the function of the loss, which the last stage has computed already.
+        schedule.step(*inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named)
+        for each in stages:
+            each.clear_runtime_states()
+        self._microbatches = []
+
+    def _schedule(self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> tuple[Any, list[Any]]:
+        from torch.distributed.pipelining import (
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleLoopedBFS,
+        )
+
+        stages = [self._stage(index, shape, dtype, training) for index in self.stages]
+        loss = self._weighted if training else None
+        if len(stages) > 1:
+            several = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
+            return several(stages, count, loss_fn=loss, scale_grads=False), stages
+        one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
+        return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
+
+    def _weighted(self, loss: Tensor, number: Tensor) -> Tensor:
+        return loss * self._weight
+
+    def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining._backward import stage_backward
+
+        pipeline = self
+
+        class ContextStage(PipelineStage):
+            """A stage that runs each microbatch in its context."""
+
+            def forward_one_chunk(
+                self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+            ) -> Any:
+                # Targets are for the last of a rank's stages only.
+                named = kwargs if self.is_last else None
+                try:
+                    with pipeline._microbatches[fwd_chunk_id].context():
+                        output = super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
+                except RuntimeError as error:  # torch wraps what was raised
+                    raise error.__cause__ or error from None
+                if self.is_last:
+                    pipeline._losses.append(output.detach().clone())
+                return output
+
+            def backward_maybe_with_nosync(
+                self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+            ) -> Any:
+                if not isinstance(self.submod, FSDPModule):
+                    return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+                # torch's keeps all weights of the stage gathered from the first backward pass to the last. Gradients
+                # are summed over the ranks when all passes have run.
+                synchronise(self.submod, last=False)
+                return stage_backward(**{key: bwd_kwargs[key] for key in _FULL}), None
+
+        stream = torch.empty(*shape, self.cut.width, dtype=dtype, device="meta", requires_grad=training)
+        loss = torch.empty((), device="meta", requires_grad=training)
+        return ContextStage(
+            self.stages[index],
+            index,
+            self.count,
+            self.world.device,
+            input_args=torch.empty(shape, dtype=torch.int64, device="meta") if index == 0 else stream,
+            output_args=loss if index == self.count - 1 else stream,
+            group=self.world.pipeline,
+        )

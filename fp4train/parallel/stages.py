@@ -1,0 +1,152 @@
+"""Cut a converted model into the stages of a pipeline.
+
+Each block is one of equal ones, so each stage gets as many of them. Names stay those of the whole model: layers have
+been given theirs, with their positions, by `convert`, and a stage's list of blocks has the whole list's keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import cast
+
+from torch import nn
+
+from fp4train.models.common.stages import Pipelined, Stage, StageCut
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.held import Inventory
+from fp4train.parallel.pipeline import Pipeline
+from fp4train.parallel.tied import TiedWeight
+from fp4train.parallel.world import World
+
+
+def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
+    """How `model` says that it is cut into stages.
+
+    Raises:
+        ValueError: it does not say so, leaves weights out, or its blocks are not divisible by the stages.
+    """
+    kind = type(model).__name__
+    if not hasattr(model, "fp4train_stages") or not hasattr(model, "stage"):
+        raise ValueError(
+            f"parallel.pp={parallel.pp}: {kind} does not say how it is cut into stages. Give it a method "
+            "fp4train_stages and an attribute stage (models/llama is an example), or use parallel.pp=1"
+        )
+    cut = cast(Pipelined, model).fp4train_stages()
+    named = (cut.blocks, *cut.first, *cut.last)
+    if strange := [name for name in named if name not in dict(model.named_children())]:
+        raise ValueError(f"{kind}.fp4train_stages names {strange[0]!r}, which is not a module directly in the model")
+    if left := [name for name, _ in model.named_parameters() if name.partition(".")[0] not in named]:
+        raise ValueError(
+            f"{kind}.fp4train_stages leaves out {left[0]}: each weight must be in a block, or on the first or "
+            "the last stage"
+        )
+    blocks, stages = len(_blocks(model, cut)), parallel.pp * parallel.chunks
+    if blocks % stages:
+        allowed = [str(n) for n in range(1, blocks + 1) if not blocks % (n * parallel.chunks)]
+        each = f" × parallel.pp_chunks={parallel.chunks}" if parallel.chunks > 1 else ""
+        raise ValueError(
+            f"{blocks} blocks cannot be divided over parallel.pp={parallel.pp}{each} stages; "
+            + (
+                f"parallel.pp allowed: {', '.join(allowed)}"
+                if allowed
+                else f"no parallel.pp goes with parallel.pp_chunks={parallel.pp_chunks}"
+            )
+        )
+    return cut
+
+
+def check_microbatches(count: int, parallel: Parallel) -> None:
+    """Check that a step's microbatches of a rank fit the schedule.
+
+    Raises:
+        ValueError: they do not; it says what to choose.
+    """
+    pp = parallel.pp
+    if pp == 1:
+        return
+    if count < pp:
+        idle = (pp - 1) / (parallel.chunks * count + pp - 1)
+        raise ValueError(
+            f"{count} microbatch{'es' * (count != 1)} per rank cannot fill parallel.pp={pp} stages (idle for "
+            f"{idle:.0%} of a step): choose a smaller train.microbatch, a larger train.batch_size or a smaller "
+            f"parallel.pp, so that train.batch_size is at least {pp} × train.microbatch × data ranks"
+        )
+    if parallel.pp_schedule == "interleaved" and count % (count // pp):
+        raise ValueError(
+            f"parallel.pp_schedule=interleaved does not take {count} microbatches per rank: make them a multiple of "
+            f"parallel.pp={pp} by train.batch_size or train.microbatch, or use parallel.pp_schedule=1f1b"
+        )
+
+
+def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: Parallel, world: World) -> Pipeline:
+    """This rank's stages of `model`, which shares its modules with them; what it does not hold is freed with `model`.
+
+    Args:
+        model: a converted model with whole weights, the same on every rank, or on the meta device.
+        inventory: of it.
+    """
+    count = parallel.pp * parallel.chunks
+    blocks = list(_blocks(model, cut))
+    each = len(blocks) // count
+    tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
+
+    def part(indices: Iterable[int]) -> nn.Module:
+        held = list(indices)
+        first, last = 0 in held, count - 1 in held
+        names = {blocks[block] for index in held for block in range(index * each, (index + 1) * each)}
+        made = _copy(model)
+        for name in (() if first else cut.first) + (() if last else cut.last):
+            del made._modules[name]
+        stack = _copy(model.get_submodule(cut.blocks))
+        stack._modules = {name: block for name, block in stack._modules.items() if name in names}
+        made._modules[cut.blocks] = stack
+        cast(Pipelined, made).stage = Stage(first=first, last=last, tie=tied)
+        return made
+
+    own = range(world.stage, count, parallel.pp)
+    if tied is not None and world.stage == parallel.pp - 1:
+        for name in inventory.tied:
+            # A copy of its own, which no optimizer sees: it gets the first stage's values after each step.
+            parent, _, leaf = name.rpartition(".")
+            weight = model.get_parameter(name).detach().clone()
+            setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
+    stages = {index: part([index]) for index in own}
+    together = stages[own[0]] if len(own) == 1 else part(own)
+    return Pipeline(
+        stages=stages, model=together, cut=cut, inventory=inventory, tied=tied, parallel=parallel, world=world
+    )
+
+
+def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
+    """By name of a weight that the last stage has, the name under which the first stage has the same one.
+
+    Raises:
+        ValueError: more than one is shared, or blocks share some: those would lie on several stages.
+    """
+
+    def held(paths: tuple[str, ...]) -> dict[int, str]:
+        return {id(p): f"{path}.{name}" for path in paths for name, p in model.get_submodule(path).named_parameters()}
+
+    first, last = held(cut.first), held(cut.last)
+    tied = {last[key]: first[key] for key in last if key in first}
+    everywhere = [id(p) for block in _blocks(model, cut).values() for p in block.parameters()]
+    shared = len(set(everywhere)) < len(everywhere) or set(everywhere) & (set(first) | set(last))
+    if shared or len(tied) > 1:
+        raise ValueError(
+            f"parallel.pp: {type(model).__name__} shares weights between blocks, or more than one between its first "
+            "and last stage; a pipeline can share one, of embedding and head. Use parallel.pp=1"
+        )
+    return tied
+
+
+def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
+    return dict(model.get_submodule(cut.blocks).named_children())
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """The module anew, with submodules and parameters that can be removed from it; the buffers are one for all."""
+    made = copy.copy(module)
+    for kept in ("_modules", "_parameters"):
+        made.__dict__[kept] = dict(made.__dict__[kept])
+    return made

@@ -1,0 +1,203 @@
+"""A pipeline is one stage, in every bit: losses, norms, weights, moments, scales."""
+
+from typing import Any
+
+import pytest
+
+RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
+SMALL = ("model.layers=4", "train.microbatch=1")
+Ranks = Any
+Cut = tuple[str, ...]
+
+DIES_AT_4 = """
+import fp4train.train as loop
+original = loop.train_step
+def train_step(run, recipe):
+    if run.step == 4:
+        import os
+        run.saver.wait(); run.world.wait(); os._exit(0)
+    return original(run, recipe)
+loop.train_step = train_step
+"""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
+    options = (*SMALL, f"recipe={recipe}", "policy=all")
+    ranks.train(1, "one", *options)
+    ranks.train(2, "two", "parallel.pp=2", *options)
+    ranks.same("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (2, ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.tied=false")),
+        (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved")),
+        (4, ("parallel.pp=4", "model.tied=false")),
+        (4, ("parallel.pp=4",)),
+    ],
+    ids=["gpipe", "interleaved", "four stages", "four stages, tied"],
+)
+def test_schedules_and_four_stages_are_one_stage(ranks: Ranks, count: int, options: tuple[str, ...]) -> None:
+    """With the default policy, which counts blocks of the whole model, recomputed blocks and measured errors."""
+    both = (*SMALL, "recipe=nvfp4", "model.recompute=true", "eval.errors_every=2")
+    ranks.train(1, "one", *both, *(each for each in options if not each.startswith("parallel")))
+    ranks.train(count, "several", *both, *options)
+    ranks.same("one", "several")
+
+
+@pytest.mark.parametrize("data", ["parallel.dp_shard=2", "parallel.dp_replicate=2"])
+def test_stages_on_data_ranks_are_data_ranks(ranks: Ranks, data: str) -> None:
+    options = (*SMALL, "recipe=fp8_delayed")
+    ranks.train(2, "data", data, *options)
+    ranks.train(4, "both", data, "parallel.pp=2", *options)
+    ranks.same("data", "both")
+
+
+def test_interleaved_stages_on_data_ranks_are_data_ranks(ranks: Ranks) -> None:
+    options = (*SMALL, "recipe=nvfp4")
+    ranks.train(2, "data", *options)
+    ranks.train(4, "both", "parallel.pp=2", "parallel.pp_schedule=interleaved", *options)
+    ranks.same("data", "both")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "before", "after"),
+    [
+        ("fp8_delayed", ("parallel.pp=2",), ("parallel.pp=2", "parallel.pp_schedule=interleaved")),
+        ("nvfp4", ("parallel.pp=2", "parallel.pp_schedule=interleaved"), ()),
+        ("fp8_delayed", (), ("parallel.pp=2",)),
+    ],
+)
+def test_a_run_goes_on_with_any_number_of_stages(ranks: Ranks, recipe: str, before: Cut, after: Cut) -> None:
+    options = (*SMALL, f"recipe={recipe}")
+    ranks.train(1, "one", *options)
+    ranks.train(2 if before else 1, "moved", *options, *before, "checkpoint.every=3", patch=DIES_AT_4)
+    ended = ranks(2 if after else 1, "resume=runs/moved", *(after or ("parallel.pp=1",)))
+    assert not any(ended.codes), ended.err
+    ranks.same("one", "moved")
+
+
+def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
+    ranks.train(1, "first", *SMALL)
+    ranks.train(1, "one", *SMALL, "init=runs/first")
+    ranks.train(2, "two", *SMALL, "init=runs/first", "parallel.pp=2")
+    ranks.same("one", "two")
+
+
+def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
+    ask = "\n".join(
+        (
+            "import fp4train.train as loop",
+            "original = loop.train_step",
+            "def step(run, recipe):",
+            "    if run.step == 1 and not rank:",
+            "        from fp4train.run.requests import request_swap",
+            "        request_swap(run.directory, {'_target_': 'fp4train.precision.MXFP8'}, 'mxfp8', 3)",
+            "    return original(run, recipe)",
+            "loop.train_step = step",
+        )
+    )
+    options = (*SMALL, "phases=none")
+    ranks.train(2, "asked", *options, "parallel.pp=2", patch=ask)
+    ranks.train(1, "one", *options, patch=ask)
+    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
+    ranks.same("one", "asked")
+    plans = [(ranks.folder / "runs" / run / "plan.txt").read_text() for run in ("asked", "one")]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, block: int) -> None:
+    poison = f"""
+import fp4train.train as loop
+original = loop.train_step
+def step(run, recipe):
+    if run.step == 3 and rank == {block // 2}:
+        layer = run.model.get_submodule("blocks.{block}.mlp.down")
+        layer.register_forward_hook(lambda m, a, y: y * float("nan"))
+    return original(run, recipe)
+loop.train_step = step
+"""
+    said = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=poison).message
+    assert said.startswith(f"step 3: loss is nan in NVFP4; first non-finite: output of blocks.{block}.mlp.down")
+    assert "A checkpoint from before this step is saved" in said
+
+
+def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(ranks: Ranks) -> None:
+    killed = """
+import os, fp4train.train as loop
+original = loop.train_step
+def step(run, recipe):
+    if run.step == 3 and rank == 1:
+        os.kill(os.getpid(), 9)
+    return original(run, recipe)
+loop.train_step = step
+"""
+    options = (*SMALL, "parallel.pp=2", "checkpoint.every=2")
+    ended = ranks(2, "run.name=a", *options, patch=killed)
+    assert ended.codes == [1, -9] and "lost another rank, which ended without a word" in ended.err[0]
+    ranks.train(2, "a", *options)
+    ranks.train(2, "whole", *options)
+    ranks.same("whole", "a")
+
+
+def test_an_error_inside_a_stage_is_told_as_it_is(ranks: Ranks) -> None:
+    fails = """
+import fp4train.models.llama.model as llama
+original = llama.Block.forward
+def forward(self, *args):
+    if rank == 1:
+        raise ValueError("a bad block")
+    return original(self, *args)
+llama.Block.forward = forward
+"""
+    ended = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=fails)
+    told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(told) == 1 and told[0].endswith("ended: ValueError: a bad block"), ended.err
+
+
+LEAVES_OUT = """
+import dataclasses, fp4train.models.llama.model as llama
+cut = llama.stage_cut
+llama.stage_cut = lambda model: dataclasses.replace(cut(model), last=("head",))
+"""
+NO_STAGES = "import fp4train.models.llama.model as llama\ndel llama.LlamaModel.fp4train_stages"
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments", "patch", "said"),
+    [
+        (2, ("parallel.pp=2", "model.layers=3"), "", "3 blocks cannot be divided over parallel.pp=2 stages"),
+        (
+            *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"), ""),
+            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages; parallel.pp allowed: 1",
+        ),
+        (2, ("parallel.pp=2", "train.microbatch=null"), "", "1 microbatch per rank cannot fill parallel.pp=2 stages"),
+        (
+            *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "train.batch_size=5"), ""),
+            "interleaved does not take 5 microbatches per rank: make them a multiple of parallel.pp=2",
+        ),
+        (2, ("parallel.pp=3",), "", "parallel.pp=3 does not divide the 2 ranks of this run"),
+        (1, ("parallel.pp=2",), "", "parallel.pp=2 does not divide the 1 rank of this run: start it under torchrun"),
+        (2, ("parallel.pp=2", "parallel.pp_schedule=zbv"), "", "would run the GEMMs of every backward pass twice"),
+        (2, ("parallel.pp=2", "parallel.pp_schedule=2f2b"), "", "must be one of 1f1b, gpipe, interleaved"),
+        (2, ("parallel.pp=2",), LEAVES_OUT, "LlamaModel.fp4train_stages leaves out norm.weight"),
+        (2, ("parallel.pp=2",), NO_STAGES, "LlamaModel does not say how it is cut into stages"),
+    ],
+)
+def test_what_no_pipeline_can_run_is_one_message(
+    ranks: Ranks, count: int, arguments: Cut, patch: str, said: str
+) -> None:
+    given = {each.partition("=")[0] for each in arguments}
+    base = [each for each in SMALL if each.partition("=")[0] not in given]
+    assert said in ranks(count, "run.name=a", *base, *arguments, patch=patch).message
+
+
+@pytest.mark.long
+def test_compiled_stages_are_one_compiled_stage(ranks: Ranks) -> None:
+    options = (*SMALL, "train.compile=true", "model.layers=2", "train.steps=2")
+    ranks.train(1, "one", *options)
+    ranks.train(2, "two", *options, "parallel.pp=2")
+    ranks.same("one", "two")
