@@ -120,7 +120,7 @@ def test_its_pods_find_the_first_of_them_and_make_the_ranks_of_its_mesh() -> Non
     given = dict(word.split("=", 1) for word in pod["args"])
     mesh = {key.partition(".")[2]: int(value) for key, value in given.items() if key.startswith("parallel.")}
     ranks = job["completions"] * gpus
-    bind({"_target_": "fp4train.parallel.config.Parallel", **mesh}, Parallel, "parallel").shape(ranks)
+    bind({"_target_": "fp4train.parallel.config.Parallel", **mesh}, Parallel, "parallel").mesh(ranks)
     assert int(given["train.batch_size"]) % ranks == 0
     grace = job["template"]["spec"]["terminationGracePeriodSeconds"]
     assert int(options["shutdown-timeout"]) < grace, "ranks save before the pod is killed"
