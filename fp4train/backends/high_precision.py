@@ -32,5 +32,8 @@ class HighPrecision:
         assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
         return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return True
+
 
 HIGH = HighPrecision()

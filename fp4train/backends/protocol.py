@@ -47,6 +47,10 @@ class Backend(Protocol):
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S] in `out_dtype`."""
         ...
 
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        """Whether products of operands with this spec can be written in float32, besides the recipe's dtype."""
+        ...
+
 
 class LayerKernels(Protocol):
     """The kernels of one layer."""

@@ -45,5 +45,8 @@ class Reference:
                 y *= scale.permute(dims) if dims and scale.dim() == 2 else scale
         return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return True
+
 
 REFERENCE = Reference()

@@ -119,7 +119,8 @@ def _train(
         code = 1
         try:
             _log.info("%s: %s", directory, run.description)
-            _log.info("%s\nevery layer and GEMM: %s\n", summarise(run.plan), directory / run_directory.PLAN)
+            said = "\n".join([summarise(run.plan), *run.gathers()])
+            _log.info("%s\nevery layer and GEMM: %s\n", said, directory / run_directory.PLAN)
             if start is not None:
                 _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
             if start is not None and before is not None and (jump := rate_jump(before, config, run.step)):

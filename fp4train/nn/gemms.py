@@ -182,14 +182,15 @@ class LayerGemms:
     Args:
         device: device type of the layer's tensors.
         place: where the layer's shard lies in the whole layer; None: the layer is whole and alone.
+        sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
     """
 
     __slots__ = (
-        *("device", "dgrad", "dtype", "dx_dtype", "dy", "fprop", "keeps_x", "place", "plan", "quantised", "sent_dy"),
-        *("sent_x", "together", "w_column", "w_row", "wgrad", "x", "y_dtype"),
+        *("device", "dgrad", "dtype", "dw_dtype", "dx_dtype", "dy", "fprop", "keeps_x", "place", "plan", "quantised"),
+        *("sent_dy", "sent_x", "together", "w_column", "w_row", "wgrad", "x", "y_dtype"),
     )
 
-    def __init__(self, plan: LayerPlan, device: str, place: Place | None = None) -> None:
+    def __init__(self, plan: LayerPlan, device: str, place: Place | None = None, *, sums: bool = False) -> None:
         self.plan, self.device, self.place = plan, device, place
         self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
@@ -200,6 +201,7 @@ class LayerGemms:
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
         self.fprop, self.dgrad, self.wgrad = backends
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
+        self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
 
@@ -331,7 +333,7 @@ class LayerGemms:
             elif isinstance(x, Quantized) and self.sent_x is not None and x.shape[1] != dy.shape[0]:
                 x = self._received(x, codes=True, along_tokens=True)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            dw_NK = self.wgrad.product(column, b, out_dtype=dtype).to(gradients.w)
+            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32)
             if sent and self.place is not None and self.place.tensor is not None:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
 from fp4train.hardware import Device
 from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
+from fp4train.nn.high_precision import HighPrecision
 from fp4train.nn.place import Place, local
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
@@ -148,6 +150,7 @@ class Linear(nn.Linear):
         self.place: Place | None = None
         """Where the layer lies among the ranks, set by `move`; None: alone on this one."""
         self._keep_forms = True
+        self._sums = False
         self._was_in_context = False
         self.settle(layer, backend)
 
@@ -186,7 +189,7 @@ class Linear(nn.Linear):
         key = (recipe, policy, Device.of(device))
         known = self._resolved.get(key)
         if known is None or known.plan != plan:
-            self._resolved[key] = LayerGemms(plan, device.type, self.place)
+            self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
         self._held, self._gemms = (recipe, policy, device), self._resolved[key]
 
     def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
@@ -202,7 +205,7 @@ class Linear(nn.Linear):
         key = (context.recipe, context.policy, Device.of(device))
         if key not in self._resolved:
             plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
-            self._resolved[key] = LayerGemms(plan, device.type, self.place)
+            self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
         self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
         return self._gemms
 
@@ -242,8 +245,9 @@ class Linear(nn.Linear):
         ):  # for meta tensors the shape is enough
             return self.by_torch(x_MK, gemms.dtype)
         if gemms.together is not None:
+            whole = self.weight.clone() if isinstance(self.weight, Gathered) else self.weight
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
-            return self.kernels[gemms.together](x_MK, self.weight, self.bias, gemms.plan.table, position=position)
+            return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
         if now.recording or now.replaying is not None:
             call = once(self, lambda: self.new_call(context, gemms, training))
@@ -283,6 +287,10 @@ class Linear(nn.Linear):
     def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
         bias = None if self.bias is None else self.bias.to(dtype)
+        sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
+        if sums or isinstance(self.weight, Gathered):
+            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias, sums)  # type: ignore[no-untyped-call]
+            return y_MN
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool) -> Call:
@@ -298,6 +306,12 @@ class Linear(nn.Linear):
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
         self._keep_forms = keep
         self._weights = PreparedWeights(keep)
+
+    def sum_gradients(self, sums: bool) -> None:
+        """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
+        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
+        self._sums = sums
+        self._forget_plans()
 
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""

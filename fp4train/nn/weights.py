@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered
 from fp4train.nn.place import Place
-from fp4train.quantize import Decoded, QuantSpec, amax_extent, measure_amax, quantizer
+from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -33,7 +34,7 @@ class WeightForm:
         place: where the weight lies in the whole layer's; None: it is whole.
     """
 
-    __slots__ = ("dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
+    __slots__ = ("decode", "dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class WeightForm:
         if spec is not None:
             chosen = quantizer(spec, device)
             self.make = chosen.codes if backend.takes_codes else chosen.values
+            self.decode = None if backend.takes_codes else chosen.decode
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
@@ -57,6 +59,15 @@ class WeightForm:
         start = (0, 0) if place is None else place.starts("w")
         self.start = (start[1], start[0]) if turned else start
         self.holders = () if place is None or spec is None else place.holders("w", spec, transposed=turned)
+
+    def finish(self, prepared: Prepared) -> Prepared:
+        """This form from codes that were gathered, or from the values that serve both forms."""
+        if isinstance(prepared, Quantized) and self.decode is not None:
+            prepared = self.decode(prepared)
+        if self.transposed:
+            assert isinstance(prepared, Decoded)
+            return Decoded(prepared.values.T, prepared.scale)
+        return prepared
 
 
 class PreparedWeights:
@@ -85,13 +96,14 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
+        if isinstance(w_NK, Gathered):
+            sent = w_NK.source.form(form, call)
+            if sent is not None:
+                return sent
+            w_NK = w_NK.source.values(w_NK.dtype)
         own = w_NK if call.parameter is None else call.parameter
-        position = (call.seed, call.step)
-        if position != self._position:
-            self._position = position
-            self._forms.clear()
-            self._amaxes.clear()
-            self._amax, self._entered = None, False
+        if (call.seed, call.step) != self._position:
+            self._begin(call)
         version = 0 if own.is_inference() else own._version
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
@@ -101,7 +113,9 @@ class PreparedWeights:
                 self._amax = None
             forms = self._forms
             self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
-        amax = None if form.spec is None or form.spec.delayed is None else self._delayed_amax(w_NK, form.spec, call)
+        amax = None
+        if form.spec is not None and form.spec.delayed is not None:
+            amax = self.delayed_amax(w_NK, form.spec, call)
         prepared = None
         for key, found in self._forms:
             if key == form.key:
@@ -117,6 +131,13 @@ class PreparedWeights:
             assert isinstance(prepared, Decoded)
             return Decoded(prepared.values.T, prepared.scale)
         return prepared
+
+    def _begin(self, call: Call) -> None:
+        """Forget what belongs to another step than that of `call`."""
+        self._position = (call.seed, call.step)
+        self._forms.clear()
+        self._amaxes.clear()
+        self._amax, self._entered = None, False
 
     @staticmethod
     def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
@@ -138,8 +159,14 @@ class PreparedWeights:
             self._amaxes[key] = amax
         return self._amaxes[key]
 
-    def _delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
-        """The weight's delayed amax, which enters the history once per step, at its first call in training."""
+    def delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
+        """The weight's delayed amax; its own enters the history once per step, at its first call in training.
+
+        Args:
+            w_NK: the weight, or its amax (0-d).
+        """
+        if (call.seed, call.step) != self._position:
+            self._begin(call)
         if self._amax is None or (call.training and not self._entered):
             enter, position = call.training and not self._entered, (call.seed, call.step)
             self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)

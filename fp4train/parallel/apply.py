@@ -5,8 +5,8 @@ Every block, and what is outside of the blocks, is one unit. Its float32 masters
 not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
 give the bits of two microbatches.
 
-Weights are gathered in float32: each layer quantises the master, once, as on one rank. A gather in BF16 would round
-them before (losses 1e-3 off in NVFP4).
+Weights of the blocks' layers are gathered as codes, scales and amax where their recipe allows (`gather`), all others in
+float32: either gives the bits of one rank. A gather in BF16 rounds the masters before they are quantised.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp4train.nn import Linear
 from fp4train.nn.scaling import join_amaxes
-from fp4train.parallel.world import World
+from fp4train.parallel.gather import gather_weights
+from fp4train.parallel.world import SHARD, World
 from fp4train.precision.layers import find_blocks
 
 
-def distribute(model: nn.Module, world: World) -> None:
-    """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place."""
+def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
+    """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place.
+
+    Args:
+        gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
+    """
     if world.size > 1:
         for layer in _layers(model):
             layer.scaling.joined = True
@@ -31,7 +36,8 @@ def distribute(model: nn.Module, world: World) -> None:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.shards > 1
-    for block in find_blocks(model):
+    blocks = find_blocks(model)
+    for block in blocks:
         fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
         for layer in _layers(block):
             layer.keep_forms(not several)
@@ -39,6 +45,10 @@ def distribute(model: nn.Module, world: World) -> None:
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    if several and gather != "fp32":
+        # A model without blocks is the root, which stays whole between forward and backward.
+        inner = [block for block in blocks if block is not model]
+        gather_weights(model, inner, world.mesh.get_group(SHARD), gather)
 
 
 def synchronise(model: nn.Module, last: bool) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fp4train.precision.gather import GATHERS
+from fp4train.text import check_choice
+
 REST = -1
 """As many as there are ranks left."""
 
@@ -36,6 +39,9 @@ class Parallel:
             all backward ones (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides
             the idle time by as much (arXiv:2104.04473).
         pp_chunks: stages per rank under "interleaved".
+        gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
+            where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
+            rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -47,6 +53,7 @@ class Parallel:
     pp: int = 1
     pp_schedule: str = "1f1b"
     pp_chunks: int = 2
+    gather: str = "recipe"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -67,6 +74,7 @@ class Parallel:
             raise ValueError(f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}")
         if self.pp_chunks < 2:
             raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
+        check_choice("parallel.gather", self.gather, GATHERS)
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:

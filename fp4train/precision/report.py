@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from fp4train.precision.gather import effective, why_float32
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
 from fp4train.text import columns, tabulate
@@ -42,6 +43,27 @@ def render(plan: Plan, *, full: bool = False) -> str:
         rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
         parts.append(section(stretch.title, rows, plan.shares(stretch.start), full=full))
     return "\n\n".join(parts)
+
+
+def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool) -> str:
+    """What ranks send each other of the weights of the blocks, and which quantised ones they send in float32.
+
+    Args:
+        shards: ranks that share a weight.
+        gather: one of `precision.gather.GATHERS`; compiled: whether torch.compile has the blocks.
+    """
+    if (sent := effective(gather, compiled=compiled)) != "recipe":
+        compiler = " (train.compile: graphs take plain weights)" if sent != gather else ""
+        return f"weights are gathered from {shards} shards in {'BF16' if sent == 'bf16' else 'float32'}{compiler}"
+    kept: dict[str, dict[str, None]] = {}
+    for stretch in plan.stretches:
+        for name, layer in stretch.layers.items():
+            if (why := why_float32(layer, shards)) is not None:
+                kept.setdefault(why, {})[name] = None
+    lines = [f"weights are gathered from {shards} shards as codes and scales" + (", but in float32:" if kept else "")]
+    for why, names in kept.items():
+        lines.append(f"  {', '.join(name for (name,) in _fold([(each,) for each in names]))}: {why}")
+    return "\n".join(lines)
 
 
 def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:

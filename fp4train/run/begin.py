@@ -141,6 +141,6 @@ def write_plan(run: Run) -> None:
     """Keep the plan with the run: the past as the history has it, the rest as it is planned."""
     try:
         text = history.plan_text(run.directory, run.plan, run.step)
-        run_directory.write_text(run.directory / run_directory.PLAN, text + "\n")
+        run_directory.write_text(run.directory / run_directory.PLAN, "\n\n".join((text, *run.gathers())) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

@@ -20,7 +20,7 @@ from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.models.common.stages import StageCut
-from fp4train.nn import convert
+from fp4train.nn import Linear, convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute
 from fp4train.parallel.held import Inventory
@@ -28,6 +28,7 @@ from fp4train.parallel.launch import Place
 from fp4train.parallel.stages import check_microbatches, cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
+from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
@@ -259,11 +260,16 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
+    rows = config.train.microbatch or config.train.batch_size // world.data_ranks
+    for each in model.modules():
+        if isinstance(each, Linear):
+            each.sum_gradients(rows < config.train.batch_size)
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
+    gather = effective(config.parallel.gather, compiled=config.train.compile)
     for part in (model,) if pipeline is None else pipeline.stages.values():
-        distribute(part, world)
+        distribute(part, world, gather)
     if born:
         with world.together():
             try:

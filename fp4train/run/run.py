@@ -27,6 +27,7 @@ from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
+from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.requests import Inbox
 from fp4train.run.restored import restored
@@ -105,6 +106,13 @@ class Run:
             f"{type(self.config.model).__name__}, {size} parameters; {self.config.train.steps:,} steps of "
             f"{self.config.train.tokens:,} tokens; {device}" + (f"; {self.world}" if self.world.size > 1 else "")
         )
+
+    def gathers(self) -> list[str]:
+        """What ranks send each other of the weights, in words; empty where no rank shares them."""
+        shards, config = self.world.shards, self.config
+        if shards == 1:
+            return []
+        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""

@@ -39,5 +39,8 @@ class Emulate:
         with float32_accumulation(a.values.device.type):
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return True
+
 
 EMULATE = Emulate()

@@ -81,6 +81,9 @@ class Native:
                 "backend=emulate computes the same product"
             ) from error
 
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return spec is None or spec.block != (1, None)  # one scale per row: BF16 only
+
 
 def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The product of FP8 codes with one scale per tensor or row."""

@@ -1,0 +1,341 @@
+"""FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32 master.
+
+Before each forward pass the amaxes of all weights are joined in one all-reduce (`WeightGathers.begin`). Each rank then
+quantises its rows of a weight with the amax of the whole weight, and FSDP gathers codes and scales: for forward what
+fprop multiplies, for backward what dgrad does. The codes of the shards together are the codes of the whole weight, so
+training equals that of one rank in every bit.
+
+The column-wise form of a weight, blocked along its rows, is quantised from the transposed shard, and sent transposed
+back: every part that is sent has the shards along its first dimension.
+
+FSDP2 asks a shard for what it sends (`fsdp_pre_all_gather`) and hands over what arrived (`fsdp_post_all_gather`). The
+two methods are set on the plain tensor that is the shard: optimizer, norm and checkpoints see no tensor subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp4train.backends import Prepared
+from fp4train.formats import pack_fp4
+from fp4train.nn import Linear
+from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered
+from fp4train.nn.gemms import LayerGemms
+from fp4train.nn.weights import WeightForm
+from fp4train.precision.context import backward_pass, current
+from fp4train.precision.gather import why_float32
+from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
+from fp4train.quantize.random import DGRAD_W
+
+Position = tuple[int, int]
+"""Seed and step, within which a weight does not change."""
+AMAX = "amax"
+"""Key of the amax of a whole weight; that of each column has its spec as key."""
+
+
+class Part(NamedTuple):
+    """Something of a weight that is sent.
+
+    spec: None: values.
+    column: whether it is the form of wᵀ, which is sent transposed back.
+    dtype: of values.
+    """
+
+    spec: QuantSpec | None
+    column: bool = False
+    dtype: torch.dtype | None = None
+
+
+class Sent(NamedTuple):
+    """What one rank sends of a part, and what every rank knows without."""
+
+    tensors: tuple[Tensor, ...]
+    scales: Tensor | None
+    amax: Tensor | None
+
+
+MASTER = Part(None, dtype=torch.float32)
+
+
+class WeightGather:
+    """The gathers of one weight [N, K] whose rows are cut over the ranks of `group`.
+
+    Args:
+        layer: the layer that multiplies it.
+        parameter: FSDP's record of the weight.
+        mode: "recipe" or "bf16".
+    """
+
+    def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
+        self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
+        self.shape: torch.Size = parameter._orig_size
+        self.position: Position | None = None
+        self.amaxes: dict[object, Tensor] = {}
+        """Of the whole weight at `position`, by what it covers: see `AMAX`."""
+        self.delayed: Tensor | None = None
+        self.forward: tuple[Part, ...] = (MASTER,)
+        """What to send for the next forward pass, and"""
+        self.backward: tuple[Part, ...] = (MASTER,)
+        """for the backward pass of the last one."""
+        self._made: dict[Part, Sent] = {}
+        self._received: dict[Part, Sent] = {}
+        self._received_at: Position | None = None
+        self._layout: list[tuple[int, torch.dtype]] = []
+        self._repeats = False
+        self._version = -1
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows of the float32 master."""
+        shard: Tensor = self.parameter._sharded_local_tensor
+        return shard
+
+    # -- before a forward pass ----------------------------------------------------------------------------------------
+
+    def begin(self, gemms: LayerGemms | None, position: Position | None, training: bool) -> None:
+        """Choose what the coming gathers send.
+
+        Args:
+            gemms: what the layer multiplies in; None: nothing is known, and the master is sent.
+            position: the step; None: unknown, so that nothing may be kept.
+            training: whether a backward pass will follow.
+        """
+        shard = self.shard
+        if not hasattr(shard, "fsdp_pre_all_gather"):  # at first, or where another tensor became the shard
+            shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
+            shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
+            self.parameter._init_extensions()
+        version = shard._version
+        if position is None or position != self.position or version != self._version:
+            self._made.clear()
+            self.amaxes.clear()
+        self.position, self._version = position, version
+        forward, backward = self._parts(gemms, position)
+        self.forward = forward
+        if training:
+            self.backward = (
+                (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
+            )
+
+    def _parts(self, gemms: LayerGemms | None, position: Position | None) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """What forward needs, and what backward needs."""
+        if gemms is None:
+            return (MASTER,), (MASTER,)
+        values = (Part(None, dtype=torch.bfloat16 if self.mode == "bf16" else gemms.dtype),)
+        row, column = gemms.w_row, gemms.w_column
+        if self.mode == "bf16" or (row.spec is None and column.spec is None):
+            return values, values
+        if position is None or why_float32(gemms.plan, self.group.size()) is not None:
+            return (MASTER,), (MASTER,)
+        return (
+            values if row.spec is None else (Part(row.spec),),
+            values if column.spec is None else (Part(column.spec, not column.spec.transposable),),
+        )
+
+    def missing(self) -> Iterator[tuple[object, Tensor]]:
+        """The amaxes of this rank's shard that are needed of the whole weight, and not yet known."""
+        needed = {_covered(part): part for part in (*self.forward, *self.backward)}
+        for key, part in needed.items():
+            if part.spec is not None and key is not None and key not in self.amaxes:
+                yield key, measure_amax(self.shard.T if part.column else self.shard, part.spec)
+
+    def enter(self, training: bool) -> None:
+        """Take the delayed amax of the step; the weight's own enters its history."""
+        spec = next((part.spec for part in (*self.forward, *self.backward) if part.spec and part.spec.delayed), None)
+        context = current()
+        if spec is None or context is None:
+            return
+        call = self.layer.new_call(context, self.layer.gemms_in(context, self.shard.device), training)
+        self.delayed = call.weights.delayed_amax(self.amaxes[AMAX], spec, call)
+
+    # -- FSDP's gather ------------------------------------------------------------------------------------------------
+
+    def send(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], dict[Part, Sent]]:
+        """What this rank sends: the tensors, and of each part how many of them are its."""
+        wanted = self.forward if backward_pass() == -1 else self.backward
+        sent = {part: self._make(part) for part in (self._known(each) for each in wanted)}
+        tensors = tuple(tensor for each in sent.values() for tensor in each.tensors)
+        layout = [(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if layout != self._layout:
+            self._layout, self.parameter.all_gather_outputs = layout, []
+        return tensors, sent
+
+    def receive(
+        self, arrived: tuple[Tensor, ...], sent: dict[Part, Sent], dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Take the tensors of all ranks."""
+        rest = iter(arrived)
+        self._received = {
+            part: each._replace(tensors=tuple(next(rest) for _ in each.tensors)) for part, each in sent.items()
+        }
+        self._received_at = self.position
+        return None if out is not None else (Gathered(self, self.shape, arrived[0].device), ())
+
+    def _known(self, part: Part) -> Part:
+        """`part`, or the master if the amax of another step would be needed."""
+        key = _covered(part)
+        return part if key is None or key in self.amaxes else MASTER
+
+    def _make(self, part: Part) -> Sent:
+        if part.spec is None:
+            assert part.dtype is not None
+            return Sent((self.shard.to(part.dtype),), None, None)
+        if (made := self._made.get(part)) is None:
+            key = _covered(part)
+            amax = self.delayed if part.spec.delayed is not None else None if key is None else self.amaxes[key]
+            w = self.shard.T if part.column else self.shard
+            made = self._made[part] = _sent(quantizer(part.spec, w.device.type).codes(w, None, amax), part)
+        return made
+
+    # -- what the layer takes -----------------------------------------------------------------------------------------
+
+    def form(self, form: WeightForm, call: Call) -> Prepared | None:
+        """See `nn.gathered.Source`."""
+        if form.spec is None:
+            return form.finish(Decoded(self.values(form.dtype), None))
+        part = Part(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
+        if (sent := self._received.get(part)) is None or not self._is_here(sent, (call.seed, call.step)):
+            return None
+        found = _whole(sent, part, self.shape)
+        if form.operand == DGRAD_W and not part.column:
+            found = _turned(found)
+        return form.finish(found)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """See `nn.gathered.Source`."""
+        for wanted in (dtype, torch.bfloat16 if self.mode == "bf16" else torch.float32):
+            sent = self._received.get(Part(None, dtype=wanted))
+            if sent is not None and self._is_here(sent, self._received_at):
+                return sent.tensors[0].to(dtype)
+        return self.master().to(dtype)
+
+    def master(self) -> Tensor:
+        """See `nn.gathered.Source`."""
+        sent = self._received.get(MASTER)
+        if sent is not None and self._is_here(sent, self._received_at):
+            return sent.tensors[0].clone()
+        # Recomputed blocks need in backward what forward needs: from now on it is sent along.
+        self._repeats = self._repeats or backward_pass() != -1
+        whole = self.shard.new_empty(self.shape)
+        dist.all_gather_into_tensor(whole, self.shard.detach(), group=self.group)
+        return whole
+
+    def _is_here(self, sent: Sent, position: Position | None) -> bool:
+        """Whether what was received is that of the step, and not freed since."""
+        return position == self._received_at and bool(sent.tensors[0].untyped_storage().size())
+
+
+class WeightGathers:
+    """The gathered weights of a model."""
+
+    def __init__(self, gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
+        self.gathers, self.largest = gathers, largest
+
+    def begin(self) -> None:
+        """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
+        if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
+            return
+        context, training = current(), torch.is_grad_enabled()
+        position = None if context is None or context.step is None else (context.seed, context.step)
+        for each in self.gathers:
+            gemms = None if context is None else each.layer.gemms_in(context, each.shard.device)
+            each.begin(gemms, position, training)
+        found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
+        if found:
+            joined = self.largest(torch.cat([amax.reshape(-1) for _, _, amax in found]))
+            parts = torch.split(joined, [amax.numel() for _, _, amax in found])
+            for (each, key, amax), whole in zip(found, parts, strict=True):
+                each.amaxes[key] = whole.view(amax.shape)
+        for each in self.gathers:
+            each.enter(training)
+
+
+def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.ProcessGroup, mode: str) -> None:
+    """Let FSDP gather the weights of `model`'s layers as `mode` says, "recipe" or "bf16".
+
+    Args:
+        blocks: units of FSDP, before the first forward pass.
+        group: the ranks that share a weight.
+    """
+    gathers = [
+        WeightGather(parameter._module_info.module, parameter, group, mode)
+        for block in blocks
+        for parameter in _parameters(block)
+        if isinstance(parameter._module_info.module, Linear)
+        and parameter._module_info.param_name == "weight"
+        and not parameter._module_info.shared_modules
+        and not parameter.is_dtensor  # cut by tensor parallelism
+        and parameter._orig_size[0] % group.size() == 0
+    ]
+
+    def largest(amaxes: Tensor) -> Tensor:
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+        return amaxes
+
+    every = WeightGathers(gathers, largest)
+
+    def before(*_: object) -> None:
+        every.begin()
+
+    # Before FSDP's own hook, which gathers.
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+def _covered(part: Part) -> object:
+    """The key of the amax that a part needs of the whole weight; None if it needs none."""
+    spec = part.spec
+    if spec is None:
+        return None
+    if spec.delayed is not None or amax_extent(spec) == "tensor":
+        return AMAX
+    return spec if amax_extent(spec) == "row" and part.column else None
+
+
+def _sent(q: Quantized, part: Part) -> Sent:
+    """What of a quantised shard is sent: what has the shards along an axis, which becomes the first."""
+    along_shards = q.spec.block[1 if part.column else 0] is not None
+    per_row = q.spec.global_scale == "row" and not part.column and q.amax is not None
+    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_row and q.amax is not None else ()))
+    return Sent(
+        tuple((each.T if part.column else each).contiguous() for each in parts),
+        None if along_shards else q.scales,
+        None if per_row else q.amax,
+    )
+
+
+def _whole(sent: Sent, part: Part, shape: torch.Size) -> Quantized:
+    """The whole quantised weight of what all ranks sent."""
+    assert part.spec is not None
+    rows, columns = shape
+    found = [each.T.contiguous() if part.column else each for each in sent.tensors]
+    codes = found.pop(0)
+    scales = found.pop(0) if sent.scales is None else sent.scales
+    amax = found.pop(0) if found else sent.amax
+    return Quantized(part.spec, (columns, rows) if part.column else (rows, columns), codes, scales, amax)
+
+
+def _turned(q: Quantized) -> Quantized:
+    """The quantised transpose, for square blocks."""
+    rows, columns = q.shape
+    codes = q.element_codes[:, :columns].T.contiguous()
+    packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
+    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax)
+
+
+def _parameters(block: nn.Module) -> Iterator[Any]:
+    """FSDP's records of the parameters of a block that is a unit."""
+    assert isinstance(block, FSDPModule)
+    state = block._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        if group is not None:
+            yield from group.fsdp_params

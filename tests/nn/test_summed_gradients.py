@@ -1,0 +1,72 @@
+"""dw that is one term of a sum is not rounded before it is added."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4train.nn import Linear
+from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
+
+RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current()]
+
+
+def gradient(layer: Linear, recipe: Recipe, x_MK: Tensor, dy_MN: Tensor) -> Tensor:
+    layer.weight.grad = None
+    with autocast(recipe, seed=1, step=2):
+        y = layer(x_MK)
+    y.backward(dy_MN)
+    assert layer.weight.grad is not None
+    return layer.weight.grad
+
+
+@pytest.fixture
+def tensors() -> Iterator[tuple[Linear, Tensor, Tensor]]:
+    torch.manual_seed(0)
+    yield Linear(64, 32), torch.randn(96, 64).bfloat16().requires_grad_(), torch.randn(96, 32).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_a_term_of_a_sum_is_the_product_before_it_is_rounded(
+    tensors: tuple[Linear, Tensor, Tensor], recipe: Recipe
+) -> None:
+    layer, x, dy = tensors
+    rounded, dx = gradient(layer, recipe, x, dy), x.grad
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    x.grad = None
+    layer.sum_gradients(True)
+    exact = gradient(layer, recipe, x, dy)
+    assert not torch.equal(exact, exact.bfloat16().float())
+    # Two float32 products may differ in the order of their sums: by one BF16 rounding, seldom.
+    assert (exact.bfloat16().float() != rounded).float().mean() < 0.01
+    torch.testing.assert_close(exact, rounded, rtol=2**-7, atol=1e-3)
+    assert dx is not None and x.grad is not None and torch.equal(dx, x.grad)
+
+
+def test_sums_of_microbatches_come_closer_to_the_whole_batch(tensors: tuple[Linear, Tensor, Tensor]) -> None:
+    layer, x, dy = tensors
+    whole = dy.double().T @ x.detach().double()
+    errors = []
+    for sums in (False, True):
+        layer.sum_gradients(sums)
+        total = sum(gradient(layer, BF16(), x[n : n + 8], dy[n : n + 8]).double() for n in range(0, 96, 8))
+        errors.append(float((total - whole).norm() / whole.norm()))
+    assert errors[1] < 1e-5 < 1e-4 < errors[0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_else_of_a_high_precision_layer_is_torchs(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, x, dy = Linear(48, 40, bias=bias), torch.randn(24, 48).to(dtype), torch.randn(24, 40).to(dtype)
+    found = []
+    for sums in (False, True):
+        layer.sum_gradients(sums)
+        layer.zero_grad()
+        own = x.clone().requires_grad_()
+        with autocast(BF16() if dtype == torch.bfloat16 else FP32()):
+            y = layer(own)
+        y.backward(dy)
+        found.append([y, own.grad, *([] if layer.bias is None else [layer.bias.grad])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
