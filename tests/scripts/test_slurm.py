@@ -1,0 +1,184 @@
+"""scripts/slurm.sbatch with an `srun` and a `scontrol` of our own: two nodes with two tasks each on this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import losses, wait_for
+
+from fp4train import checkpoint
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "slurm.sbatch"
+TINY = (
+    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
+    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl", "device=cpu", "data=text"),
+)
+
+SRUN = '''#!{python}
+"""Starts a step's tasks as Slurm does: their variables, the signals of `scancel`, one bad exit ends all."""
+import os, subprocess, sys, time
+
+words = sys.argv[1:]
+kill = "--kill-on-bad-exit=1" in words
+command = [word for word in words if word != "--kill-on-bad-exit=1"]
+nodes, per_node = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+tasks = []
+for rank in range(nodes * per_node):
+    own = dict(
+        SLURM_STEP_ID="0", SLURM_PROCID=rank, SLURM_LOCALID=rank % per_node, SLURM_NODEID=rank // per_node,
+        SLURM_NTASKS=nodes * per_node, SLURM_STEP_NUM_TASKS=nodes * per_node,
+        SLURM_STEP_NODELIST=os.environ["SLURM_JOB_NODELIST"], SLURM_STEP_TASKS_PER_NODE=f"{{per_node}}(x{{nodes}})",
+        SLURM_CPUS_PER_TASK=os.environ["SRUN_CPUS_PER_TASK"],
+    )
+    tasks.append(subprocess.Popen(command, env={{**os.environ, **{{k: str(v) for k, v in own.items()}}}}))
+with open("tasks", "w") as file:
+    file.write(" ".join(str(task.pid) for task in tasks))
+ended = {{}}
+while len(ended) < len(tasks):
+    for rank, task in enumerate(tasks):
+        code = task.poll()
+        if code is not None and rank not in ended:
+            ended[rank] = 128 - code if code < 0 else code
+            if ended[rank] and kill:
+                time.sleep(1)
+                for other in tasks:
+                    other.kill()
+    time.sleep(0.05)
+sys.exit(max(ended.values()))
+'''
+SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.log\n'
+
+
+def header(name: str) -> str:
+    """The value of an #SBATCH line."""
+    found = re.search(rf"^#SBATCH --{name}=(\S+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert found is not None, name
+    return found[1]
+
+
+def own_step(text: Path) -> list[str]:
+    return [*TINY, f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over a lazy dog in 4 and in 8 bits; " * 300)
+    return path
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path) -> Start:
+    """Runs the script's body as a job of 2 nodes with 2 tasks each; `restarts`: how often it was requeued."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, source in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (programs / name).write_text(source)
+        (programs / name).chmod(0o755)
+    job = str(os.getpid() % 9_000)
+
+    def start(*arguments: str, restarts: int = 0) -> "subprocess.Popen[str]":
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": job,
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_NNODES": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NTASKS": "4",
+            "SLURM_CPUS_PER_TASK": "1",
+            "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+        }
+        command = ["bash", str(SCRIPT), *arguments]
+        return subprocess.Popen(
+            command, cwd="/", env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    return start
+
+
+def ended(job: "subprocess.Popen[str]") -> tuple[int, str]:
+    try:
+        out, err = job.communicate(timeout=240)
+    finally:
+        job.kill()
+    return job.returncode, out + err
+
+
+def of_torchrun(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "fp4train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def tensors(run: Path) -> dict[str, bytes]:
+    found = checkpoint.load(run / "checkpoints").tensors
+    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+
+
+@pytest.mark.long
+def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_what_torchrun_gives(
+    sbatch: Start, tmp_path: Path, text: Path
+) -> None:
+    options = [*own_step(text), "train.steps=120", "eval.every=0", "policy.last=0"]
+    job, run = sbatch(*options, "run.name=slurm"), tmp_path / "runs/slurm"
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: job.poll() is not None or (metrics.exists() and metrics.read_text().count("train/loss") > 2))
+    number = getattr(signal, f"SIG{header('signal').partition('@')[0]}")
+    for task in (tmp_path / "tasks").read_text().split():
+        os.kill(int(task), number)
+    code, said = ended(job)
+    assert code == 0 and "goes back into the queue" in said, said
+    assert re.fullmatch(r"requeue \d+\n", (tmp_path / "scontrol.log").read_text())
+    done = max(losses(run))
+    assert checkpoint.steps(run / "checkpoints") == [done] and done < 120
+
+    code, said = ended(sbatch(*options, "run.name=slurm", restarts=1))
+    assert code == 0 and f"going on from step {done}" in said, said
+    of_torchrun(tmp_path, *options, "run.name=torchrun")
+    assert losses(run) == losses(tmp_path / "runs/torchrun")
+    assert tensors(run) == tensors(tmp_path / "runs/torchrun")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(sbatch: Start, tmp_path: Path, text: Path) -> None:
+    job = sbatch(*own_step(text), "run.name=a", "train.steps=2000", "eval.every=0")
+    metrics = tmp_path / "runs/a/metrics.jsonl"
+    wait_for(lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text()))
+    began = time.monotonic()
+    os.kill(int((tmp_path / "tasks").read_text().split()[3]), signal.SIGKILL)
+    code, said = ended(job)
+    assert code == 128 + signal.SIGKILL and not (tmp_path / "scontrol.log").exists(), said
+    assert time.monotonic() - began < 60
+
+
+def test_the_script_asks_for_what_its_body_needs() -> None:
+    seconds = int(header("signal").removeprefix("USR1@"))
+    assert 60 <= seconds <= 600
+    assert int(header("ntasks-per-node")) == int(header("gpus-per-node")), "one task per GPU"
+    assert "#SBATCH --requeue" in SCRIPT.read_text() and header("open-mode") == "append"
+    assert "--gpus-per-task" not in SCRIPT.read_text(), (
+        "a rank chooses its GPU by SLURM_LOCALID among all of its node's"
+    )
+    assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
+
+
+def test_an_error_of_the_run_is_the_jobs_and_does_not_requeue(sbatch: Start, tmp_path: Path) -> None:
+    """The ranks are not started: `srun` itself fails."""
+    (tmp_path / "bin/srun").write_text("#!/bin/sh\nexit 7\n")
+    assert ended(sbatch("model=llama_8b"))[0] == 7 and not (tmp_path / "scontrol.log").exists()
