@@ -8,6 +8,7 @@ import torch
 
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
+from fp4train.parallel.world import World
 from fp4train.run.build import Run
 from fp4train.run.progress import Progress
 
@@ -20,7 +21,8 @@ def run_on(device: str) -> Run:
     """A run of MODEL on `device`, as far as its peak is concerned."""
     blank = dict.fromkeys(field.name for field in fields(Run))
     model = convert(MODEL.build(vocab_size=257, seq_len=32))
-    return Run(**blank | {"model": model, "device": torch.device(device)})
+    world = World(device=torch.device(device))
+    return Run(**blank | {"model": model, "device": torch.device(device), "world": world})
 
 
 @pytest.fixture
