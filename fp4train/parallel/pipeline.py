@@ -75,13 +75,17 @@ def train_losses(
 
 
 def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them."""
-    with torch.no_grad():
-        if pipeline is not None:
-            yield from pipeline.evaluate(microbatches)
-            return
-        for each in microbatches:
-            yield each.loss(model)
+    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
+
+    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
+    """
+    if pipeline is not None:
+        yield from pipeline.evaluate(microbatches)
+        return
+    for each in microbatches:
+        with torch.no_grad():
+            loss = each.loss(model)
+        yield loss
 
 
 class Pipeline:
@@ -127,7 +131,8 @@ class Pipeline:
         """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold the inputs of."""
         rest = iter(microbatches)
         while group := list(islice(rest, AT_A_TIME * self.count)):
-            self._run(group, training=False)
+            with torch.no_grad():
+                self._run(group, training=False)
             found, self._losses = self._losses, []
             yield from found
 
