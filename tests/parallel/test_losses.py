@@ -20,7 +20,9 @@ class Model(nn.Module):
 
 def test_an_iteration_that_is_given_up_leaves_gradients_on() -> None:
     rows = torch.ones(2, 3)
-    microbatches = [Microbatch(rows, rows, nullcontext, torch.float32) for _ in range(3)]
+    microbatches = [
+        Microbatch(tokens_BT=rows, targets_BT=rows, context=nullcontext, dtype=torch.float32) for _ in range(3)
+    ]
     losses = pipeline.losses(Model(), None, microbatches)
     assert not next(losses).requires_grad
     assert torch.is_grad_enabled(), "between two losses"
