@@ -18,9 +18,9 @@ GATHERS: Final = ("recipe", "bf16", "fp32")
 all in float32."""
 
 
-def effective(gather: str, *, compiled: bool) -> str:
-    """What is sent if `gather` is configured: graphs of torch.compile take plain float32 weights."""
-    return "fp32" if compiled else gather
+def effective(gather: str, *, compiled: bool, stages: int = 1) -> str:
+    """What is sent if `gather` is configured: graphs of torch.compile and stages of a pipeline take float32 weights."""
+    return "fp32" if compiled or stages > 1 else gather
 
 
 def quantised_forms(plan: LayerPlan) -> tuple[QuantSpec | None, QuantSpec | None]:

@@ -45,15 +45,16 @@ def render(plan: Plan, *, full: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool) -> str:
+def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool, stages: int = 1) -> str:
     """What ranks send each other of the weights of the blocks, and which quantised ones they send in float32.
 
     Args:
         shards: ranks that share a weight.
-        gather: one of `precision.gather.GATHERS`; compiled: whether torch.compile has the blocks.
+        gather: one of `precision.gather.GATHERS`.
+        compiled: whether torch.compile has the blocks; stages: of a pipeline.
     """
-    if (sent := effective(gather, compiled=compiled)) != "recipe":
-        compiler = " (train.compile: graphs take plain weights)" if sent != gather else ""
+    if (sent := effective(gather, compiled=compiled, stages=stages)) != "recipe":
+        compiler = f" ({'train.compile' if compiled else 'parallel.pp'} takes plain weights)" if sent != gather else ""
         return f"weights are gathered from {shards} shards in {'BF16' if sent == 'bf16' else 'float32'}{compiler}"
     kept: dict[str, dict[str, None]] = {}
     for stretch in plan.stretches:

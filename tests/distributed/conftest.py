@@ -100,9 +100,9 @@ class Ranks:
     # -- what a run left ----------------------------------------------------------------------------------------------
 
     def losses(self, name: str) -> list[dict[str, Any]]:
-        """Every logged number of every step but for speeds."""
+        """Every logged number of every step but for speeds and for statistics, which are those of the lead's layers."""
         lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        kept = ("step", "train/", "val/", "precision/", "error/")
+        kept = ("step", "train/", "val/", "precision/")
         return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines if "train/loss" in line]
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     ("recipe", "options"),
     [
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
-        pytest.param("fp8_delayed", ("eval.errors_every=2", "train.microbatch=1", "policy=last15"), marks=LONG),
+        pytest.param("fp8_delayed", ("train.microbatch=1", "policy=last15"), marks=LONG),
         pytest.param("nvfp4", ("phases=cooldown_fprop",), marks=LONG),
         pytest.param("nvfp4_forward_mxfp8_backward", (), marks=LONG),
         pytest.param("bf16_forward_nvfp4_backward", ("model.recompute=true",), marks=LONG),
