@@ -326,7 +326,7 @@ class World:
             return str(self.store.get(_FAILED).decode())
         except dist.DistNetworkError:  # without torchrun the lead keeps the store: it is the lead that ended
             return "rank 0 speaks for itself"
-        except Exception:
+        except RuntimeError:  # the store's: no word within the grace, so the other rank was killed
             return None
 
     def end(self, code: int) -> int:
