@@ -25,6 +25,7 @@ from fp4train.run.history import chained_sum
 from fp4train.track.metrics import MetricsLog, read_metrics
 
 MEASUREMENTS = "measurements.jsonl"
+REMEDY = "remove the file to measure anew"
 FORMAT = 1
 
 Values = dict[str, Any]
@@ -49,10 +50,10 @@ class StudyRecord:
         first = json.loads(json.dumps(first, allow_nan=False))
         self._sum = ""
         with Folder.open(path.parent, create=True) as folder:
-            lines = read_metrics(path) if folder.status(path.name) is not None else []
+            lines = read_metrics(path, REMEDY) if folder.status(path.name) is not None else []
         for number, line in enumerate(lines, start=1):
             if line.get("sum") != chained_sum(line, self._sum):
-                raise UserError(f"{path}, line {number}: its checksum differs; remove the file to measure anew")
+                raise UserError(f"{path}, line {number}: its checksum differs; {REMEDY}")
             self._sum = line["sum"]
             if number == 1:
                 self._check(line.get("identity"), first)

@@ -180,8 +180,14 @@ class MetricsLog:
             os.close(self._descriptor)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+REMEDY = "resuming the run leaves it out and keeps the file as it is beside"
+
+
+def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
     """All whole lines of a metrics log, also of a run that is running or was killed.
+
+    Args:
+        remedy: what to do about a damaged line, as the error says it.
 
     Raises:
         UserError: the file is missing, or a line is damaged; of the last one only a warning is given.
@@ -191,7 +197,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         data = files.read(path, LIMIT)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return [line for _, line in _lines(data, path)]
+    return [line for _, line in _lines(data, path, remedy)]
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
@@ -244,7 +250,7 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     return found
 
 
-def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _lines(data: bytes, path: Path, remedy: str = REMEDY) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
     *lines, _torn = data.split(b"\n")
     sealed = False
@@ -256,10 +262,7 @@ def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 if raw.strip(b"\0"):
                     _log.warning("%s, line %d, the last one, is damaged and left out (%s)", path, number, error)
                 return
-            raise UserError(
-                f"{path}, line {number}: not a line of metrics ({error}); resuming the run leaves it out and keeps the "
-                "file as it is beside"
-            ) from error
+            raise UserError(f"{path}, line {number}: not a line of metrics ({error}); {remedy}") from error
         yield raw, line
 
 
