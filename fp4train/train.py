@@ -26,7 +26,7 @@ from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.change import follow_swaps, pick_up_swaps
 from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
-from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.host import CollectorBetweenSteps, peak_memory
 from fp4train.run.ledger import Ledger, Numbers, Step, Values
 from fp4train.run.progress import Progress
 from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
@@ -90,13 +90,14 @@ def train(run: Run) -> Result:
             try:
                 while True:
                     watchdog.set()
-                    word = agree(world, stop.signal, news(run, watch) if world.lead else {})
+                    word = agree(world, stop.signal, news(run, watch) if world.lead else {}, peak_memory(run.device))
                     act(run, ledger, word)
                     if run.step >= steps or word.signal is not None or "trouble" in word.lead:
                         break
                     stretch = enter_stretch(run, stretch)
                     step = step_or_restore(run, stretch.recipe)
                     run.step, run.torn = run.step + 1, False
+                    step.values |= word.memory
                     ledger.add(step)
                     evaluating = due(run.step, config.eval.every, steps)
                     if evaluating:
