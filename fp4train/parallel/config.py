@@ -85,11 +85,6 @@ class Parallel:
             raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
         if self.tp < 1:
             raise ValueError(f"parallel.tp={self.tp} must be at least 1")
-        if self.tp > 1 and self.pp > 1:
-            raise ValueError(
-                f"parallel.tp={self.tp} with parallel.pp={self.pp}: a pipeline of blocks that are themselves shared "
-                "was not shown to give the losses of one rank; take one of them, and parallel.dp_shard for the rest"
-            )
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
