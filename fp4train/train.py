@@ -282,7 +282,9 @@ def blame(run: Run, recipe: Recipe) -> str:
     with run.eagerly():
         passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
-    return run.world.first(where) or "the loss itself"
+    # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
+    origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
+    return str(origin or "the loss itself")
 
 
 def microbatch(

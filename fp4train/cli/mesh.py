@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel.config import Parallel, why_absent
 from fp4train.text import check_choice, near_miss
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def parse(arguments: list[str]) -> tuple[Asked | None, list[str]]:
             found[name] = _value(key, _MESH_KEYS[name], value)
             given.append(key)
         elif key.startswith("parallel.") and name not in _OTHERS:
-            raise UserError(f"unknown key {key!r}{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}")
+            reason = why_absent(name)
+            said = f": {reason}" if reason else f"{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}"
+            raise UserError(f"unknown key {key!r}{said}")
         else:
             rest.append(argument)
     if not found:

@@ -16,6 +16,20 @@ _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev",
 """Schedules that run the gradients of inputs and of weights at different times."""
 
 
+_ABSENT = {
+    "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does on GPUs alone, so that no "
+    "test here could show that the loss does not depend on it; for long sequences take parallel.tp with parallel.sp, "
+    "which cuts tokens between the matrices, and model.recompute=true",
+    "ep": "expert parallelism cuts experts over ranks, and no model here has experts; parallel.tp cuts the matrices of "
+    "every block",
+}
+
+
+def why_absent(name: str) -> str | None:
+    """Why section `parallel` has no key of this name, and what to take instead; None: it is not known for anything."""
+    return _ABSENT.get(name)
+
+
 class Mesh(NamedTuple):
     """Sizes of the dimensions of the mesh, in the order of ranks: the last one varies fastest."""
 

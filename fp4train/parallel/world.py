@@ -261,9 +261,9 @@ class World:
         """The `value` (plain data) of the first rank that has one."""
         return next((each for each in self.gathered(value) if each is not None), None)
 
-    def last(self, value: T | None) -> T | None:
-        """The `value` (plain data) of the last rank that has one: of a pipeline, of the stage nearest to the loss."""
-        return next((each for each in reversed(self.gathered(value)) if each is not None), None)
+    def least(self, value: T | None, key: Callable[[T], Any]) -> T | None:
+        """Of the `value`s (plain data) that ranks have the one whose `key` is least."""
+        return min((each for each in self.gathered(value) if each is not None), key=key, default=None)
 
     def wait(self) -> None:
         """Until every rank is here."""

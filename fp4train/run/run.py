@@ -22,6 +22,7 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
+from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
@@ -138,6 +139,11 @@ class Run:
     def layers(self) -> Mapping[str, Layer]:
         """The linear layers of the whole model, by name."""
         return find_layers(self.model) if self.pipeline is None else self.pipeline.inventory.layers
+
+    def place_of(self, module: str) -> int:
+        """The place of a module in the forward pass of the whole model; of another name, after all of them."""
+        order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
+        return order.index(module) if module in order else len(order)
 
     def linears(self) -> list[Linear]:
         """The converted layers that this rank holds."""
