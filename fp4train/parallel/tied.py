@@ -1,9 +1,9 @@
 """A weight that lies on two stages of a pipeline: the embedding on the first and, tied to it, the head on the last.
 
 The first stage owns it: it alone has a gradient, moments and a place in the checkpoint. Per microbatch the last stage
-sends it the gradient of its copy, so that the sum is the one of a single stage in every bit; after an optimizer step the
-first one sends the new weight back. Both cost V·D·4 bytes, per microbatch and per step; tensor-parallel ranks send each
-their part.
+sends it the gradient of its copy, so that the sum is the one of a single stage in every bit; after an optimizer step it
+sends the new weight back. Both cost V·D·4 bytes, per microbatch and per step; tensor-parallel ranks each send their
+part.
 """
 
 from __future__ import annotations
