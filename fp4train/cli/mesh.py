@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
-from fp4train.parallel.config import Parallel, why_absent
+from fp4train.parallel.config import SCHEDULES, Parallel, why_absent
 from fp4train.text import check_choice, near_miss
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from fp4train.hardware import Gpu
     from fp4train.precision.phases import Timeline
     from fp4train.precision.plan import Plan
-
-SCHEDULES = {"1f1b": 1, "interleaved": 2}
-"""Pipeline schedule → parts of the model per stage."""
 
 AUTO = "parallel=auto"
 
@@ -48,6 +45,7 @@ class Asked:
     sp: bool = True
     pp: int = 1
     pp_schedule: str = "1f1b"
+    pp_chunks: int = 2
     gather: str = "recipe"
     reduce: str = "float32"
     auto: bool = False
@@ -61,7 +59,9 @@ class Asked:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all that are left")
         if self.gpus is not None and self.gpus < 1:
             raise ValueError(f"gpus={self.gpus} must be at least 1")
-        check_choice("parallel.pp_schedule", self.pp_schedule, tuple(SCHEDULES))
+        check_choice("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
+        if self.pp_chunks < 2:
+            raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2")
         check_choice("parallel.gather", self.gather, GATHERS)
         check_choice("parallel.reduce", self.reduce, ("float32", "bfloat16"))
         if self.auto and self.gpus is None:
@@ -88,7 +88,8 @@ class Asked:
             tensor=self.tp,
             sequence=self.sp,
             pipeline=self.pp,
-            virtual=SCHEDULES[self.pp_schedule] if self.pp > 1 else 1,
+            virtual=self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1,
+            forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
             microbatches=microbatches,
             gather=self.gather,
             codes=self.gather == "recipe",
