@@ -60,6 +60,8 @@ class Gathered(Tensor):
 
 
 def _is_whole_view(func: Any, args: Any, own: Gathered) -> bool:
+    if func is torch.ops.aten.view.default:  # DTensor.to_local
+        return tuple(args[1]) == own.shape
     return func is torch.ops.aten.as_strided.default and tuple(args[1]) == own.shape and tuple(args[2]) == own.stride()
 
 

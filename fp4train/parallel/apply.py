@@ -23,7 +23,7 @@ from fp4train.nn.scaling import join_amaxes
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
-from fp4train.parallel.world import SHARD, World
+from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
 
@@ -68,7 +68,7 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
     if several and gather != "fp32":
         # A model without blocks is the root, which stays whole between forward and backward.
         inner = [block for block in blocks if block is not model]
-        gather_weights(model, inner, world.mesh.get_group(SHARD), gather)
+        gather_weights(model, inner, world, gather)
 
 
 def synchronise(model: nn.Module, last: bool) -> None:

@@ -178,8 +178,10 @@ class Pipeline:
         stages = [self._stage(index, shape, dtype, training) for index in self.stages]
         loss = self._weighted if training else None
         if len(stages) > 1:
-            several = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
-            return several(stages, count, loss_fn=loss, scale_grads=False), stages
+            kind = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
+            several = kind(stages, count, loss_fn=loss, scale_grads=False)
+            _let_blocks_gather(several)
+            return several, stages
         one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
         return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
 
@@ -230,3 +232,19 @@ class Pipeline:
             output_args=loss if index == self.count - 1 else stream,
             group=self.world.pipeline,
         )
+
+
+def _let_blocks_gather(schedule: Any) -> None:
+    """Of interleaved stages torch gathers all weights before the first pass and keeps them until the last one. Here each
+    block gathers its own in every pass, as without stages: no rank holds a whole stage, and what is sent is known by
+    then (`gather.WeightGathers.begin`)."""
+    from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
+
+    def held(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.add(action.stage_index)
+
+    def freed(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    schedule.register_custom_function(UNSHARD, held)
+    schedule.register_custom_function(RESHARD, freed)

@@ -279,7 +279,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
-    gather = effective(config.parallel.gather, compiled=config.train.compile, stages=world.stages)
+    gather = effective(config.parallel.gather, compiled=config.train.compile)
     for part in (model,) if pipeline is None else pipeline.stages.values():
         distribute(part, world, gather)
     if born:

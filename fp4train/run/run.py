@@ -114,8 +114,7 @@ class Run:
         shards, config = self.world.shards, self.config
         if shards == 1:
             return []
-        stages = self.world.stages
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, stages=stages)]
+        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""

@@ -158,3 +158,23 @@ def plan(ranks: Ranks, name: str) -> list[str]:
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("weights are gathered")), len(lines))
     return lines[start:]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages(ranks: Ranks, recipe: str, schedule: str) -> None:
+    options = (*WIDE, f"recipe={recipe}", "parallel.pp=2", f"parallel.pp_schedule={schedule}", "train.microbatch=1", "model.layers=4", "train.batch_size=4")
+    ranks.train(4, "float32", *options, "parallel.gather=fp32")
+    ranks.train(4, "codes", *options, patch=COUNT)
+    ranks.same("float32", "codes")
+    print([(f["collective"], f["bytes"], f["dtype"], f["backward"]) for f in sent(ranks, step=3)])
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed", "fp8_row", "bf16"])
+def test_tp(ranks: Ranks, recipe: str) -> None:
+    options = (*WIDE, f"recipe={recipe}", "parallel.tp=2", "model.width=128", "model.hidden=256")
+    ranks.train(4, "float32", *options, "parallel.gather=fp32")
+    ranks.train(4, "codes", *options, patch=COUNT)
+    print([(f["collective"], f["bytes"], f["dtype"], f["backward"]) for f in sent(ranks, step=3)])
+    print(plan(ranks, "codes"))
+    ranks.same("float32", "codes")
