@@ -91,7 +91,7 @@ class Asked:
             virtual=SCHEDULES[self.pp_schedule] if self.pp > 1 else 1,
             microbatches=microbatches,
             gather=self.gather,
-            codes=self.gather == "recipe",
+            codes=True,
             reduce_bytes=4 if self.reduce == "float32" else 2,
         )
 
@@ -201,6 +201,23 @@ class MeshPlan:
                 f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
             )
 
+    def mesh(self, microbatches: int = 1) -> Mesh:
+        """The mesh that was asked for; weights are gathered as the run would gather them.
+
+        Raises:
+            ValueError: its size is not the number of GPUs.
+        """
+        return replace(self.asked.mesh(microbatches), gather=self._gather(self.asked.gather))
+
+    def _gather(self, gather: str) -> str:
+        from fp4train.precision.gather import effective
+
+        found = effective(gather, compiled=self.config.train.compile)
+        note = "train.compile takes float32 weights: they are not gathered as codes"
+        if found != gather and note not in self.notes:
+            self.notes.append(note)
+        return found
+
     def plan(self, sequences: int) -> Plan:
         """The plan of the run with microbatches of so many sequences."""
         from fp4train.hardware import Device
@@ -244,7 +261,7 @@ class MeshPlan:
         from fp4train.costs.shards import find_weights
 
         try:
-            mesh = self.asked.mesh()
+            mesh = self.mesh()
         except ValueError as error:
             raise UserError(str(error)) from error
         for problem in problems(self.model, find_weights(self.model, {}), mesh):
@@ -263,7 +280,7 @@ class MeshPlan:
         sequences = train.microbatch or (local if mesh.pipeline == 1 else max(1, local // (4 * mesh.pipeline)))
         while local % sequences:
             sequences -= 1
-        mesh = self.asked.mesh(local // sequences)
+        mesh = self.mesh(local // sequences)
         plan = self.plan(sequences)
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
@@ -290,7 +307,7 @@ class MeshPlan:
             self.links,
             gpus=self.asked.gpus,
             batch=batch,
-            like=Asked().mesh(),
+            like=replace(Asked().mesh(), gather=self._gather(Asked().gather)),
             recompute=choices,
         )
         if not found:

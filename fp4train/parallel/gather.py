@@ -4,7 +4,7 @@ Before the first forward pass of a step the amaxes of all weights are joined in 
 over the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
 with the amax of the whole weight, and FSDP gathers codes and scales: for forward what fprop multiplies, for backward
 what dgrad does. The codes of the shards together are the codes of the whole weight, so training equals that of one rank
-in every bit. What is sent of a weight `precision.gather.wire` says.
+in every bit. What is sent of a weight `precision.gather.wire_form` says.
 
 The column-wise form of a weight, blocked along its rows, is quantised from the transposed shard, and sent transposed
 back: every part that is sent has the shards along its first dimension.
@@ -32,7 +32,7 @@ from fp4train.nn.gemms import LayerGemms
 from fp4train.nn.weights import WeightForm
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
-from fp4train.precision.gather import wire
+from fp4train.precision.gather import wire_form
 from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
 
@@ -136,7 +136,7 @@ class WeightGather:
         """What forward needs, and what backward needs."""
         if gemms is None:
             return (MASTER,), (MASTER,)
-        way = wire(gemms.plan, self.group.size(), self.mode)
+        way = wire_form(gemms.plan, self.group.size(), self.mode)
         if position is None and (way.row or way.column):
             return (MASTER,), (MASTER,)
         values, row, column = (Part(None, dtype=way.dtype),), way.row, way.column
@@ -177,7 +177,7 @@ class WeightGather:
 
     def _slot(self, part: Part | None, count: int) -> tuple[int, int]:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
-        if part is None or self.cut != "in" or amax_extent(part.spec) != "row":
+        if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
             return 0, count
         place = self.layer.place
         assert place is not None and place.tensor is not None
@@ -293,7 +293,7 @@ class WeightGathers:
         if found:
             joined = self.largest(torch.cat([amax for _, _, amax in found]))
             parts = torch.split(joined, [amax.numel() for _, _, amax in found])
-            for (each, key, amax), whole in zip(found, parts, strict=True):
+            for (each, key, _), whole in zip(found, parts, strict=True):
                 each.take(key, whole)
         for each in self.gathers:
             each.enter(training)
@@ -317,7 +317,9 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0
     ]
-    alone = world.tensors == 1 or any(each.layer.place is not None and each.layer.place.amax == "local" for each in gathers)
+    alone = world.tensors == 1 or any(
+        each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
+    )
 
     def largest(amaxes: Tensor) -> Tensor:
         if not alone:

@@ -235,9 +235,11 @@ class Pipeline:
 
 
 def _let_blocks_gather(schedule: Any) -> None:
-    """Of interleaved stages torch gathers all weights before the first pass and keeps them until the last one. Here each
-    block gathers its own in every pass, as without stages: no rank holds a whole stage, and what is sent is known by
-    then (`gather.WeightGathers.begin`)."""
+    """Let each block of interleaved stages gather its weights in every pass, as without stages.
+
+    torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
+    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
     def held(action: Any, context: Any) -> None:

@@ -5,7 +5,7 @@ as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. 
 high precision is rounded to its recipe's dtype by each rank before it is sent, which changes nothing: rounding is
 elementwise. Everything else is gathered in float32 and quantised whole by every rank, as on one rank.
 
-`wire` alone decides: the run, its plan.txt and `fp4train plan` ask it.
+`wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATHERS: Final = ("recipe", "bf16", "fp32")
 all in float32."""
 
 
-class Wire(NamedTuple):
+class WireForm(NamedTuple):
     """How the weight of a layer travels.
 
     Args:
@@ -44,7 +44,7 @@ def effective(gather: str, *, compiled: bool) -> str:
     return "fp32" if compiled else gather
 
 
-def wire(plan: LayerPlan, shards: int, gather: str) -> Wire:
+def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     """How the weight of a layer is gathered.
 
     Args:
@@ -53,26 +53,27 @@ def wire(plan: LayerPlan, shards: int, gather: str) -> Wire:
         gather: one of `GATHERS`, as it is effective.
     """
     if gather == "fp32":
-        return Wire()
+        return WireForm()
     if plan.layer.block is None:  # the head: it lies in a unit that stays whole between forward and backward
-        return Wire()
+        return WireForm()
     row, column = plan.fprop.operands.second, plan.dgrad.operands.second
     rows, rest = divmod(plan.layer.out_features, shards)
     if rest:
-        return Wire(why=f"{plan.layer.out_features} rows do not divide over {shards} shards")
+        return WireForm(why=f"{plan.layer.out_features} rows do not divide over {shards} shards")
     if gather == "bf16":
-        return Wire(dtype=torch.bfloat16)
+        return WireForm(dtype=torch.bfloat16)
     dtype = plan.table.torch_dtype
     if row is None and column is None:
-        return Wire(dtype=dtype)
+        return WireForm(dtype=dtype)
     if (why := _why_values(plan, rows)) is not None:
-        return Wire(why=why)
-    return Wire(row=row, column=column, dtype=dtype)
+        return WireForm(why=why)
+    return WireForm(row=row, column=column, dtype=dtype)
 
 
 def _why_values(plan: LayerPlan, rows: int) -> str | None:
     """Why a weight that `plan` quantises, of which a shard has so many rows, is not sent as codes."""
-    if plan.layer_backend is not None:
+    # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
+    if plan.layer_backend is not None and plan.layer.cut is None:
         return f"{plan.layer_backend} quantises the weight itself"
     for spec, columns in ((plan.fprop.operands.second, False), (plan.dgrad.operands.second, True)):
         if spec is None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fp4train.precision.gather import effective, wire
+from fp4train.precision.gather import effective, wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
 from fp4train.text import columns, tabulate
@@ -61,7 +61,7 @@ def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool) -> str:
     kept: dict[str, dict[str, None]] = {}
     for stretch in plan.stretches:
         for name, layer in stretch.layers.items():
-            if (why := wire(layer, shards, sent).why) is not None:
+            if (why := wire_form(layer, shards, sent).why) is not None:
                 kept.setdefault(why, {})[name] = None
     form = "in BF16" if sent == "bf16" else "as codes and scales"
     lines = [f"weights are gathered from {shards} shards {form}" + (", but in float32:" if kept else "")]

@@ -13,6 +13,8 @@ WIDE = (
 )
 """Shards of two ranks are whole blocks of 32 rows."""
 
+SHORT = ("train.steps=4", "phases=none")
+
 COUNT = """
 import atexit, json, pathlib
 import torch, torch.distributed as dist
@@ -108,6 +110,46 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
     assert sum(found["dtype"] == "torch.float32" for found in gathers) == microbatches
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("nvfp4", ()),
+        pytest.param("mxfp8", ("model.recompute=true", "train.microbatch=1"), marks=LONG),
+        pytest.param("nvfp4", ("parallel.amax=local", "parallel.sp=false"), marks=LONG),
+        pytest.param("fp8_row", (), marks=LONG),
+        pytest.param("fp8_delayed", (), marks=LONG),
+    ],
+)
+def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
+    """The bits are those of float32: amaxes are joined over shards and tensor-parallel ranks, in one collective."""
+    both = (*WIDE, *SHORT, "model.width=128", f"recipe={recipe}", "parallel.tp=2", *options)
+    ranks.train(4, "float32", *both, "parallel.gather=fp32")
+    ranks.train(4, "codes", *both, patch=COUNT)
+    ranks.same("float32", "codes")
+    assert plan(ranks, "codes") == ["weights are gathered from 2 shards as codes and scales"]
+    if recipe == "nvfp4":
+        names = ("all_gather_single", "torch.uint8")
+        blocks = [each["bytes"] for each in sent(ranks, step=3) if (each["collective"], each["dtype"]) == names]
+        weights = 4 * 128 * 128 + 3 * 128 * 128
+        assert blocks == [BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2] * 4  # two blocks, forward and backward
+        joined = [each["bytes"] for each in sent(ranks, step=3) if each["maximum"]]
+        assert joined.count(4 * 14) == 1
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), [pytest.param("nvfp4", "1f1b", marks=LONG), ("mxfp8", "interleaved")])
+def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule: str) -> None:
+    """Two microbatches on two blocks per rank; what is gathered is never that of the step before."""
+    stages = ("model.layers=4", "train.microbatch=1", "parallel.pp=2", f"parallel.pp_schedule={schedule}")
+    options = (*WIDE, *SHORT, f"recipe={recipe}", *stages)
+    ranks.train(4, "float32", *options, "parallel.gather=fp32")
+    ranks.train(4, "codes", *options, patch=COUNT)
+    ranks.same("float32", "codes")
+    gathers = [each for each in sent(ranks, step=3) if each["collective"] == "all_gather_single"]
+    blocks = [(each["bytes"], each["backward"]) for each in gathers if each["dtype"] == "torch.uint8"]
+    bytes_ = BYTES[recipe] * WEIGHTS / 2 + 2 * 64 * 4 / 2
+    assert sorted(blocks) == [(bytes_, False)] * 4 + [(bytes_, True)] * 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
 def test_four_ranks(ranks: Ranks, cut: str) -> None:
@@ -158,23 +200,3 @@ def plan(ranks: Ranks, name: str) -> list[str]:
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("weights are gathered")), len(lines))
     return lines[start:]
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_stages(ranks: Ranks, recipe: str, schedule: str) -> None:
-    options = (*WIDE, f"recipe={recipe}", "parallel.pp=2", f"parallel.pp_schedule={schedule}", "train.microbatch=1", "model.layers=4", "train.batch_size=4")
-    ranks.train(4, "float32", *options, "parallel.gather=fp32")
-    ranks.train(4, "codes", *options, patch=COUNT)
-    ranks.same("float32", "codes")
-    print([(f["collective"], f["bytes"], f["dtype"], f["backward"]) for f in sent(ranks, step=3)])
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed", "fp8_row", "bf16"])
-def test_tp(ranks: Ranks, recipe: str) -> None:
-    options = (*WIDE, f"recipe={recipe}", "parallel.tp=2", "model.width=128", "model.hidden=256")
-    ranks.train(4, "float32", *options, "parallel.gather=fp32")
-    ranks.train(4, "codes", *options, patch=COUNT)
-    print([(f["collective"], f["bytes"], f["dtype"], f["backward"]) for f in sent(ranks, step=3)])
-    print(plan(ranks, "codes"))
-    ranks.same("float32", "codes")
