@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel.config import REDUCES, Parallel
 from fp4train.text import check_choice, near_miss
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Asked:
     Args:
         gpus: number of GPUs; None: the product of the sizes.
         dp_shard: -1: all GPUs that the others leave.
-        reduce: dtype in which gradients are reduced.
+        reduce: what shards send each other of gradients.
         auto: propose a mesh.
         given: the keys of the command line.
     """
@@ -63,7 +63,7 @@ class Asked:
             raise ValueError(f"gpus={self.gpus} must be at least 1")
         check_choice("parallel.pp_schedule", self.pp_schedule, tuple(SCHEDULES))
         check_choice("parallel.gather", self.gather, GATHERS)
-        check_choice("parallel.reduce", self.reduce, ("float32", "bfloat16"))
+        check_choice("parallel.reduce", self.reduce, REDUCES)
         if self.auto and self.gpus is None:
             raise ValueError(f"{AUTO} needs the number of GPUs: gpus=N")
         if self.auto and (sizes := [key for key in self.given if key.startswith("parallel.")]):
@@ -282,6 +282,12 @@ class MeshPlan:
             sequences -= 1
         mesh = self.mesh(local // sequences)
         plan = self.plan(sequences)
+        whole = {each.layer_backend for stretch in plan.stretches for each in stretch.layers.values()} - {None}
+        if mesh.tensor > 1 and whole:
+            self.notes.append(
+                f"times are those of {', '.join(sorted(filter(None, whole)))}, which runs whole layers only: with "
+                "parallel.tp a run takes native products or emulation"
+            )
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 

@@ -232,9 +232,10 @@ class _Estimate:
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         repeats = self.load.recomputed > 0
         again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in weights)
-        gradient = self.mesh.reduce_bytes * sum(weight.of_rank(self.mesh) for weight in weights)
+        elements = sum(weight.of_rank(self.mesh) for weight in weights)
+        gradient = self.mesh.reduce_bytes * elements
         shard, replicas = self.groups["shard"], self.groups["replicate"]
-        part = gradient / self.mesh.shard
+        part = 4 * elements / self.mesh.shard
         return Wire(
             gather=shard.gather_seconds(wire),
             gathered=shard.sent(wire),

@@ -27,7 +27,7 @@ class Mesh:
         pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
-        reduce_bytes: bytes of a gradient element in reductions.
+        reduce_bytes: bytes of a gradient element between shards; replicas send float32.
         codes: activations are gathered over `tensor` as codes, in layers that quantise them.
         joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
             bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.

@@ -33,7 +33,8 @@ class Source(Protocol):
         ...
 
     def master(self) -> Tensor:
-        """The whole float32 weight [N, K] in memory of its own: a collective if it did not come so."""
+        """The whole float32 weight [N, K] in memory of its own, of rounded values if ranks send each other only those:
+        a collective if it did not come so."""
         ...
 
 

@@ -260,9 +260,10 @@ class WeightGather:
 
     def master(self) -> Tensor:
         """See `nn.gathered.Source`."""
-        sent = self._received.get(MASTER)
-        if sent is not None and self._is_here(sent, self._received_at):
-            return sent.tensors[0].clone()
+        for dtype in (torch.float32, torch.bfloat16) if self.mode == "bf16" else (torch.float32,):
+            sent = self._received.get(Part(None, dtype=dtype))
+            if sent is not None and self._is_here(sent, self._received_at):
+                return sent.tensors[0].to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         whole = self.shard.new_empty(self.shape)

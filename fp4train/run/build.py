@@ -281,7 +281,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model = pipeline.model
     gather = effective(config.parallel.gather, compiled=config.train.compile)
     for part in (model,) if pipeline is None else pipeline.stages.values():
-        distribute(part, world, gather)
+        distribute(part, world, gather, config.parallel.reduce)
     if born:
         with world.together():
             try:

@@ -136,7 +136,7 @@ def test_the_section_of_the_configuration_counts_where_the_command_says_nothing(
 
 
 def test_interleaved_stages_have_two_parts() -> None:
-    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.reduce=bfloat16"])
+    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.reduce=bf16"])
     assert asked is not None
     assert asked.mesh().virtual == 2
     assert asked.mesh().reduce_bytes == 2

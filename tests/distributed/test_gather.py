@@ -19,12 +19,12 @@ COUNT = """
 import atexit, json, pathlib
 import torch, torch.distributed as dist
 sent = []
-for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce"):
+for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single"):
     original = getattr(dist, name, None)
     if original is None:
         continue
     def counted(*tensors, original=original, name=name, **options):
-        tensor = options.get("input_tensor", tensors[-1 if "gather" in name else 0] if tensors else None)
+        tensor = options.get("input_tensor", tensors[0 if name == "all_reduce" else 1] if tensors else None)
         maximum = options.get("op") == dist.ReduceOp.MAX
         backward = torch._C._current_graph_task_id() != -1
         sent.append((name, tensor.nbytes, str(tensor.dtype), maximum, backward, step[0]))
@@ -184,6 +184,20 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     ranks.same("bf16_float32", "bf16_bf16")
     first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
+
+
+@pytest.mark.long
+def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> None:
+    """Rounded once and summed in float32; microbatches are summed before."""
+    options = (*WIDE, *SHORT, "recipe=nvfp4", "train.microbatch=1")
+    ranks.train(2, "float32", *options)
+    ranks.train(2, "bf16", *options, "parallel.reduce=bf16", patch=COUNT)
+    gradients = [each for each in sent(ranks, step=3) if each["collective"] == "all_to_all_single"]
+    assert [each["dtype"] for each in gradients] == ["torch.bfloat16"] * 3  # two blocks and what is outside, once
+    assert [each["bytes"] for each in gradients][:2] == [2 * (WEIGHTS + 2 * 64)] * 2
+    a, b = ranks.losses("float32"), ranks.losses("bf16")
+    assert a[0]["train/loss"] == b[0]["train/loss"] and a[0]["train/grad_norm"] != b[0]["train/grad_norm"]
+    assert b[1]["train/loss"] == pytest.approx(a[1]["train/loss"], rel=1e-3)
 
 
 @pytest.mark.long
