@@ -39,9 +39,10 @@ class WireForm(NamedTuple):
     why: str | None = None
 
 
-def effective(gather: str, *, compiled: bool) -> str:
-    """What is sent if `gather` is configured: graphs of torch.compile take float32 weights."""
-    return "fp32" if compiled else gather
+def effective(gather: str, *, compiled: bool, blocks: bool = True) -> str:
+    """What is sent if `gather` is configured: graphs of torch.compile take float32 weights, and so does a model without
+    blocks, which is gathered once and stays whole."""
+    return gather if blocks and not compiled else "fp32"
 
 
 def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:

@@ -45,19 +45,19 @@ def render(plan: Plan, *, full: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool) -> str:
+def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool, blocks: bool = True) -> str:
     """What ranks send each other of the weights of the blocks, and which ones they send in float32 all the same.
 
     Args:
         plan: of this rank's parts of the layers.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
-        compiled: whether torch.compile has the blocks.
+        compiled: whether torch.compile has the blocks; blocks: whether there are any.
     """
-    sent = effective(gather, compiled=compiled)
+    sent = effective(gather, compiled=compiled, blocks=blocks)
     if sent == "fp32":
-        compiler = " (train.compile takes plain weights)" if sent != gather else ""
-        return f"weights are gathered from {shards} shards in float32{compiler}"
+        reason = "" if sent == gather else " (train.compile takes plain weights)" if compiled else " (no blocks)"
+        return f"weights are gathered from {shards} shards in float32{reason}"
     kept: dict[str, dict[str, None]] = {}
     for stretch in plan.stretches:
         for name, layer in stretch.layers.items():

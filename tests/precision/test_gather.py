@@ -5,7 +5,7 @@ import torch
 
 from fp4train.hardware import Device
 from fp4train.precision import BF16, MXFP8, NVFP4, Recipe
-from fp4train.precision.gather import WireForm, wire_form
+from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan, part_of, resolve
 
@@ -53,3 +53,9 @@ def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
     assert part == resolve(part.layer, NVFP4(), None, "emulate", CPU)
     assert part.layer.in_features == 8 and not part.fprop.operands.quantised
     assert wire_form(part, 2, "recipe").row is None
+
+
+def test_graphs_and_models_without_blocks_take_float32() -> None:
+    assert [effective("recipe", compiled=c, blocks=b) for c, b in ((False, True), (True, True), (False, False))] == [
+        *("recipe", "fp32", "fp32")
+    ]
