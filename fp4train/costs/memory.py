@@ -105,7 +105,7 @@ def entered(block: BlockCost, mesh: Mesh) -> float:
 
 def _codes(weights: Sequence[Weight], mesh: Mesh) -> float:
     if mesh.shard > 1:
-        return sum(w.wire_bytes(mesh) / mesh.shard for w in weights if w.forms) if mesh.gather == "recipe" else 0.0
+        return sum(w.code_bytes(mesh) for w in weights)
     return sum(w.resident_bytes(mesh) for w in weights if w.forms)
 
 

@@ -28,7 +28,7 @@ class Mesh:
         forward_first: stages run all forward passes of a step before the backward ones (GPipe), not as few as they can.
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
-        reduce_bytes: bytes of a gradient element in reductions.
+        reduce_bytes: bytes of a gradient element between shards; replicas send float32.
         codes: activations are gathered over `tensor` as codes, in layers that quantise them.
         joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
             bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.

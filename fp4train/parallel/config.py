@@ -11,6 +11,8 @@ from fp4train.text import check_choice
 REST = -1
 """As many as there are ranks left."""
 
+REDUCES = ("float32", "bf16")
+
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev", "v")
 """Schedules that run the gradients of inputs and of weights at different times."""
@@ -62,6 +64,8 @@ class Parallel:
         gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
             where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
             rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
+        reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in any case. "bf16":
+            each rank's is rounded to BF16, for half the bytes and other digits; replicas send float32.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -77,6 +81,7 @@ class Parallel:
     sp: bool = True
     amax: str = "tp"
     gather: str = "recipe"
+    reduce: str = "float32"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -102,6 +107,7 @@ class Parallel:
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
+        check_choice("parallel.reduce", self.reduce, REDUCES)
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:

@@ -181,8 +181,10 @@ class Pipeline:
         stages = [self._stage(index, shape, dtype, training) for index in self.stages]
         loss = self._weighted if training else None
         if len(stages) > 1:
-            several = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
-            return several(stages, count, loss_fn=loss, scale_grads=False), stages
+            kind = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
+            several = kind(stages, count, loss_fn=loss, scale_grads=False)
+            _let_blocks_gather(several)
+            return several, stages
         one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
         return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
 
@@ -235,3 +237,21 @@ class Pipeline:
             output_args=loss if index == self.count - 1 else stream,
             group=self.world.pipeline,
         )
+
+
+def _let_blocks_gather(schedule: Any) -> None:
+    """Let each block of interleaved stages gather its weights in every pass, as without stages.
+
+    torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
+    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    """
+    from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
+
+    def held(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.add(action.stage_index)
+
+    def freed(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    schedule.register_custom_function(UNSHARD, held)
+    schedule.register_custom_function(RESHARD, freed)

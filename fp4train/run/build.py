@@ -279,9 +279,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
-    gather = effective(config.parallel.gather, compiled=config.train.compile, stages=world.stages)
+    gather = effective(config.parallel.gather, compiled=config.train.compile)
     for part in (model,) if pipeline is None else pipeline.stages.values():
-        distribute(part, world, gather)
+        distribute(part, world, gather, config.parallel.reduce)
     if born:
         with world.together():
             try:

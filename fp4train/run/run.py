@@ -26,7 +26,7 @@ from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
@@ -115,8 +115,8 @@ class Run:
         shards, config = self.world.shards, self.config
         if shards == 1:
             return []
-        stages = self.world.stages
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, stages=stages)]
+        blocks = find_blocks(self.model) != [self.model]
+        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""

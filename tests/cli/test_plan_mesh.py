@@ -138,7 +138,7 @@ def test_the_section_of_the_configuration_counts_where_the_command_says_nothing(
 def test_every_schedule_of_a_run_is_planned() -> None:
     in_flight = {}
     for schedule in SCHEDULES:
-        asked, _ = parse(["parallel.pp=4", f"parallel.pp_schedule={schedule}", "parallel.reduce=bfloat16"])
+        asked, _ = parse(["parallel.pp=4", f"parallel.pp_schedule={schedule}", "parallel.reduce=bf16"])
         assert asked is not None
         mesh = asked.mesh(16)
         assert mesh.virtual == (2 if schedule == "interleaved" else 1) and mesh.reduce_bytes == 2
