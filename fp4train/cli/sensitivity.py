@@ -85,7 +85,8 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
     folder = Path(options["out"]) if "out" in options else command.run / STUDIES / f"sensitivity-{name}-{subject.step}"
-    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, StudyProgress() as shown:
+    progress = StudyProgress("measurement", every=15.0)
+    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)
         try:
             found = study.run(shown.show)
