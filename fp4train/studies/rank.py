@@ -96,7 +96,10 @@ def rank(request: Request) -> tuple[Ranking, Path]:
     branches, same = _distinct([branch(subject, each, settings) for each in asked])
     folder = request.out or source / STUDIES / f"rank-{step}-{_digest(subject, settings)}"
     identity = {"study": "rank", **subject.identity, **asdict(settings)}
-    with open_record(folder, identity, step) as record, _Forks(request, subject, settings, branches, record) as forks:
+    with (
+        open_record(folder, identity, step) as record,
+        _Forks(request, source, subject, settings, branches, record) as forks,
+    ):
         for count in [*(n for n in looks(request.forks) if request.stop), request.forks]:
             forks.make(count)
             entries = [
@@ -194,6 +197,7 @@ class _Forks:
     def __init__(
         self,
         request: Request,
+        source: Path,
         subject: Subject,
         settings: ForkSettings,
         branches: Sequence[Branch],
@@ -202,7 +206,7 @@ class _Forks:
         self.subject, self.settings, self.branches, self.record = subject, settings, branches, record
         self.threads = self._threads(request.processes)
         self.place = Workplace(
-            source=subject.source,
+            source=source,
             step=subject.step,
             candidates=[each.candidate for each in branches],
             settings=settings,
