@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
             given[key] = value
     if not runs:
         raise UserError(f"report needs run directories: {USAGE}")
-    if wrong := [a for a in runs if "=" in a and not Path(a).exists()]:
+    if wrong := [a for a in runs if not overrides.names_folder(a)]:
         raise UserError(f"report takes run directories, out= and gpu=, not {wrong[0]}: {USAGE}")
     out = Path(given.get("out", "report.html"))
     try:

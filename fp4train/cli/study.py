@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
 
@@ -44,7 +45,7 @@ def study_command(
         UserError: there is no run directory, or an option is given twice.
     """
     words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
-    paths = [a for a in words if "=" not in a or (Path(a) / run_directory.CONFIG).is_file()]
+    paths = [a for a in words if overrides.names_folder(a)]
     paths = paths if "--config-dir" not in arguments else [a for a in paths if a != _after(arguments, "--config-dir")]
     named = modelled and any(a.startswith("model=") for a in words)
     if len(paths) > 1 or (not paths and not named):
