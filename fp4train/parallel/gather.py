@@ -340,12 +340,12 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
 def _sent(q: Quantized, part: Part) -> Sent:
     """What of a quantised shard is sent: what has the shards along an axis, which becomes the first."""
     along_shards = q.spec.block[1 if part.column else 0] is not None
-    per_row = q.spec.global_scale == "row" and not part.column and q.amax is not None
-    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_row and q.amax is not None else ()))
+    per_shard = q.spec.global_scale == "block" or (q.spec.global_scale == "row" and not part.column)
+    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_shard and q.amax is not None else ()))
     return Sent(
         tuple((each.T if part.column else each).contiguous() for each in parts),
         None if along_shards else q.scales,
-        None if per_row else q.amax,
+        None if per_shard else q.amax,
     )
 
 
