@@ -28,6 +28,7 @@ from fp4train.run.change import follow_swaps, pick_up_swaps
 from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps, peak_memory
 from fp4train.run.ledger import Ledger, Numbers, Step, Values
+from fp4train.run.oscillation import reset_oscillating
 from fp4train.run.progress import Progress
 from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.run import Run
@@ -209,6 +210,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     step_unless(run.optimizer, run.failed)
+    values |= reset_oscillating(run, run.failed)
     run.optimizer.zero_grad(set_to_none=True)
     return Step(
         index=run.step,
@@ -283,7 +285,9 @@ def blame(run: Run, recipe: Recipe) -> str:
     with run.eagerly():
         passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
-    return run.world.first(where) or "the loss itself"
+    # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
+    origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
+    return str(origin or "the loss itself")
 
 
 def microbatch(

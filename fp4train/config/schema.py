@@ -21,6 +21,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.models.architecture import Architecture
 from fp4train.optim.optimizer import Optimizer
+from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
 from fp4train.precision import LayerPolicy, Phase, Recipe
@@ -180,6 +181,7 @@ class Config:
     init: str | None = None
     init_step: int | None = None
     parallel: Parallel = field(default_factory=Parallel)
+    oscillation: OscillationReset = field(default_factory=OscillationReset)
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fp4train.formats import ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
-from fp4train.quantize.spec import Delayed, QuantSpec
+from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
+from fp4train.quantize.transform import pad_columns
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -28,6 +29,24 @@ def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     encode = torch.where(amax == 0, 1.0, encode)
     encode = torch.where(amax.isfinite(), encode, torch.nan)
     return encode, encode.reciprocal()
+
+
+def outer_amax(amax_b: Tensor, spec: QuantSpec) -> Tensor:
+    """The amax of each outer block [R, ceil(C/128)], from those of the blocks [R, Cb]."""
+    per_outer = outer_blocks(spec)
+    amax_b = pad_columns(amax_b, per_outer)
+    rows, blocks = amax_b.shape
+    return amax_b.reshape(rows, blocks // per_outer, per_outer).amax(dim=2)
+
+
+def spread_outer(per_outer: Tensor, blocks: int, spec: QuantSpec) -> Tensor:
+    """Values of outer blocks [R, ceil(C/128)] for each of their blocks [R, blocks]."""
+    return per_outer.repeat_interleave(outer_blocks(spec), dim=1)[:, :blocks]
+
+
+def outer_blocks(spec: QuantSpec) -> int:
+    """Blocks of an outer block of global_scale="block"."""
+    return OUTER_COLUMNS // (spec.block[1] or OUTER_COLUMNS)
 
 
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:

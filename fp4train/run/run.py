@@ -22,10 +22,11 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
+from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
@@ -114,8 +115,8 @@ class Run:
         shards, config = self.world.shards, self.config
         if shards == 1:
             return []
-        stages = self.world.stages
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, stages=stages)]
+        blocks = find_blocks(self.model) != [self.model]
+        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
@@ -138,6 +139,11 @@ class Run:
     def layers(self) -> Mapping[str, Layer]:
         """The linear layers of the whole model, by name."""
         return find_layers(self.model) if self.pipeline is None else self.pipeline.inventory.layers
+
+    def place_of(self, module: str) -> int:
+        """The place of a module in the forward pass of the whole model; of another name, after all of them."""
+        order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
+        return order.index(module) if module in order else len(order)
 
     def linears(self) -> list[Linear]:
         """The converted layers that this rank holds."""

@@ -23,7 +23,10 @@ Ranks = Any
         (["train.microbatch=4"], "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4"),
         (["run.seed={rank}"], "the ranks do not run the same thing: run.seed is 0 on rank 0 and 1 on rank 1"),
         (["run.dir=runs/a{rank}"], "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1"),
-        (["parallel.cp=2"], "unknown key 'parallel.cp'"),
+        (
+            ["parallel.cp=2"],
+            "unknown key 'parallel.cp': context parallelism cuts the attention of a sequence over ranks",
+        ),
         (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
     ],
 )

@@ -47,7 +47,6 @@ def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: 
     [
         (("parallel.tp=2",), "model.kv_heads=1 cannot be divided over parallel.tp=2"),
         (("parallel.tp=2", "model.kv_heads=2", "eval.errors_every=2"), "measures whole operands"),
-        (("parallel.tp=2", "parallel.pp=2"), "take one of them"),
         (("parallel.tp=2", "model.kv_heads=2", "train.microbatch=1", "train.seq_len=31"), "parallel.sp=false"),
     ],
 )

@@ -82,6 +82,7 @@ def test_python_of_the_guide_runs(code: str) -> None:
 
 def test_the_glossary_has_every_key_that_a_run_logs_and_no_other(tmp_path: Path) -> None:
     options = ["train.steps=4", "eval.every=2", "eval.errors_every=2", "policy.last=0"]
+    options += ["oscillation.every=2", "oscillation.watch=1"]
     seen: set[str] = set()
     for recipe in ("nvfp4", "fp16"):
         arguments = [*SMALL, *options, f"recipe={recipe}", "phases=none", f"run.dir={tmp_path / recipe}"]
