@@ -300,12 +300,19 @@ class Linear(nn.Linear):
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
-        return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
+        return Call(
+            *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
+            context.counters,
+        )
 
     def keep_forms(self, keep: bool) -> None:
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
         self._keep_forms = keep
         self._weights = PreparedWeights(keep)
+
+    def forget_weights(self) -> None:
+        """Drop the prepared forms of the weight; the next call makes them again."""
+        self._weights = PreparedWeights(self._keep_forms)
 
     def sum_gradients(self, sums: bool) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in

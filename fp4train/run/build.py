@@ -38,6 +38,7 @@ from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
 from fp4train.run.run import Run
+from fp4train.run.step_graph import StepGraph, check_graph, check_plan
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
@@ -138,11 +139,15 @@ def build_plan(
         data_ranks: parts that a batch is cut into.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, or `backend` cannot run a recipe on `device`.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
+            be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
-        return make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        if config.train.cuda_graph:
+            check_plan(plan)
+        return plan
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -294,7 +299,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
-    return Run(
+    run = Run(
         config=config,
         directory=config.run.dir,
         device=world.device,
@@ -313,6 +318,11 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         pipeline=pipeline,
         world=world,
     )
+    if config.train.cuda_graph:
+        with world.together():
+            check_graph(run)
+        run.graph = StepGraph(run)
+    return run
 
 
 def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tuple[StageCut, Inventory]:
