@@ -310,10 +310,6 @@ class Linear(nn.Linear):
         self._keep_forms = keep
         self._weights = PreparedWeights(keep)
 
-    def forget_weights(self) -> None:
-        """Drop the prepared forms of the weight; the next call makes them again."""
-        self._weights = PreparedWeights(self._keep_forms)
-
     def sum_gradients(self, sums: bool) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
         float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
@@ -343,7 +339,7 @@ class Linear(nn.Linear):
         return {**self.scaling.state(), **of_kernels}
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `scaling_state`."""
+        """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         # It records whether the weight's amax has entered the history in this step.
         self._weights = PreparedWeights(self._keep_forms)
         rest = dict(state)

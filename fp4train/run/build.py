@@ -205,6 +205,9 @@ def build(
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = assemble(config, place, timeline, world)
         with world.together():
+            if config.train.cuda_graph:
+                check_graph(run)
+                run.graph = StepGraph(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
@@ -299,7 +302,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
-    run = Run(
+    return Run(
         config=config,
         directory=config.run.dir,
         device=world.device,
@@ -318,11 +321,6 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         pipeline=pipeline,
         world=world,
     )
-    if config.train.cuda_graph:
-        with world.together():
-            check_graph(run)
-        run.graph = StepGraph(run)
-    return run
 
 
 def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tuple[StageCut, Inventory]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.quantize.random import write_step_counters
+from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
 
 if TYPE_CHECKING:
@@ -174,8 +175,8 @@ class StepGraph:
             _write(run.scaling(), scaling)
             return queued, run.failed
 
+        # This drops prepared weights, too: an evaluation may have made this step's, which the graph must make itself.
         run.load_scaling(scaling)
-        self._forget_weights()  # an evaluation may have prepared this step's: they must be made inside of the graph
         try:
             with self._on_the_device(lr, counters):
                 queued, failed_after = recorder.record(step)
@@ -189,8 +190,7 @@ class StepGraph:
                 f"train.cuda_graph=true: step {run.step} cannot be recorded: {said}. Go on with train.cuda_graph=false"
             ) from error
         run.failed = failed
-        run.load_scaling(scaling)
-        self._forget_weights()  # these lie in the graph's memory
+        run.load_scaling(scaling)  # and prepared weights lie in the graph's memory now
         return _Recorded(recorder, inputs, lr, counters, failed_before, scaling, queued, failed_after)
 
     @contextmanager
@@ -228,10 +228,6 @@ class StepGraph:
         # The next replay overwrites them, and a step's numbers are read after that.
         queued = recorded.queued
         return Queued(queued.names, queued.numbers.clone(), queued.norms.clone())
-
-    def _forget_weights(self) -> None:
-        for module in self.run.linears():
-            module.forget_weights()
 
 
 def copy_of(scaling: Scaling) -> Scaling:
@@ -293,12 +289,14 @@ def why_not(stretch: PlannedStretch) -> str | None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
     for name, layer in stretch.layers.items():
         for gemm in layer.gemms:
-            for operand, spec in zip(_OPERANDS[gemm.name], gemm.operands, strict=True):
+            for operand, spec in zip(_OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
                 if spec is None:
                     continue
                 where = f"recipe {layer.recipe.name}, {name}, operand {operand} of {gemm.name}"
                 if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                     return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
+                if isinstance(spec.hadamard, Rotation):
+                    return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
                 if gemm.backend == "te" and spec.delayed is not None:
                     return (
                         f"{where}: delayed scaling on backend=te updates its histories on the host; with "
