@@ -206,7 +206,7 @@ def train_step(run: Run, recipe: Recipe, *, eager: bool = False) -> Step:
     def work(rows: Iterable[Rows]) -> Queued:
         return queue_step(run, recipe, rows)
 
-    queued = work(batch(run)) if eager or run.graph is None else run.graph.step(batch(run), work)
+    queued = work(step_rows(run)) if eager or run.graph is None else run.graph.step(step_rows(run), work)
     return Step(
         index=run.step,
         recipe=recipe,
@@ -268,7 +268,7 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     if run.config.train.compile:
         with run.eagerly(), watch_operands(layers) as watched:
             seed_model(run)
-            forward_and_backward(run, recipe, batch(run))
+            forward_and_backward(run, recipe, step_rows(run))
         run.optimizer.zero_grad(set_to_none=True)
         run.load_scaling(scaling)
         step = train_step(run, recipe, eager=True)
@@ -289,7 +289,7 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def batch(run: Run) -> Iterator[Rows]:
+def step_rows(run: Run) -> Iterator[Rows]:
     """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device."""
     config, own = run.config.train, run.world.data_rank * run.share
     for first in range(own, own + run.share, run.rows):
@@ -311,7 +311,7 @@ def blame(run: Run, recipe: Recipe) -> str:
     """What is not finite first in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
     with run.eagerly():
-        passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe, batch(run)))
+        passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe, step_rows(run)))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
     return run.world.first(where) or "the loss itself"
 

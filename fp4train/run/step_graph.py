@@ -78,7 +78,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], T]) -> T:
@@ -104,8 +104,6 @@ class _Recorded(NamedTuple):
 
     recorder: Recorder
     inputs: list[Rows]
-    lr: Tensor
-    counters: Tensor
     failed_before: Tensor
     scaling: Scaling
     queued: Queued
@@ -125,6 +123,8 @@ class StepGraph:
         self._recorder: Recorder | None = None
         self._warm = 0
         self._recorded: _Recorded | None = None
+        self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
+        self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
 
     def step(self, rows: Iterable[Rows], work: Callable[[Iterable[Rows]], Queued]) -> Queued:
         """Queue the step that `run.step` is at.
@@ -139,9 +139,12 @@ class StepGraph:
         self._follow(self.run.plan.at(self.run.step))
         if self._recorder is None:
             self._recorder = self._make(self.run.device)
+        self._lr.fill_(self.run.optimizer.param_groups[0]["lr"])
+        write_step_counters(self._counters, self.run.step)
         if self._recorded is None and self._warm < WARM_UP:
             self._warm += 1
-            return self._recorder.warm_up(lambda: work(rows))
+            with self._on_the_device():  # so that the kernels which read these numbers are compiled and loaded
+                return self._recorder.warm_up(lambda: work(rows))
         batch = list(rows)
         if self._recorded is None:
             self._recorded = self._record(self._recorder, batch, work)
@@ -162,11 +165,8 @@ class StepGraph:
     def _record(self, recorder: Recorder, batch: list[Rows], work: Callable[[Iterable[Rows]], Queued]) -> _Recorded:
         run = self.run
         inputs = [(tokens.clone(), targets.clone()) for tokens, targets in batch]
-        lr = torch.zeros((), dtype=torch.float32, device=run.device)
-        counters = torch.zeros(8, dtype=torch.int32, device=run.device)
         failed_before = torch.zeros((), dtype=torch.bool, device=run.device)
         failed, scaling = run.failed, copy_of(run.scaling())
-        write_step_counters(counters, run.step)
 
         def step() -> tuple[Queued, Tensor]:
             run.failed = failed_before
@@ -178,7 +178,7 @@ class StepGraph:
         # This drops prepared weights, too: an evaluation may have made this step's, which the graph must make itself.
         run.load_scaling(scaling)
         try:
-            with self._on_the_device(lr, counters):
+            with self._on_the_device():
                 queued, failed_after = recorder.record(step)
         except RuntimeError as error:
             self.drop()
@@ -191,16 +191,16 @@ class StepGraph:
             ) from error
         run.failed = failed
         run.load_scaling(scaling)  # and prepared weights lie in the graph's memory now
-        return _Recorded(recorder, inputs, lr, counters, failed_before, scaling, queued, failed_after)
+        return _Recorded(recorder, inputs, failed_before, scaling, queued, failed_after)
 
     @contextmanager
-    def _on_the_device(self, lr: Tensor, counters: Tensor) -> Iterator[None]:
-        """While a step is recorded: what the host says of it is read from device memory instead."""
+    def _on_the_device(self) -> Iterator[None]:
+        """What the host says of a step is read from device memory instead."""
         groups = self.run.optimizer.param_groups
         before = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
         for group in groups:
-            group.update(lr=lr, capturable=True)
-        self.run.counters = counters
+            group.update(lr=self._lr, capturable=True)
+        self.run.counters = self._counters
         try:
             yield
         finally:
@@ -213,8 +213,6 @@ class StepGraph:
         for here, rows in zip(recorded.inputs, batch, strict=True):
             here[0].copy_(rows[0])
             here[1].copy_(rows[1])
-        recorded.lr.fill_(run.optimizer.param_groups[0]["lr"])
-        write_step_counters(recorded.counters, run.step)
         if run.failed is None:
             recorded.failed_before.zero_()
         else:
