@@ -44,7 +44,8 @@ def compare(folder: Path, recipe: str, extra: list[str]) -> dict[str, Any]:
     """Losses and milliseconds per step of both runs of `recipe`."""
     eager, graph = (train(folder, recipe, on, extra) for on in (False, True))
     if isinstance(eager, str) or isinstance(graph, str):
-        return {"equal": False, "eager": eager[-500:], "graph": graph[-500:]}
+        said = {name: run[-500:] for name, run in (("eager", eager), ("graph", graph)) if isinstance(run, str)}
+        return {"equal": False, **said}
     keys = ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe")
     differ = [a["step"] for a, b in zip(eager, graph, strict=True) if any(a.get(k) != b.get(k) for k in keys)]
     times = {}

@@ -91,6 +91,20 @@ def test_importing_the_backend_does_not_import_triton() -> None:
 
 
 @needs_triton
+def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails in the midst of a kernel there; compiled kernels are not concerned."""
+    assert backend.why_not_interpreted("3.6.0", "2.3.5") is None
+    assert backend.why_not_interpreted("3.9.0+git1", "2.4.6") is None
+    found = {"triton": "3.6.0", "numpy": "2.4.6"}
+    monkeypatch.setattr(backend, "version", found.__getitem__)
+    for interpreted, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
+        monkeypatch.setattr(backend, "interpreted", lambda on=interpreted: on)
+        assert said in str(backend.why_not(QuantSpec(), "cpu"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert backend.why_not(QuantSpec(), "cuda") is None
+
+
+@needs_triton
 def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
     assert "cpu" in str(backend.why_not(QuantSpec(), "cpu"))
     with pytest.raises(ValueError, match="CUDA"):
