@@ -46,11 +46,7 @@ def main(arguments: list[str]) -> int:
     full = any(FULL[a.lower()] for a in wanted)
     as_data = "--json" in arguments
     asked, rest = parse([a for a in arguments if a not in wanted and a != "--json"])
-    if (
-        rest
-        and not rest[0].startswith(("-", "~", "+"))
-        and ("=" not in rest[0] or (Path(rest[0]) / run_directory.CONFIG).exists())
-    ):
+    if rest and not rest[0].startswith(("-", "~", "+")) and overrides.names_folder(rest[0]):
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         if asked is not None or as_data:

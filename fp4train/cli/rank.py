@@ -72,7 +72,7 @@ def _request(arguments: list[str]) -> Request:
     flags, words = overrides.flags_and_words(arguments)
     if other := overrides.other_flags(flags):
         raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
-    runs = [word for word in words if "=" not in word or Path(word).is_dir()]
+    runs = [word for word in words if overrides.names_folder(word)]
     if len(runs) != 1:
         raise UserError(f"rank takes one run directory, not {len(runs)}: {USAGE}")
     folders = overrides.own_folders(arguments)

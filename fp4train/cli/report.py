@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from fp4train.config import overrides
 from fp4train.errors import UserError
 
 _log = logging.getLogger("fp4train")
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
     runs = [a for a in arguments if not a.startswith("out=")]
     if not runs:
         raise UserError(f"report needs run directories: {USAGE}")
-    if wrong := [a for a in runs if "=" in a and not Path(a).exists()]:
+    if wrong := [a for a in runs if not overrides.names_folder(a)]:
         raise UserError(f"report takes run directories and out=, not {wrong[0]}: {USAGE}")
     out = Path(given[0] if given else "report.html")
     for problem in write_report([Path(run) for run in runs], out):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
 
@@ -41,7 +42,7 @@ def study_command(verb: str, arguments: list[str], options: Collection[str], usa
         UserError: there is no run directory, or an option is given twice.
     """
     words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
-    paths = [a for a in words if "=" not in a or (Path(a) / run_directory.CONFIG).is_file()]
+    paths = [a for a in words if overrides.names_folder(a)]
     paths = paths if "--config-dir" not in arguments else [a for a in paths if a != _after(arguments, "--config-dir")]
     if len(paths) != 1:
         raise UserError(f"{verb} needs one run directory: {usage}")

@@ -30,8 +30,7 @@ def main(arguments: list[str]) -> int:
     folders, strange = overrides.own_folders(flags), overrides.other_flags(flags)
     if strange:
         raise UserError(f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of your own are")
-    # The directories of a sweep have the swept value in their names: runs/a-microbatch=2.
-    paths = [a for a in words if "=" not in a or Path(a).is_dir()]
+    paths = [a for a in words if overrides.names_folder(a)]
     rest = [a for a in words if a not in paths]
     if len(paths) != 1:
         raise UserError(

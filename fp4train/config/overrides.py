@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -68,6 +69,14 @@ def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
         (flags if argument.startswith("-") or value else words).append(argument)
         before = "" if value else argument
     return flags, words
+
+
+def names_folder(word: str) -> bool:
+    """Whether a word of a command line is a directory's name: it is no key=value, or there is a directory of that name.
+
+    The directories of a sweep have the swept value in their names: runs/a-microbatch=2.
+    """
+    return "=" not in word or os.path.isdir(word)  # pathlib raises where a word is too long for a name
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -157,6 +157,15 @@ def test_a_policy_file_is_a_candidate(cli: Cli, trained: Path, pretend: list[tup
     assert ("nvfp4 policy=mine", 0) in pretend
 
 
+def test_a_sweep_longer_than_a_file_name_is_no_run_directory(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
+    sweep = "recipe=" + ",".join(["bf16", "mxfp8", *["nvfp4"] * 50])
+    assert len(sweep) > 255
+    shown = said(cli.raw("rank", str(trained), "step=3", sweep, "forks=2", "out=a"))
+    assert {row[1] for row in rows(shown)} == {"bf16", "mxfp8", "nvfp4"}
+
+
 def test_one_recipe_is_compared_with_bf16(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
     shown = said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "forks=4", "out=a"))
     assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
