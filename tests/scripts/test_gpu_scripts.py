@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from recorded_products import Recorder
 
 from fp4train.backends.native import blocks
