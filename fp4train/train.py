@@ -208,6 +208,7 @@ def train_step(run: Run, recipe: Recipe, *, eager: bool = False) -> Step:
         return queue_step(run, recipe, rows)
 
     queued = work(step_rows(run)) if eager or run.graph is None else run.graph.step(step_rows(run), work)
+    values |= reset_oscillating(run, queued.names)
     return Step(
         index=run.step,
         recipe=recipe,
@@ -238,7 +239,6 @@ def queue_step(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         clip(gradients, optim.clip, norm)
     run.torn = True
     step_unless(run.optimizer, run.failed)
-    values |= reset_oscillating(run, run.failed)
     run.optimizer.zero_grad(set_to_none=True)
     return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)), norms)
 
