@@ -91,7 +91,7 @@ def follow(
     The device decides all but the end, for which the host waits.
 
     Args:
-        watched: the weights, their gradients still there: a weight without one has no state yet and is left alone.
+        watched: the weights that the optimizer has stepped.
         done: optimizer steps done, this one included.
         failed: bool [], the step changed no weight since its gradients are not finite.
 
@@ -108,8 +108,6 @@ def follow(
         return None
     count, total = torch.zeros((), device=failed.device), 0
     for weight, spec in watched:
-        if weight.grad is None:
-            continue
         state = optimizer.state[weight]
         now = weight.detach()
         if since == 0:

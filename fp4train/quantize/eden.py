@@ -49,6 +49,6 @@ def corrected_scales(t: Tensor, scale: Tensor, fmt: ElementFormat, size: int, bi
 def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
     """E4M3 bytes of x (float32, >= 0), rounded up with the probability of its distance to the value below; saturates
     at 448, NaN gives 0x7f. bits: int32 0..65535, the shape of x."""
-    position, exponent = grid_position(torch.fmin(x, x.new_tensor(E4M3.max)), E4M3)
+    position, exponent = grid_position(torch.fmin(x, x.new_full((), E4M3.max)), E4M3)
     codes = grid_code(round_position(position, bits), exponent, E4M3)
     return torch.where(x.isnan(), E4M3.nan_code, codes).to(torch.uint8)

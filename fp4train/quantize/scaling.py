@@ -24,7 +24,7 @@ def element_range(spec: QuantSpec) -> float:
 
 def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
-    bound = amax.new_tensor(spec.global_bound * element_range(spec))
+    bound = amax.new_full((), spec.global_bound * element_range(spec))
     encode = (bound / amax).clamp_(max=FLOAT32_MAX)
     encode = torch.where(amax == 0, 1.0, encode)
     encode = torch.where(amax.isfinite(), encode, torch.nan)
@@ -51,7 +51,7 @@ def outer_blocks(spec: QuantSpec) -> int:
 
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
     """Bytes of block scales under a global scale: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
-    largest = amax_b.new_tensor(element_range(spec))
+    largest = amax_b.new_full((), element_range(spec))
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
         return spec.scale_format.encode((amax_b / largest) * encode)
@@ -103,7 +103,7 @@ def scales_float(
 
     An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
     """
-    scale = (amax.new_tensor(fmt.max) / amax) / 2.0**margin
+    scale = (amax.new_full((), fmt.max) / amax) / 2.0**margin
     scale = torch.where(scale.isinf(), torch.finfo(dtype).max, scale)
     scale = scale_format.encode(scale)
     scale = torch.where(amax == 0, 1.0, scale)

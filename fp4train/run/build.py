@@ -39,6 +39,7 @@ from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
 from fp4train.run.oscillation import check_oscillation
 from fp4train.run.run import Run
+from fp4train.run.step_graph import StepGraph, check_graph, check_plan
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
@@ -139,11 +140,15 @@ def build_plan(
         data_ranks: parts that a batch is cut into.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, or `backend` cannot run a recipe on `device`.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
+            be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
-        return make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        if config.train.cuda_graph:
+            check_plan(plan)
+        return plan
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -201,6 +206,9 @@ def build(
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = assemble(config, place, timeline, world)
         with world.together():
+            if config.train.cuda_graph:
+                check_graph(run)
+                run.graph = StepGraph(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp4train.config import Config
 from fp4train.errors import UserError
@@ -31,18 +31,25 @@ def check_oscillation(config: Config, plan: Plan, world: World) -> None:
         raise UserError(f"oscillation.every={settings.every} would reset nothing: {why}; leave it out")
 
 
-def reset_oscillating(run: Run, failed: Tensor) -> dict[str, float | str]:
-    """Watch the weights after an optimizer step, and reset those that oscillate where that is due; what is logged."""
-    if not run.config.oscillation.every:
+def reset_oscillating(run: Run, trained: Iterable[str]) -> dict[str, float | str]:
+    """Watch the weights after an optimizer step, and reset those that oscillate where that is due; what is logged.
+
+    Args:
+        trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
+            moments only where a parameter's state is empty.
+    """
+    if run.failed is None or not run.config.oscillation.every:
         return {}
-    share = follow(run.config.oscillation, run.optimizer, watched(run), run.step + 1, failed)
+    share = follow(run.config.oscillation, run.optimizer, watched(run, trained), run.step + 1, run.failed)
     return {} if share is None else {"train/oscillating": share}
 
 
-def watched(run: Run) -> Iterator[Watched]:
-    """The weights that the current stretch quantises for fprop with fixed thresholds."""
-    layers = run.plan.at(run.step).layers
+def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
+    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds."""
+    layers, parameters = run.plan.at(run.step).layers, dict(run.model.named_parameters())
+    stepped = {id(parameters[name]) for name in trained}
     for module in run.linears():
         spec = layers[module.layer.name].fprop.operands.second
-        if spec is not None and why_not(spec) is None and isinstance(module.weight, nn.Parameter):
+        if spec is not None and why_not(spec) is None and id(module.weight) in stepped:
+            assert isinstance(module.weight, nn.Parameter)
             yield module.weight, spec

@@ -33,6 +33,7 @@ from fp4train.run.fit import check_model, check_optimizer, check_scaling, checke
 from fp4train.run.requests import Inbox
 from fp4train.run.restored import restored
 from fp4train.run.saving import Saver
+from fp4train.run.step_graph import StepGraph
 from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
 
@@ -52,6 +53,7 @@ class Run:
         weak_gradient: it was said that the gradient is lost in quantisation noise.
         saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
+        counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
 
@@ -77,12 +79,15 @@ class Run:
     weak_gradient: bool = False
     saved_config: bytes | None = None
     pipeline: Pipeline | None = None
+    counters: torch.Tensor | None = None
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
         self.feed = Feed(self.train_data, self.device)
+        self.graph: StepGraph | None = None
+        """Records and replays the steps; None: the host queues every kernel."""
 
     @property
     def policy(self) -> LayerPolicy:

@@ -1,5 +1,7 @@
 """OsciReset against its algorithm written in numpy, and what it leaves alone."""
 
+from types import SimpleNamespace as Namespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, OscillationReset, follow, values_of, why_not
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
+from fp4train.run.oscillation import watched
 
 SPEC = QuantSpec(global_scale="block")
 SETTINGS = OscillationReset(every=10, watch=6, ratio=8.0, start=10)
@@ -38,7 +41,6 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
     share = None
     for done in range(10, 17):  # the watch begins after step 10 and ends after step 16
         own.data.copy_(weights[done])
-        own.grad = torch.ones_like(own)
         share = follow(SETTINGS, optimizer, [(own, SPEC)], done, GOOD)
         assert (share is None) == (done < 16)
     path_w, path_q = np.zeros((4, 256), np.float32), np.zeros((4, 256), np.float32)
@@ -66,7 +68,6 @@ def test_a_reset_weight_lies_on_its_value_and_values_stay_as_they_were() -> None
 @pytest.mark.parametrize("done", [5, 9, 17, 19])
 def test_between_watches_and_before_the_first_nothing_is_kept(done: int) -> None:
     own = nn.Parameter(torch.randn(2, 128))
-    own.grad = torch.ones_like(own)
     optimizer = torch.optim.SGD([own], lr=0.1)
     before = own.detach().clone()
     assert follow(SETTINGS, optimizer, [(own, SPEC)], done, GOOD) is None
@@ -80,22 +81,22 @@ def test_a_failed_step_resets_nothing_and_keeps_what_was_watched() -> None:
     optimizer = torch.optim.SGD([own], lr=0.1)
     for done in range(10, 17):
         own.data.copy_(weights[done])
-        own.grad = torch.ones_like(own)
         follow(SETTINGS, optimizer, [(own, SPEC)], done, torch.tensor(done == 16))
     assert torch.equal(own.detach(), weights[16])
     assert set(optimizer.state[own]) == {SEEN, MOVED, JUMPED}
 
 
-def test_a_weight_without_a_gradient_is_left_to_its_optimizer() -> None:
+def test_a_weight_without_a_gradient_is_not_watched() -> None:
     """AdamW makes its moments where a parameter's state is empty: entries of ours before that would stop it."""
-    own = nn.Parameter(torch.randn(2, 128))
-    optimizer = torch.optim.AdamW([own])
-    follow(SETTINGS, optimizer, [(own, SPEC)], 10, GOOD)
-    own.grad = torch.ones_like(own)
-    optimizer.step()
-    follow(SETTINGS, optimizer, [(own, SPEC)], 10, GOOD)
-    assert {"exp_avg", SEEN} <= set(optimizer.state[own])
-    optimizer.step()
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
+    run = Namespace(
+        model=model,
+        step=10,
+        plan=Namespace(at=lambda step: Namespace(layers=layers)),
+        linears=lambda: [Namespace(layer=Namespace(name=name), weight=each.weight) for name, each in model.items()],
+    )
+    assert [weight for weight, _ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
 
 
 def test_what_has_no_fixed_thresholds_is_not_watched() -> None:
