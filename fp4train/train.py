@@ -184,13 +184,10 @@ def step_or_restore(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def train_step(run: Run, recipe: Recipe, *, eager: bool = False) -> Step:
+def train_step(run: Run, recipe: Recipe) -> Step:
     """One optimizer step on the batch of `run.step`, queued: the host waits for nothing.
 
     Where loss or gradients are not finite, the weights stay as they are.
-
-    Args:
-        eager: the host queues every kernel itself, also where the run's steps are recorded: hooks see the tensors.
     """
     config, optim = run.config.train, run.config.optim
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
@@ -208,7 +205,7 @@ def train_step(run: Run, recipe: Recipe, *, eager: bool = False) -> Step:
     def work(rows: Iterable[Rows]) -> Queued:
         return queue_step(run, recipe, rows)
 
-    queued = work(step_rows(run)) if eager or run.graph is None else run.graph.step(step_rows(run), work)
+    queued = work(step_rows(run)) if run.graph is None else run.graph.step(step_rows(run), work)
     values |= reset_oscillating(run, queued.names)
     return Step(
         index=run.step,
@@ -274,10 +271,10 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
             forward_and_backward(run, recipe, step_rows(run))
         run.optimizer.zero_grad(set_to_none=True)
         run.load_scaling(scaling)
-        step = train_step(run, recipe, eager=True)
+        step = train_step(run, recipe)
     else:
-        with watch_operands(layers) as watched:
-            step = train_step(run, recipe, eager=True)
+        with run.eagerly(), watch_operands(layers) as watched:
+            step = train_step(run, recipe)
     assert step.norms is not None
     norms = run.world.summed_over_shards(step.norms.double().square()).sqrt()
     if run.world.lead:

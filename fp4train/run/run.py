@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,15 @@ class Run:
                 stack.enter_context(backend.region(tables))
         return stack
 
-    def eagerly(self) -> AbstractContextManager[object]:
-        """Where every module runs by itself, so that hooks on modules inside of a block see them."""
-        return torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext()
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Where every module runs by itself and no step is recorded, so that hooks see all tensors."""
+        graph, self.graph = self.graph, None
+        try:
+            with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
+                yield
+        finally:
+            self.graph = graph
 
     @property
     def layers(self) -> Mapping[str, Layer]:
