@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,15 @@ from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.change import follow_swaps, pick_up_swaps
 from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
-from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.host import CollectorBetweenSteps, peak_memory
 from fp4train.run.ledger import Ledger, Numbers, Step, Values
+from fp4train.run.oscillation import reset_oscillating
 from fp4train.run.progress import Progress
 from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
 from fp4train.run.run import Run
 from fp4train.run.signals import stop_on_signals
 from fp4train.run.statistics import Pending, log_statistics
+from fp4train.run.step_graph import Queued, Rows, copy_of
 from fp4train.run.watch import Watch, alarm
 from fp4train.shards import local
 
@@ -90,13 +92,14 @@ def train(run: Run) -> Result:
             try:
                 while True:
                     watchdog.set()
-                    word = agree(world, stop.signal, news(run, watch) if world.lead else {})
+                    word = agree(world, stop.signal, news(run, watch) if world.lead else {}, peak_memory(run.device))
                     act(run, ledger, word)
                     if run.step >= steps or word.signal is not None or "trouble" in word.lead:
                         break
                     stretch = enter_stretch(run, stretch)
                     step = step_or_restore(run, stretch.recipe)
                     run.step, run.torn = run.step + 1, False
+                    step.values |= word.memory
                     ledger.add(step)
                     evaluating = due(run.step, config.eval.every, steps)
                     if evaluating:
@@ -168,6 +171,8 @@ def due(step: int, every: int, steps: int) -> bool:
 def step_or_restore(run: Run, recipe: Recipe) -> Step:
     """One step, measured where that is due; one that fails leaves no trace in delayed scales."""
     every, scaling = run.config.eval.errors_every, run.scaling()
+    if run.graph is not None:
+        scaling = copy_of(scaling)  # a recorded step writes into the tensors themselves
     try:
         step = measured_step(run, recipe) if every and (run.step + 1) % every == 0 else train_step(run, recipe)
     except Exception:
@@ -179,13 +184,50 @@ def step_or_restore(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def train_step(run: Run, recipe: Recipe) -> Step:
+def train_step(run: Run, recipe: Recipe, *, eager: bool = False) -> Step:
     """One optimizer step on the batch of `run.step`, queued: the host waits for nothing.
 
     Where loss or gradients are not finite, the weights stay as they are.
+
+    Args:
+        eager: the host queues every kernel itself, also where the run's steps are recorded: hooks see the tensors.
     """
     config, optim = run.config.train, run.config.optim
-    loss = forward_and_backward(run, recipe)
+    lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
+    values: Values = {
+        "train/lr": lr,
+        "train/tokens": (run.step + 1) * config.tokens,
+        "precision/recipe": recipe.name,
+    }
+    if recipe.loss_scaling is not None:
+        values["train/loss_scale"] = run.loss_scale
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    seed_model(run)
+
+    def work(rows: Iterable[Rows]) -> Queued:
+        return queue_step(run, recipe, rows)
+
+    queued = work(step_rows(run)) if eager or run.graph is None else run.graph.step(step_rows(run), work)
+    values |= reset_oscillating(run, queued.names)
+    return Step(
+        index=run.step,
+        recipe=recipe,
+        numbers=Numbers(queued.numbers),
+        names=queued.names,
+        values=values,
+        loss_scale=run.loss_scale,
+        norms=queued.norms,
+    )
+
+
+def queue_step(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+    """Forward, backward and optimizer on microbatches of `rows`.
+
+    What is queued depends on the step only through device memory and `run.step`, as `step_graph.py` says.
+    """
+    optim = run.config.optim
+    loss = forward_and_backward(run, recipe, rows)
     trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
     gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
     if run.loss_scale != 1.0:
@@ -196,39 +238,24 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     run.failed = failed if run.failed is None else failed | run.failed
     if optim.clip is not None:
         clip(gradients, optim.clip, norm)
-    lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
-    values: Values = {
-        "train/lr": lr,
-        "train/tokens": (run.step + 1) * config.tokens,
-        "precision/recipe": recipe.name,
-    }
-    if recipe.loss_scaling is not None:
-        values["train/loss_scale"] = run.loss_scale
     run.torn = True
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
     step_unless(run.optimizer, run.failed)
     run.optimizer.zero_grad(set_to_none=True)
-    return Step(
-        index=run.step,
-        recipe=recipe,
-        numbers=Numbers(torch.cat((torch.stack((loss, norm)), norms))),
-        names=list(trained),
-        values=values,
-        loss_scale=run.loss_scale,
-        norms=norms,
-    )
+    return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)), norms)
 
 
-def forward_and_backward(run: Run, recipe: Recipe) -> Tensor:
-    """Gradients of the current step's batch, times the loss scale, added to the parameters'; the mean loss."""
-    # A model's own random numbers (dropout) depend on the step and the rank's part of batch and model alone, so that a
-    # resumed run draws the same ones.
+def seed_model(run: Run) -> None:
+    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of batch and model
+    alone, so that a resumed run draws the same ones."""
     place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
     torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
+
+
+def forward_and_backward(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Tensor:
+    """Gradients of microbatches of `rows`, times the loss scale, added to the parameters'; the mean loss."""
     total, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
     weight = run.loss_scale * share
-    for loss in pipeline.train_losses(run.model, run.pipeline, microbatches(run, recipe), weight):
+    for loss in pipeline.train_losses(run.model, run.pipeline, microbatches(run, recipe, rows), weight):
         total += loss * share
     join_scales(run.model, run.world)
     return run.world.summed(total)
@@ -243,13 +270,14 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     layers, scaling = [(module.layer, module) for module in run.linears()], run.scaling()
     if run.config.train.compile:
         with run.eagerly(), watch_operands(layers) as watched:
-            forward_and_backward(run, recipe)
+            seed_model(run)
+            forward_and_backward(run, recipe, step_rows(run))
         run.optimizer.zero_grad(set_to_none=True)
         run.load_scaling(scaling)
-        step = train_step(run, recipe)
+        step = train_step(run, recipe, eager=True)
     else:
         with watch_operands(layers) as watched:
-            step = train_step(run, recipe)
+            step = train_step(run, recipe, eager=True)
     assert step.norms is not None
     norms = run.world.summed_over_shards(step.norms.double().square()).sqrt()
     if run.world.lead:
@@ -264,25 +292,33 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def microbatches(run: Run, recipe: Recipe) -> Iterator[Microbatch]:
-    """This rank's share of the current step's batch."""
+def step_rows(run: Run) -> Iterator[Rows]:
+    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device."""
     config, own = run.config.train, run.world.data_rank * run.share
     for first in range(own, own + run.share, run.rows):
         at, then = run.step * config.batch_size + first, first + run.rows
         # After the last row of its share a rank goes on with the first one of the next step's.
         then = run.step * config.batch_size + (then if then < own + run.share else own + config.batch_size)
-        batch = run.feed.rows(at, run.rows, then=then)
+        yield run.feed.rows(at, run.rows, then=then)
+
+
+def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
+    """The microbatches of `rows`, with the place of each in the whole batch."""
+    own = run.world.data_rank * run.share
+    for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
-        yield microbatch(run, recipe, *batch, token_offset=first * config.seq_len, last=last)
+        yield microbatch(run, recipe, *each, token_offset=first * run.config.train.seq_len, last=last)
 
 
 def blame(run: Run, recipe: Recipe) -> str:
     """What is not finite first in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
     with run.eagerly():
-        passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe))
+        passes = pipeline.losses(run.model, run.pipeline, microbatches(run, recipe, step_rows(run)))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
-    return run.world.first(where) or "the loss itself"
+    # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
+    origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
+    return str(origin or "the loss itself")
 
 
 def microbatch(
@@ -293,7 +329,12 @@ def microbatch(
     @contextmanager
     def context() -> Iterator[None]:
         now = autocast(
-            recipe, policy=run.config.policy, seed=run.config.run.seed, step=run.step, token_offset=token_offset
+            recipe,
+            policy=run.config.policy,
+            seed=run.config.run.seed,
+            step=run.step,
+            token_offset=token_offset,
+            counters=run.counters,
         )
         with now, run.region():
             yield

@@ -4,7 +4,7 @@
 #   kernels   Triton kernels: bits against the reference, and bandwidth         NAME-kernels.json
 #   te        Transformer Engine's layers against our emulation                 NAME-te.json
 #   native    fp4train doctor; torch's scaled products against our emulation    NAME-doctor.json NAME-native.json
-#   steps     quantise, linear and step times                                   NAME.{json,md,png}
+#   steps     quantise, linear and step times; recorded steps against eager     NAME.{json,md,png} NAME-graph.json
 #   runs      short real runs, compared                                         runs/NAME-*, NAME-runs.png
 #   sanitize  the kernels under compute-sanitizer; only where it is asked for
 #
@@ -69,6 +69,7 @@ for part in "${parts[@]}"; do
       for each in quantize scaling linear step; do
         step "steps $each" "$python" scripts/benchmark.py "$each" --processes 1 --out "$out-$each"
       done
+      step "steps graph" "$python" scripts/gpu_graph.py --out "$out-graph.json"
       ;;
     runs)
       finished=()

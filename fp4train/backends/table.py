@@ -123,7 +123,7 @@ def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: b
     if spec.scale_rounding:
         scale += f" {spec.scale_rounding}"
     if spec.global_scale:
-        scale += f" + FP32 {spec.global_scale}"
+        scale += " + FP32 1×128" if spec.global_scale == "block" else f" + FP32 {spec.global_scale}"
     if spec.delayed:
         scale += " delayed"
     if spec.four_over_six:

@@ -20,6 +20,7 @@ from fp4train.text import near_miss
 USAGE = """fp4train [VERB] key=value…
 
   fp4train recipe=nvfp4                       train (the default verb)
+  torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8       on 8 GPUs (docs/scale.md)
   fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
   fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
   fp4train plan model=llama_70b gpu=H100 gpus=256 parallel=auto      the cheapest mesh of GPUs that fits

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel.config import REDUCES, SCHEDULES, Parallel, why_absent
 from fp4train.text import check_choice, near_miss
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from fp4train.precision.phases import Timeline
     from fp4train.precision.plan import Plan
 
-SCHEDULES = {"1f1b": 1, "interleaved": 2}
-"""Pipeline schedule → parts of the model per stage."""
-
 AUTO = "parallel=auto"
 
 
@@ -36,7 +33,7 @@ class Asked:
     Args:
         gpus: number of GPUs; None: the product of the sizes.
         dp_shard: -1: all GPUs that the others leave.
-        reduce: dtype in which gradients are reduced.
+        reduce: what shards send each other of gradients.
         auto: propose a mesh.
         given: the keys of the command line.
     """
@@ -48,6 +45,7 @@ class Asked:
     sp: bool = True
     pp: int = 1
     pp_schedule: str = "1f1b"
+    pp_chunks: int = 2
     gather: str = "recipe"
     reduce: str = "float32"
     auto: bool = False
@@ -61,9 +59,11 @@ class Asked:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all that are left")
         if self.gpus is not None and self.gpus < 1:
             raise ValueError(f"gpus={self.gpus} must be at least 1")
-        check_choice("parallel.pp_schedule", self.pp_schedule, tuple(SCHEDULES))
+        check_choice("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
+        if self.pp_chunks < 2:
+            raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2")
         check_choice("parallel.gather", self.gather, GATHERS)
-        check_choice("parallel.reduce", self.reduce, ("float32", "bfloat16"))
+        check_choice("parallel.reduce", self.reduce, REDUCES)
         if self.auto and self.gpus is None:
             raise ValueError(f"{AUTO} needs the number of GPUs: gpus=N")
         if self.auto and (sizes := [key for key in self.given if key.startswith("parallel.")]):
@@ -88,10 +88,11 @@ class Asked:
             tensor=self.tp,
             sequence=self.sp,
             pipeline=self.pp,
-            virtual=SCHEDULES[self.pp_schedule] if self.pp > 1 else 1,
+            virtual=self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1,
+            forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
             microbatches=microbatches,
             gather=self.gather,
-            codes=self.gather == "recipe",
+            codes=True,
             reduce_bytes=4 if self.reduce == "float32" else 2,
         )
 
@@ -129,7 +130,9 @@ def parse(arguments: list[str]) -> tuple[Asked | None, list[str]]:
             found[name] = _value(key, _MESH_KEYS[name], value)
             given.append(key)
         elif key.startswith("parallel.") and name not in _OTHERS:
-            raise UserError(f"unknown key {key!r}{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}")
+            reason = why_absent(name)
+            said = f": {reason}" if reason else f"{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}"
+            raise UserError(f"unknown key {key!r}{said}")
         else:
             rest.append(argument)
     if not found:
@@ -201,6 +204,23 @@ class MeshPlan:
                 f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
             )
 
+    def mesh(self, microbatches: int = 1) -> Mesh:
+        """The mesh that was asked for; weights are gathered as the run would gather them.
+
+        Raises:
+            ValueError: its size is not the number of GPUs.
+        """
+        return replace(self.asked.mesh(microbatches), gather=self._gather(self.asked.gather))
+
+    def _gather(self, gather: str) -> str:
+        from fp4train.precision.gather import effective
+
+        found = effective(gather, compiled=self.config.train.compile)
+        note = "train.compile takes float32 weights: they are not gathered as codes"
+        if found != gather and note not in self.notes:
+            self.notes.append(note)
+        return found
+
     def plan(self, sequences: int) -> Plan:
         """The plan of the run with microbatches of so many sequences."""
         from fp4train.hardware import Device
@@ -244,7 +264,7 @@ class MeshPlan:
         from fp4train.costs.shards import find_weights
 
         try:
-            mesh = self.asked.mesh()
+            mesh = self.mesh()
         except ValueError as error:
             raise UserError(str(error)) from error
         for problem in problems(self.model, find_weights(self.model, {}), mesh):
@@ -263,8 +283,14 @@ class MeshPlan:
         sequences = train.microbatch or (local if mesh.pipeline == 1 else max(1, local // (4 * mesh.pipeline)))
         while local % sequences:
             sequences -= 1
-        mesh = self.asked.mesh(local // sequences)
+        mesh = self.mesh(local // sequences)
         plan = self.plan(sequences)
+        whole = {each.layer_backend for stretch in plan.stretches for each in stretch.layers.values()} - {None}
+        if mesh.tensor > 1 and whole:
+            self.notes.append(
+                f"times are those of {', '.join(sorted(filter(None, whole)))}, which runs whole layers only: with "
+                "parallel.tp a run takes native products or emulation"
+            )
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 
@@ -290,7 +316,7 @@ class MeshPlan:
             self.links,
             gpus=self.asked.gpus,
             batch=batch,
-            like=Asked().mesh(),
+            like=replace(Asked().mesh(), gather=self._gather(Asked().gather)),
             recompute=choices,
         )
         if not found:

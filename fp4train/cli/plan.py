@@ -23,7 +23,7 @@ from fp4train.config import overrides
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.precision.report import gathers, render, summarise
+from fp4train.precision.report import render, summarise
 from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.swaps import as_swap
@@ -140,8 +140,6 @@ def _plan(
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
-    if (shards := config.parallel.dp_shard) > 1:
-        print("", gathers(plan, shards, config.parallel.gather, compiled=config.train.compile), sep="\n")
     print("", _checkpoint(model), sep="\n")
     if gpu is not None:
         print("", _estimate(config, plan, gpu), sep="\n")

@@ -1,4 +1,4 @@
-"""`fp4train report RUN RUN… [out=report.html]`: one HTML file about the runs, for screens, phones and paper."""
+"""`fp4train report RUN RUN… [out=report.html] [gpu=B200]`: one HTML file about runs, for screens, phones and paper."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from fp4train.config import overrides
 from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
 
 _log = logging.getLogger("fp4train")
 
-USAGE = "fp4train report RUN RUN… [out=report.html]"
+USAGE = "fp4train report RUN RUN… [out=report.html] [gpu=B200]"
+OPTIONS = ("out", "gpu")
 
 
 def main(arguments: list[str]) -> int:
@@ -19,16 +21,26 @@ def main(arguments: list[str]) -> int:
 
     if flags := [a for a in arguments if a.startswith("-")]:
         raise UserError(f"report knows no flag {flags[0]}: {USAGE}")
-    given = [a.partition("=")[2] for a in arguments if a.startswith("out=")]
-    if len(given) > 1:
-        raise UserError("out= is given twice")
-    runs = [a for a in arguments if not a.startswith("out=")]
+    given: dict[str, str] = {}
+    runs = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in OPTIONS:
+            runs.append(argument)
+        elif key in given:
+            raise UserError(f"{key}= is given twice")
+        else:
+            given[key] = value
     if not runs:
         raise UserError(f"report needs run directories: {USAGE}")
     if wrong := [a for a in runs if not overrides.names_folder(a)]:
-        raise UserError(f"report takes run directories and out=, not {wrong[0]}: {USAGE}")
-    out = Path(given[0] if given else "report.html")
-    for problem in write_report([Path(run) for run in runs], out):
+        raise UserError(f"report takes run directories, out= and gpu=, not {wrong[0]}: {USAGE}")
+    out = Path(given.get("out", "report.html"))
+    try:
+        gpu = find_gpu(given["gpu"]) if "gpu" in given else None
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for problem in write_report([Path(run) for run in runs], out, gpu):
         _log.warning("%s", problem)
     print(f"{out}: {out.stat().st_size / 1000:,.0f} kB")
     return 0

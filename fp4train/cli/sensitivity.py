@@ -1,5 +1,7 @@
 """`fp4train sensitivity RUN [recipe=NAME] [step=STEP] [key=value…]`: which layers and operands a recipe harms.
 
+Without RUN, `model=NAME` and any other keys of a run name a model that is studied as it is initialised.
+
 Options of its own:
 
     batches=8        batches that every part is measured on
@@ -9,7 +11,8 @@ Options of its own:
     keep=0.15        the policy may keep this share of the multiply-adds in high precision
     cost=0.6         with gpu=B200 and instead of keep: the layers' time relative to BF16 on that GPU
     step=200         the checkpoint; 0: the model as it was initialised; the default is the newest
-    out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP
+    out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP, without a run
+                     runs/studies/sensitivity-NAME, with NAME as run.name has it: MODEL-RECIPE
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from fp4train.run.swaps import as_swap
 if TYPE_CHECKING:
     from fp4train.studies.summary import Report
 
-USAGE = "fp4train sensitivity RUN [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
+USAGE = (
+    "fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
+)
 OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
@@ -42,7 +47,7 @@ def main(arguments: list[str]) -> int:
     """Measure, print the table, write policy, JSON and picture; returns the exit code."""
     if flags := {"-m", "--multirun"} & set(arguments):
         raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
-    command = study_command("sensitivity", arguments, OPTIONS, USAGE)
+    command = study_command("sensitivity", arguments, OPTIONS, USAGE, modelled=True)
     return launch(command.overrides, partial(_study, command=command))
 
 
@@ -52,7 +57,7 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     from fp4train.studies.progress import StudyProgress
     from fp4train.studies.record import open_record
     from fp4train.studies.sensitivity import Effort, Study, groups_of, identity_of
-    from fp4train.studies.subject import STUDIES, open_subject
+    from fp4train.studies.subject import open_subject
     from fp4train.studies.summary import Report
     from fp4train.studies.tradeoff import trade_off
 
@@ -77,6 +82,8 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     if cost is not None and (gpu is None or keep is not None):
         raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
     recipe, name = config.recipe, type(config.recipe).__name__.lower()
+    if command.run is None:
+        name = config.run.name
     if swap is not None:
         recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
     subject = open_subject(config, chosen, fresh=command.fresh)
@@ -84,8 +91,10 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
         subject, recipe, repeats=effort.repeats
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
-    folder = Path(options["out"]) if "out" in options else command.run / STUDIES / f"sensitivity-{name}-{subject.step}"
-    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, StudyProgress() as shown:
+    folder = subject.studies / (f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}"))
+    folder = Path(options.get("out", folder))
+    progress = StudyProgress("measurement", every=15.0)
+    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)
         try:
             found = study.run(shown.show)

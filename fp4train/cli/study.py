@@ -20,23 +20,26 @@ class StudyCommand:
     """The arguments of a study's verb.
 
     Args:
-        run: the run directory.
+        run: the run directory; None: the model is named by the overrides, and studied as it is initialised.
         options: those of the verb, key → text.
-        overrides: the rest, for `launch`: resume=RUN, and what is changed for the study.
+        overrides: the rest, for `launch`: resume=RUN, if there is one, and what is changed for the study.
         fresh: the model as it was initialised is studied (step=0).
     """
 
-    run: Path
+    run: Path | None
     options: dict[str, str]
     overrides: list[str]
     fresh: bool
 
 
-def study_command(verb: str, arguments: list[str], options: Collection[str], usage: str) -> StudyCommand:
+def study_command(
+    verb: str, arguments: list[str], options: Collection[str], usage: str, *, modelled: bool = False
+) -> StudyCommand:
     """Take a study's command line apart.
 
     Args:
         options: the keys that are the verb's own; `step` is of all studies.
+        modelled: a model without a run can be studied, too: model=… instead of RUN.
 
     Raises:
         UserError: there is no run directory, or an option is given twice.
@@ -44,14 +47,15 @@ def study_command(verb: str, arguments: list[str], options: Collection[str], usa
     words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
     paths = [a for a in words if overrides.names_folder(a)]
     paths = paths if "--config-dir" not in arguments else [a for a in paths if a != _after(arguments, "--config-dir")]
-    if len(paths) != 1:
-        raise UserError(f"{verb} needs one run directory: {usage}")
-    run = run_directory.require_run(Path(paths[0]))
+    named = modelled and any(a.startswith("model=") for a in words)
+    if len(paths) > 1 or (not paths and not named):
+        raise UserError(f"{verb} needs one run directory{', or model=…' * modelled}: {usage}")
+    run = run_directory.require_run(Path(paths[0])) if paths else None
     found: dict[str, str] = {}
     rest: list[str] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if argument == paths[0]:
+        if argument in paths:
             continue
         if equals and key in (*options, "step"):
             if key in found:
@@ -64,7 +68,13 @@ def study_command(verb: str, arguments: list[str], options: Collection[str], usa
     step = found.pop("step", None)
     if step is not None and not step.isdecimal():
         raise UserError(f"step={step!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
-    fresh = step is not None and int(step) == 0
+    fresh = run is None or (step is not None and int(step) == 0)
+    if run is None:
+        if step is not None and int(step):
+            raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
+        if init := [a for a in words if a.startswith(("init=", "init_step="))]:
+            raise UserError(f"{init[0]}: to study the weights of a run give its directory")
+        return StudyCommand(run=None, options=found, overrides=rest, fresh=True)
     chosen = [] if step is None or fresh else [f"resume_step={step}"]
     return StudyCommand(run=run, options=found, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
 

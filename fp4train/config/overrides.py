@@ -31,6 +31,7 @@ from fp4train.config.folders import (
 )
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError
+from fp4train.parallel.config import why_absent
 from fp4train.text import near_miss
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
@@ -323,6 +324,8 @@ def _check_keys(wanted: list[str], have: list[str]) -> None:
     for key in wanted:
         if key in have:
             continue
+        if (reason := why_absent(key.removeprefix("parallel."))) is not None:
+            raise UserError(f"unknown key {key!r}: {reason}")
         # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
         others = [k for k in have if not key.startswith(f"{k}.") and not k.endswith("_target_")]
         namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]

@@ -21,6 +21,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.models.architecture import Architecture
 from fp4train.optim.optimizer import Optimizer
+from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
 from fp4train.precision import LayerPolicy, Phase, Recipe
@@ -72,6 +73,9 @@ class TrainSettings:
             standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
         deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/determinism.py`); CPUs
             always do. Attention may be slower.
+        cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
+            models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
+            with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
     """
 
     steps: int
@@ -81,6 +85,7 @@ class TrainSettings:
     compile: bool = False
     step_timeout: float = 0.0
     deterministic: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.step_timeout <= 1e9:
@@ -180,6 +185,7 @@ class Config:
     init: str | None = None
     init_step: int | None = None
     parallel: Parallel = field(default_factory=Parallel)
+    oscillation: OscillationReset = field(default_factory=OscillationReset)
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)

@@ -16,9 +16,8 @@ GEMMs and quantising: `estimate.py`. Parameters of the rest:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from fp4train.costs.blocks import BlockCost, packed_bytes
@@ -31,7 +30,8 @@ from fp4train.costs.shards import Weight, stages
 from fp4train.costs.traffic import Collective, Flow, Wire
 from fp4train.costs.workload import Kind, Workload
 from fp4train.hardware import Gpu
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.gather import wire_form
+from fp4train.precision.plan import LayerPlan, part_of
 from fp4train.quantize import QuantSpec
 
 ATTENTION: Final = (0.60, 0.50)
@@ -63,7 +63,7 @@ class ClusterCost:
 
     Args:
         parts: seconds of a step by what they are spent on; they add up to the step.
-        misaligned: kind of layer → (rows of a shard, weights) gathered in high precision.
+        not_coded: why → kind of layer → number of its quantised weights that are not gathered as codes.
     """
 
     gpu: Gpu
@@ -73,7 +73,7 @@ class ClusterCost:
     memory: RankMemory
     collectives: tuple[Collective, ...]
     parts: Mapping[str, float]
-    misaligned: Mapping[str, tuple[float, int]]
+    not_coded: Mapping[str, Mapping[str, int]]
 
     @property
     def seconds(self) -> float:
@@ -146,17 +146,15 @@ class _Estimate:
 
     def split(self, plan: LayerPlan) -> LayerPlan:
         """The part of a layer that a rank multiplies."""
-        layer, t = plan.layer, self.mesh.tensor
-        if layer.name not in self.load.row_wise:
-            return replace(plan, layer=replace(layer, out_features=math.ceil(layer.out_features / t)))
-        return replace(plan, layer=replace(layer, in_features=math.ceil(layer.in_features / t)))
+        return part_of(plan, "in" if plan.layer.name in self.load.row_wise else "out", self.mesh.tensor)
 
     def layers(self, plans: Sequence[LayerPlan]) -> tuple[_Seconds, _Seconds]:
         """GEMMs and quantising of linear layers, one microbatch."""
         forward, backward = _Seconds(), _Seconds()
         for plan in plans:
             mine = self.split(plan)
-            coded = self.mesh.gather == "recipe"
+            form = wire_form(mine, self.mesh.shard, self.mesh.gather)
+            coded = form.row is not None or form.column is not None
             shared = self.mesh.shard * self.mesh.microbatches if coded else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
             for row in layer_costs(mine, self.gpu, self.tokens, 1, weight_passes=passes):
@@ -232,15 +230,20 @@ class _Estimate:
     def weights(self, weights: Sequence[Weight]) -> Wire:
         """What it takes to gather some weights and to reduce their gradients."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
-        gradient = self.mesh.reduce_bytes * sum(weight.of_rank(self.mesh) for weight in weights)
+        repeats = self.load.recomputed > 0
+        again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in weights)
+        elements = sum(weight.of_rank(self.mesh) for weight in weights)
+        gradient = self.mesh.reduce_bytes * elements
         shard, replicas = self.groups["shard"], self.groups["replicate"]
-        part = gradient / self.mesh.shard
+        part = 4 * elements / self.mesh.shard
         return Wire(
             gather=shard.gather_seconds(wire),
             gathered=shard.sent(wire),
+            again=shard.gather_seconds(again),
+            gathered_again=shard.sent(again),
             reduce=shard.gather_seconds(gradient) + replicas.reduce_seconds(part),
             reduced=shard.sent(gradient) + 2 * replicas.sent(part),
-            copied=2 * (2 * self.mesh.microbatches * wire + gradient) if self.mesh.shard > 1 else 0.0,
+            copied=2 * (self.mesh.microbatches * (wire + again) + gradient) if self.mesh.shard > 1 else 0.0,
         )
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -267,7 +270,7 @@ class _Estimate:
             memory=memory,
             collectives=(*collectives, *more),
             parts={name: value for name, value in (parts | tail).items() if value},
-            misaligned=load.misaligned(mesh) if mesh.gather == "recipe" else {},
+            not_coded=load.not_coded(mesh),
         )
 
     def stage(self, counts: Mapping[int, int], *, last: bool) -> tuple[dict[str, float], list[Collective]]:
@@ -280,9 +283,10 @@ class _Estimate:
             forward, backward, sent = self.blocks[kind]
             wire = self.sends[kind]
             again = self.load.recomputed * forward.total
-            for name, work in (("forward", forward.total), ("backward", backward.total + again)):
-                flows[name].add(number * m, wire.gathered, wire.gather, wire.gather - work)
-            hidden = max(0.0, backward.total + again - wire.gather)
+            behind = backward.total + again
+            flows["forward"].add(number * m, wire.gathered, wire.gather, wire.gather - forward.total)
+            flows["backward"].add(number * m, wire.gathered_again, wire.again, wire.again - behind)
+            hidden = max(0.0, behind - wire.again)
             flows["gradients"].add(number, wire.reduced, wire.reduce, wire.reduce - hidden)
             flows["tensor"].add(number * m, sent, 0.0, 0.0)
             for seconds in (forward, backward):

@@ -73,9 +73,7 @@ def _of_stage(load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int])
     whole = sum(number * sum(w.of_rank(mesh) for w in kind.weights) for kind, number in kinds)
     whole += sum(w.of_rank(mesh) for w in outer)
     local = whole / mesh.shard
-    flights = mesh.in_flight
-    if mesh.virtual == 1:
-        flights = min(mesh.microbatches, mesh.pipeline - stage)
+    flights = mesh.in_flight(stage)
     again = load.recomputed
     kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
     copies = sum(n * (1 - again) * k.cost.weights / mesh.tensor for k, n in kinds)
@@ -107,7 +105,7 @@ def entered(block: BlockCost, mesh: Mesh) -> float:
 
 def _codes(weights: Sequence[Weight], mesh: Mesh) -> float:
     if mesh.shard > 1:
-        return sum(w.wire_bytes(mesh) / mesh.shard for w in weights if w.forms) if mesh.gather == "recipe" else 0.0
+        return sum(w.code_bytes(mesh) for w in weights)
     return sum(w.resident_bytes(mesh) for w in weights if w.forms)
 
 

@@ -25,9 +25,10 @@ class Mesh:
         tensor: ranks that share each layer; `sequence`: norms and the residual stream are split over them, too.
         context: ranks that share each sequence.
         pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
+        forward_first: stages run all forward passes of a step before the backward ones (GPipe), not as few as they can.
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
-        reduce_bytes: bytes of a gradient element in reductions.
+        reduce_bytes: bytes of a gradient element between shards; replicas send float32.
         codes: activations are gathered over `tensor` as codes, in layers that quantise them.
         joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
             bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
@@ -41,6 +42,7 @@ class Mesh:
     context: int = 1
     pipeline: int = 1
     virtual: int = 1
+    forward_first: bool = False
     microbatches: int = 1
     gather: str = "recipe"
     reduce_bytes: int = 4
@@ -71,15 +73,15 @@ class Mesh:
         waits = self.pipeline - 1
         return waits / (self.virtual * self.microbatches + waits)
 
-    @property
-    def in_flight(self) -> float:
-        """Microbatches whose activations the first stage holds at once, as a share of its part of the model.
+    def in_flight(self, stage: int) -> float:
+        """Microbatches whose activations a stage holds at once, as a share of its part of the model.
 
-        1F1B: p; interleaved: p · (1 + (p−1)/(p·v)) (arXiv:2205.05198); at most all of them.
+        GPipe: all. 1F1B: p − stage; interleaved: p · (1 + (p−1)/(p·v)) on the first stage (arXiv:2205.05198), taken for
+        each one; at most all of them.
         """
         p, v = self.pipeline, self.virtual
-        most = p if v == 1 else p * (1 + (p - 1) / (p * v))
-        return min(self.microbatches, most)
+        most = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
+        return self.microbatches if self.forward_first else min(self.microbatches, most)
 
     def group(self, links: Interconnect, kind: str) -> Group:
         """The ranks of one kind: "tensor", "context", "shard", "replicate" or "pipeline"."""

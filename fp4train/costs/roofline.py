@@ -108,7 +108,7 @@ def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
 
 def needs_amax(spec: QuantSpec) -> bool:
     """Whether the scale depends on the current amax of a row or tensor: one more read before quantising."""
-    return spec.delayed is None and (spec.global_scale is not None or None in spec.block)
+    return spec.delayed is None and (spec.global_scale in ("tensor", "row") or None in spec.block)
 
 
 def together(row: QuantSpec, column: QuantSpec) -> bool:

@@ -35,7 +35,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         body += ["", *_collectives(cost)]
     notes = [
         f"checkpoint: {12 * load.parameters / 1e9:.4g} GB; each rank copies {_gib(cost.memory.host)} GiB to its host",
-        *_alignment(cost),
+        *_gathers(cost),
     ]
     if not cost.fits:
         notes.append(
@@ -99,15 +99,21 @@ def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
     ]
 
 
-def _alignment(cost: ClusterCost) -> list[str]:
-    if not cost.misaligned:
+_FORMS = {"recipe": "as codes and scales", "bf16": "in BF16", "fp32": "in float32"}
+
+
+def _gathers(cost: ClusterCost) -> list[str]:
+    """How weights travel, those that do not travel as codes, and a mesh whose shards cut no blocks of scales."""
+    if cost.mesh.shard == 1:
         return []
-    named = ", ".join(f"{name} ({rows:g} row{'s' * (rows != 1)})" for name, (rows, _) in cost.misaligned.items())
-    number = sum(count for _, count in cost.misaligned.values())
-    text = f"shards cut blocks of scales in {number} weights, gathered in high precision: {named}"
-    other = aligned_shard(cost.workload.distinct, cost.mesh)
-    if other is None:
+    text = f"weights of the blocks are gathered {_FORMS[cost.mesh.gather]}"
+    if cost.not_coded:
+        number = sum(sum(names.values()) for names in cost.not_coded.values())
+        text += f"; {number} that are quantised are not: "
+        text += "; ".join(f"{', '.join(names)} ({why})" for why, names in cost.not_coded.items())
+    if not any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct):
         return [text]
+    other = aligned_shard(cost.workload.distinct, cost.mesh)
     return [text, f"no weight is cut by {' '.join(other.overrides())}"]
 
 
@@ -136,7 +142,7 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "host_bytes": cost.memory.host,
         "seconds": dict(cost.parts),
         "collectives": [dict(vars(each)) for each in cost.collectives],
-        "misaligned": {name: {"rows": rows, "weights": n} for name, (rows, n) in cost.misaligned.items()},
+        "not_coded": {why: dict(names) for why, names in cost.not_coded.items()},
     }
 
 

@@ -2,8 +2,8 @@
 
 Tensor parallelism splits a layer's outputs (column-wise) or its inputs (row-wise), and the vocabulary of embedding and
 head. FSDP then cuts every weight along its first dimension. Codes of a shard equal the shard of the codes only where a
-shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 blocks. Other weights are gathered in high
-precision, and the plan names them.
+shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 blocks. Other weights are gathered in
+float32, and the plan names them: `precision.gather` decides, for a run and here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from fp4train.costs.blocks import packed_bytes
 from fp4train.costs.mesh import Mesh
 from fp4train.precision.blocks import block_paths
+from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.plan import LayerPlan, part_of
 from fp4train.quantize import QuantSpec
 
 ROW_WISE = ("attention.wo", "mlp.down")
@@ -70,37 +72,70 @@ class Weight:
         """Elements after tensor parallelism."""
         return self.count / (1 if self.split is None else mesh.tensor)
 
-    def rows(self, mesh: Mesh) -> float:
-        """Rows of a rank's shard."""
-        return self.shape[0] / (mesh.tensor if self.split == 0 else 1) / mesh.shard
+    def part(self, mesh: Mesh) -> LayerPlan | None:
+        """The plan of a rank's part of the layer."""
+        if self.plan is None or len(self.shape) != 2:
+            return None
+        return self.plan if self.split is None else part_of(self.plan, ("out", "in")[self.split], mesh.tensor)
+
+    def wire(self, mesh: Mesh) -> WireForm:
+        """How it is gathered over the shards."""
+        part = self.part(mesh)
+        if part is None or self.block is None or self.block < 0:
+            # What lies outside the blocks is gathered as it is. Published BF16 gathers are of all matrices.
+            return WireForm(dtype=torch.bfloat16 if mesh.gather == "bf16" and len(self.shape) > 1 else torch.float32)
+        return wire_form(part, mesh.shard, mesh.gather)
+
+    def why_values(self, mesh: Mesh) -> str | None:
+        """Why a weight that its layer quantises is not gathered as codes; None: it is, or the configuration says so."""
+        part, form = self.part(mesh), self.wire(mesh)
+        if mesh.shard == 1 or part is None or not self.forms or form.why is not None:
+            return form.why if self.forms and mesh.shard > 1 else None
+        assert self.plan is not None
+        pairs = ((self.plan.fprop, part.fprop), (self.plan.dgrad, part.dgrad))
+        return next((mine.why for whole, mine in pairs if whole.operands.second and not mine.operands.second), None)
 
     def misaligned(self, mesh: Mesh) -> bool:
-        """Whether it is quantised and a shard is not made of whole blocks."""
-        if mesh.shard * mesh.tensor == 1 or not self.forms:
-            return False
-        assert self.plan is not None
-        columns = self.shape[1] / (mesh.tensor if self.split == 1 else 1)
-        row, column = self.plan.fprop.operands.second, self.plan.dgrad.operands.second
-        tall = [row.block[0] if row else 1, column.block[1] if column else 1]
-        wide = [row.block[1] if row else 1, column.block[0] if column else 1]
-        return any(self.rows(mesh) % (n or 1) for n in tall) or any(columns % (n or 1) for n in wide)
+        """Whether fewer shards would let it be gathered as codes."""
+        return mesh.shard > 1 and bool(self.wire(mesh).why) and not self.wire(replace(mesh, shard=1)).why
 
-    def wire_bytes(self, mesh: Mesh) -> float:
-        """Bytes of this rank's part of the weight when it is gathered over the shards."""
-        elements = self.of_rank(mesh)
-        if mesh.gather == "recipe" and self.forms and not self.misaligned(mesh):
-            return sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms) * elements / self.count
-        return elements * (2 if mesh.gather == "bf16" and len(self.shape) > 1 else 4)
+    def wire_bytes(self, mesh: Mesh, *, backward: bool = False, repeats: bool = False) -> float:
+        """Bytes of this rank's part of the weight when it is gathered over the shards, once.
+
+        Args:
+            backward: for dgrad, else for fprop.
+            repeats: backward also needs what fprop does, to recompute it.
+        """
+        form = self.wire(mesh)
+        row, column = (form.row, False), (form.column, form.column is not None and not form.column.transposable)
+        sent = {column, row} if backward and repeats else {column if backward else row}
+        return sum(self._bytes(spec, form.dtype) for spec, _ in sent) * self.of_rank(mesh) / self.count
+
+    def _bytes(self, spec: QuantSpec | None, dtype: torch.dtype) -> float:
+        """Of the whole weight as codes and scales, or as values."""
+        return float(self.count * dtype.itemsize) if spec is None else packed_bytes(spec, *_matrix(self.shape))
 
     def resident_bytes(self, mesh: Mesh) -> float:
         """Bytes of the weight as the GEMMs read it: both forms of its codes, and what was gathered for them."""
+        form = self.wire(mesh)
         if self.forms:
             codes = 2 / len(self.forms) * sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
             made = codes * self.of_rank(mesh) / self.count
-            gathered = self.wire_bytes(mesh) if mesh.gather != "recipe" or self.misaligned(mesh) else 0.0
+            gathered = 0.0 if form.row or form.column else self.wire_bytes(mesh)
             return made + (gathered if mesh.shard > 1 else 0.0)
         copy = 2 if self.plan is not None else 0
         return self.of_rank(mesh) * copy + (self.wire_bytes(mesh) if mesh.shard > 1 else 0.0)
+
+    def code_bytes(self, mesh: Mesh) -> float:
+        """Bytes of the codes of this rank's shard, which are kept within a step."""
+        form = self.wire(mesh)
+        if form.row is None and form.column is None:
+            return 0.0
+        return (
+            sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
+            * self.of_rank(mesh)
+            / (self.count * mesh.shard)
+        )
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -137,12 +172,13 @@ def stages(mesh: Mesh, blocks: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def aligned_shard(weights: Iterable[Weight], mesh: Mesh) -> Mesh | None:
-    """The mesh with the most shards that cuts no block, the rest being replicas; None if there is none."""
+def aligned_shard(weights: Iterable[Weight], mesh: Mesh) -> Mesh:
+    """The mesh with the most shards that keeps no weight from being gathered as codes, the rest being replicas."""
     weights = list(weights)
-    for shard in range(mesh.shard, 0, -1):
-        if mesh.shard % shard == 0:
-            other = replace(mesh, shard=shard, replicate=mesh.replicate * mesh.shard // shard)
-            if not any(weight.misaligned(other) for weight in weights):
-                return other
-    return None
+    fewer = (replace(mesh, shard=n, replicate=mesh.replicate * mesh.shard // n) for n in _divisors(mesh.shard))
+    return next(other for other in fewer if not any(weight.misaligned(other) for weight in weights))
+
+
+def _divisors(number: int) -> list[int]:
+    """From the largest to 1."""
+    return [n for n in range(number, 0, -1) if number % n == 0]

@@ -24,10 +24,13 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Seconds and sent bytes to gather the weights of a block, and to reduce their gradients; bytes FSDP copies."""
+    """Seconds and sent bytes to gather the weights of a block for its forward pass, and again for its backward pass,
+    and to reduce their gradients; bytes FSDP copies."""
 
     gather: float
     gathered: float
+    again: float
+    gathered_again: float
     reduce: float
     reduced: float
     copied: float

@@ -83,14 +83,15 @@ class Workload:
         before = self.before if stage == 0 or (self.tied and last) else ()
         return [*before, *(self.after if last else ())]
 
-    def misaligned(self, mesh: Mesh) -> dict[str, tuple[float, int]]:
-        """Layer in its block ("attention.wk") → (rows of a shard, weights) that shards cut inside of blocks."""
-        found: dict[str, tuple[float, int]] = {}
+    def not_coded(self, mesh: Mesh) -> dict[str, dict[str, int]]:
+        """Of quantised weights that are not gathered as codes: why → layer in its block ("attention.wk") → weights."""
+        found: dict[str, dict[str, int]] = {}
         for kind, times in Counter(self.order).items():
             for weight in self.kinds[kind].weights:
-                if weight.misaligned(mesh):
+                if (why := weight.why_values(mesh)) is not None:
                     name = weight.name.removesuffix(".weight").rpartition(f".{weight.block}.")[2]
-                    found[name] = (weight.rows(mesh), found.get(name, (0, 0))[1] + times)
+                    names = found.setdefault(why, {})
+                    names[name] = names.get(name, 0) + times
         return found
 
 

@@ -1,10 +1,12 @@
 """Tokenised data on disk: tokenise once, memory-map ever after.
 
 An entry is two files named by the hash of its key (source, settings and tokenizer): HASH.bin, the packed ids, and
-HASH.json, their count, type and, for each chunk of it, a digest. All of it is read once, when the entry is opened,
-and compared with the digests: what a run trains on is what was tokenised, to the bit. Reading runs at 1 to 2 GB/s per
-core. Both files are written under another name and then renamed, the JSON last, so an entry is there whole or not at
-all, and ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew.
+HASH.json, their count, type and, for each chunk of it, a digest, taken as the ids are written. All of it is read once,
+when the entry is opened, and compared with the digests: what a run trains on is what was tokenised, to the bit. Reading
+runs at 1 to 2 GB/s per core. Memory holds some pieces of text and their ids, whatever the size of the data.
+
+Both files are written under another name and then renamed, the JSON last, so an entry is there whole or not at all, and
+ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fp4train.data.digests import digests
+from fp4train.data.digests import Digester, digests
 from fp4train.data.files import expanded
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError
@@ -79,7 +81,7 @@ def _read(path: Path) -> Ids | None:
 
 def _write(path: Path, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: int | None) -> None:
     new = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.new")
-    tokens = 0
+    tokens, digester = 0, Digester()
     try:
         with (
             new.open("wb") as file,
@@ -87,15 +89,16 @@ def _write(path: Path, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: 
         ):
             for chunk in chunks:
                 kept = chunk if max_tokens is None else chunk[: max_tokens - tokens]
-                file.write(kept.astype(dtype, copy=False).tobytes())
+                data = kept.astype(dtype, copy=False).tobytes()
+                file.write(data)
+                digester.update(data)
                 tokens += len(kept)
                 bar.update(len(kept))
                 if tokens == max_tokens:
                     break
             file.flush()
             os.fsync(file.fileno())
-        ids: Ids = np.memmap(new, dtype=dtype, mode="r") if tokens else np.empty(0, dtype=dtype)
-        info = {"dtype": dtype.str, "tokens": tokens, "digests": digests(ids)}
+        info = {"dtype": dtype.str, "tokens": tokens, "digests": digester.digests()}
         os.replace(new, path)
         new.write_text(json.dumps(info))
         os.replace(new, path.with_suffix(".json"))

@@ -32,6 +32,28 @@ LARGE = 1 << 30
 _log = logging.getLogger(__name__)
 
 
+class Digester:
+    """`digests` of bytes that come in any portions."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._sum, self._bytes = hashlib.sha256(), 0
+
+    def update(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while len(rest):
+            part = rest[: CHUNK - self._bytes]
+            self._sum.update(part)
+            self._bytes += len(part)
+            rest = rest[len(part) :]
+            if self._bytes == CHUNK:
+                self._done.append(self._sum.hexdigest()[:16])
+                self._sum, self._bytes = hashlib.sha256(), 0
+
+    def digests(self) -> list[str]:
+        return [*self._done, self._sum.hexdigest()[:16]] if self._bytes else self._done
+
+
 def digests(ids: npt.NDArray[np.integer[Any]]) -> list[str]:
     """SHA-256 of each chunk, shortened to 64 bits: against faults, not against people."""
     data: Any = np.ascontiguousarray(ids).view(np.uint8).reshape(-1) if len(ids) else np.empty(0, dtype=np.uint8)

@@ -97,8 +97,7 @@ def hold_out(
     cut = max(len(ids) - held, 0)
     if tokenizer is not None:
         movable = max(min((len(ids) - cut) // 2, len(ids) - cut - (seq_len + 1)), 0)
-        ends = np.flatnonzero(ids[cut : cut + movable] == tokenizer.end_of_document)
-        cut += int(ends[0]) + 1 if len(ends) else 0
+        cut = _after(tokenizer.end_of_document, ids, cut, cut + movable)
     return token_data(
         ids[:cut],
         ids[cut:],
@@ -108,6 +107,15 @@ def hold_out(
         description=description,
         whole=f"of the {len(ids):,} tokens in all, data.val={val:g} holds out the last {len(ids) - cut:,}",
     )
+
+
+def _after(token: int, ids: Ids, first: int, end: int) -> int:
+    """The place after the first `token` in ids[first:end], or `first`; reads no more than it needs."""
+    for start in range(first, end, CHECKED_AT_ONCE):
+        found = np.flatnonzero(ids[start : min(start + CHECKED_AT_ONCE, end)] == token)
+        if len(found):
+            return start + int(found[0]) + 1
+    return first
 
 
 def token_data(

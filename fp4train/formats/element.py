@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.formats.grid import grid_code, grid_position
+from fp4train.formats.grid import grid_code, grid_position, magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
     # and E5M2 at max + quantum.
     quantum = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits)
     overflow = x.abs() >= fmt.max + quantum / 2 if fmt.has_inf else x.abs() > fmt.max + quantum / 2
-    position, exponent = grid_position(torch.fmin(x.abs(), x.new_tensor(fmt.max)), fmt)
+    position, exponent = grid_position(torch.fmin(x.abs(), x.new_full((), fmt.max)), fmt)
     codes = grid_code(position.round_(), exponent, fmt)
     if not saturate:
         infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits if fmt.has_inf else fmt.nan_code
@@ -154,5 +154,6 @@ def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32
     if fmt is E4M3 or fmt is E5M2:
         float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
         return codes.contiguous().view(float8).to(dtype)
-    table = torch.tensor(value_table(fmt), dtype=dtype, device=codes.device)
-    return table[codes.to(torch.int32)]
+    code = codes.to(torch.int32)
+    values = magnitude(code & (fmt.sign_bit - 1), fmt.mantissa_bits, fmt.bias)
+    return torch.where((code & fmt.sign_bit) > 0, -values, values).to(dtype)

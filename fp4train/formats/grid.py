@@ -39,3 +39,10 @@ def grid_code(position: Tensor, exponent: Tensor, fmt: Grid) -> Tensor:
 def grid_value(position: Tensor, exponent: Tensor, fmt: Grid) -> Tensor:
     """Magnitude (float32) of integer positions; overwrites and returns `position`."""
     return position.mul_(((exponent - fmt.mantissa_bits) << 23).view(torch.float32))
+
+
+def magnitude(code: Tensor, mantissa_bits: int, bias: int) -> Tensor:
+    """Float32 value of codes without sign (int32): (1 + M/2^m) * 2^(E-b), and M/2^m * 2^(1-b) for E = 0. Exact."""
+    exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    normal = (((exponent + (127 - bias)) << 23) | (mantissa << (23 - mantissa_bits))).view(torch.float32)
+    return torch.where(exponent > 0, normal, mantissa.to(torch.float32) * 2.0 ** (1 - bias - mantissa_bits))

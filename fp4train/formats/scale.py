@@ -89,8 +89,10 @@ def e8m0_encode(x: Tensor) -> Tensor:
 
 def e8m0_decode(codes: Tensor) -> Tensor:
     """Float32 value 2^(b-127) of each uint8 byte b; NaN for 255. Exact."""
-    table = torch.tensor([math.ldexp(1.0, b - E8M0_BIAS) for b in range(E8M0_NAN)] + [math.nan], device=codes.device)
-    return table[codes.to(torch.int32)]
+    byte = codes.to(torch.int32)
+    # The byte is float32's exponent; byte 0 is the subnormal 2^-127.
+    bits = torch.where(byte == 0, 1 << 22, byte << 23)
+    return torch.where(byte == E8M0_NAN, math.nan, bits.view(torch.float32))
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.formats.grid import grid_code, grid_position
+from fp4train.formats.grid import grid_code, grid_position, magnitude
 from fp4train.formats.scale import ScaleFormat
 
 BIAS: Final = 15
@@ -32,15 +32,15 @@ _GRID: Final = _Grid()
 
 def ue5m3_encode(x: Tensor) -> Tensor:
     """Bytes of the nearest UE5M3 value, ties to even, saturating at 114688; NaN gives 255. x float32 and >= 0."""
-    position, exponent = grid_position(torch.fmin(x, x.new_tensor(LARGEST)), _GRID)
+    position, exponent = grid_position(torch.fmin(x, x.new_full((), LARGEST)), _GRID)
     codes = grid_code(position.round_(), exponent, _GRID)
     return torch.where(x.isnan(), NAN_CODE, codes).to(torch.uint8)
 
 
 def ue5m3_decode(codes: Tensor) -> Tensor:
     """Float32 value of each UE5M3 byte; NaN for 255. Exact."""
-    values = [math.ldexp(b % 8 + (8 if b >> 3 else 0), max(b >> 3, 1) - BIAS - 3) for b in range(NAN_CODE)]
-    return torch.tensor([*values, math.nan], device=codes.device)[codes.to(torch.int32)]
+    code = codes.to(torch.int32)
+    return torch.where(code == NAN_CODE, math.nan, magnitude(code, _GRID.mantissa_bits, BIAS))
 
 
 UE5M3_SCALE: Final = ScaleFormat(

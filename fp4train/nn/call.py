@@ -28,11 +28,12 @@ class Call:
         weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories.
         training: whether amaxes enter their histories.
+        counters: `step` on the device, where it is read from there (`RandomKey.counters`).
     """
 
     __slots__ = (
-        *("amaxes", "gemms", "layer_key", "parameter", "scaling", "seed", "step", "token_offset", "training"),
-        "weights",
+        *("amaxes", "counters", "gemms", "layer_key", "parameter", "scaling", "seed", "step", "token_offset"),
+        *("training", "weights"),
     )
 
     def __init__(
@@ -45,7 +46,9 @@ class Call:
         weights: PreparedWeights,
         scaling: DelayedScaling,
         training: bool,
+        counters: Tensor | None = None,
     ) -> None:
+        self.counters = counters
         self.gemms, self.seed, self.step, self.token_offset, self.layer_key = gemms, seed, step, token_offset, layer_key
         self.weights, self.scaling, self.training = weights, scaling, training
         self.amaxes: dict[str, Tensor] | None = None
@@ -71,6 +74,7 @@ class Call:
             operand=operand,
             row_offset=row,
             col_offset=column,
+            counters=self.counters,
         )
 
     def weight_key(self, operand: int, start: tuple[int, int] = (0, 0)) -> RandomKey:
@@ -86,6 +90,7 @@ class Call:
             operand=operand,
             row_offset=start[0],
             col_offset=start[1],
+            counters=self.counters,
         )
 
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:

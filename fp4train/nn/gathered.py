@@ -33,7 +33,8 @@ class Source(Protocol):
         ...
 
     def master(self) -> Tensor:
-        """The whole float32 weight [N, K] in memory of its own: a collective if it did not come so."""
+        """The whole float32 weight [N, K] in memory of its own, of rounded values if ranks send each other only those:
+        a collective if it did not come so."""
         ...
 
 
@@ -60,6 +61,8 @@ class Gathered(Tensor):
 
 
 def _is_whole_view(func: Any, args: Any, own: Gathered) -> bool:
+    if func is torch.ops.aten.view.default:  # DTensor.to_local
+        return tuple(args[1]) == own.shape
     return func is torch.ops.aten.as_strided.default and tuple(args[1]) == own.shape and tuple(args[2]) == own.stride()
 
 

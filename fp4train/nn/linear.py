@@ -300,7 +300,10 @@ class Linear(nn.Linear):
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
-        return Call(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training)
+        return Call(
+            *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
+            context.counters,
+        )
 
     def keep_forms(self, keep: bool) -> None:
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
@@ -336,7 +339,7 @@ class Linear(nn.Linear):
         return {**self.scaling.state(), **of_kernels}
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `scaling_state`."""
+        """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         # It records whether the weight's amax has entered the history in this step.
         self._weights = PreparedWeights(self._keep_forms)
         rest = dict(state)

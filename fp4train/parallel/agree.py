@@ -24,6 +24,9 @@ NONCE = ".ranks"
 _SEEN_SECONDS = 20.0
 """A network file system may show a new file late."""
 
+_RANKS = 1 << 20
+"""More than there are, so that one number holds an amount of memory and the rank that uses it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
@@ -32,23 +35,33 @@ class Word:
     Args:
         signal: the number of a signal that one rank or more received; None: none.
         lead: what the lead found and every rank must act on; empty: nothing.
+        memory: what is logged of the ranks' memory.
     """
 
     signal: int | None = None
     lead: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, float | str] = field(default_factory=dict)
 
 
-def agree(world: World, signal: int | None, lead: dict[str, Any]) -> Word:
+def agree(world: World, signal: int | None, lead: dict[str, Any], memory: int = 0) -> Word:
     """The word between two steps: one small all-reduce, and a broadcast where the lead has something to say.
 
     Args:
         signal: that this rank received.
         lead: plain data, looked at on the lead only.
+        memory: this rank's peak, in bytes.
     """
     if world.size == 1:
-        return Word(signal=signal, lead=lead)
-    number, speaks = world.largest_numbers(signal or 0, int(world.lead and bool(lead)))
-    return Word(signal=number or None, lead=world.of_lead(lead) if speaks else {})
+        return Word(signal=signal, lead=lead, memory={"perf/memory_gb": memory / 1e9})
+    number, speaks, most, least = world.largest_numbers(
+        signal or 0, int(world.lead and bool(lead)), memory * _RANKS + world.place.rank, -memory
+    )
+    shown: dict[str, float | str] = {
+        "perf/memory_gb": most // _RANKS / 1e9,
+        "perf/memory_gb_least": -least / 1e9,
+        "perf/memory_rank": most % _RANKS,
+    }
+    return Word(signal=number or None, lead=world.of_lead(lead) if speaks else {}, memory=shown)
 
 
 # -- at the start -----------------------------------------------------------------------------------------------------

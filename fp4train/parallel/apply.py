@@ -22,8 +22,9 @@ from fp4train.nn.place import Ranks
 from fp4train.nn.scaling import join_amaxes
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
+from fp4train.parallel.reduce import RoundedReduceScatter
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
-from fp4train.parallel.world import SHARD, World
+from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
 
@@ -43,11 +44,12 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
         raise UserError(str(error)) from error
 
 
-def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
+def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32") -> None:
     """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place.
 
     Args:
         gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
+        reduce: what shards send each other of gradients: "float32" or "bf16".
     """
     if world.size > 1:
         for layer in _layers(model):
@@ -65,10 +67,12 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32") -> None:
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if several and reduce == "bf16":
+            unit.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
     if several and gather != "fp32":
         # A model without blocks is the root, which stays whole between forward and backward.
         inner = [block for block in blocks if block is not model]
-        gather_weights(model, inner, world.mesh.get_group(SHARD), gather)
+        gather_weights(model, inner, world, gather)
 
 
 def synchronise(model: nn.Module, last: bool) -> None:

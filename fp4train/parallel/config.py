@@ -11,9 +11,25 @@ from fp4train.text import check_choice
 REST = -1
 """As many as there are ranks left."""
 
+REDUCES = ("float32", "bf16")
+
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev", "v")
 """Schedules that run the gradients of inputs and of weights at different times."""
+
+
+_ABSENT = {
+    "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does on GPUs alone, so that no "
+    "test here could show that the loss does not depend on it; for long sequences take parallel.tp with parallel.sp, "
+    "which cuts tokens between the matrices, and model.recompute=true",
+    "ep": "expert parallelism cuts experts over ranks, and no model here has experts; parallel.tp cuts the matrices of "
+    "every block",
+}
+
+
+def why_absent(name: str) -> str | None:
+    """Why section `parallel` has no key of this name, and what to take instead; None: it is not known for anything."""
+    return _ABSENT.get(name)
 
 
 class Mesh(NamedTuple):
@@ -48,6 +64,8 @@ class Parallel:
         gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
             where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
             rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
+        reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in any case. "bf16":
+            each rank's is rounded to BF16, for half the bytes and other digits; replicas send float32.
         norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
             clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
             one, as torch sums it.
@@ -63,6 +81,7 @@ class Parallel:
     sp: bool = True
     amax: str = "tp"
     gather: str = "recipe"
+    reduce: str = "float32"
     norm: str = "auto"
     timeout: float = 1800.0
 
@@ -85,14 +104,10 @@ class Parallel:
             raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
         if self.tp < 1:
             raise ValueError(f"parallel.tp={self.tp} must be at least 1")
-        if self.tp > 1 and self.pp > 1:
-            raise ValueError(
-                f"parallel.tp={self.tp} with parallel.pp={self.pp}: a pipeline of blocks that are themselves shared "
-                "was not shown to give the losses of one rank; take one of them, and parallel.dp_shard for the rest"
-            )
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
+        check_choice("parallel.reduce", self.reduce, REDUCES)
         if self.norm not in ("auto", "float64"):
             raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:

@@ -1,9 +1,10 @@
 """FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32 master.
 
-Before each forward pass the amaxes of all weights are joined in one all-reduce (`WeightGathers.begin`). Each rank then
-quantises its rows of a weight with the amax of the whole weight, and FSDP gathers codes and scales: for forward what
-fprop multiplies, for backward what dgrad does. The codes of the shards together are the codes of the whole weight, so
-training equals that of one rank in every bit.
+Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`WeightGathers.begin`),
+over the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
+with the amax of the whole weight, and FSDP gathers codes and scales: for forward what fprop multiplies, for backward
+what dgrad does. The codes of the shards together are the codes of the whole weight, so training equals that of one rank
+in every bit. What is sent of a weight `precision.gather.wire_form` says.
 
 The column-wise form of a weight, blocked along its rows, is quantised from the transposed shard, and sent transposed
 back: every part that is sent has the shards along its first dimension.
@@ -29,15 +30,16 @@ from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms
 from fp4train.nn.weights import WeightForm
+from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
-from fp4train.precision.gather import why_float32
+from fp4train.precision.gather import wire_form
 from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
 
 Position = tuple[int, int]
 """Seed and step, within which a weight does not change."""
 AMAX = "amax"
-"""Key of the amax of a whole weight; that of each column has its spec as key."""
+"""Key of the amax of a whole weight; those of each row or column have the part of the weight as key."""
 
 
 class Part(NamedTuple):
@@ -67,6 +69,8 @@ MASTER = Part(None, dtype=torch.float32)
 class WeightGather:
     """The gathers of one weight [N, K] whose rows are cut over the ranks of `group`.
 
+    Under tensor parallelism the weight is this rank's part of the layer's.
+
     Args:
         layer: the layer that multiplies it.
         parameter: FSDP's record of the weight.
@@ -76,6 +80,9 @@ class WeightGather:
     def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
         self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
         self.shape: torch.Size = parameter._orig_size
+        place = layer.place
+        self.cut = None if place is None or place.amax == "local" else place.cut
+        """The features along which ranks that share the amaxes of the weight cut it."""
         self.position: Position | None = None
         self.amaxes: dict[object, Tensor] = {}
         """Of the whole weight at `position`, by what it covers: see `AMAX`."""
@@ -85,6 +92,7 @@ class WeightGather:
         self.backward: tuple[Part, ...] = (MASTER,)
         """for the backward pass of the last one."""
         self._made: dict[Part, Sent] = {}
+        self._sent_at: Position | None = None
         self._received: dict[Part, Sent] = {}
         self._received_at: Position | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
@@ -128,23 +136,54 @@ class WeightGather:
         """What forward needs, and what backward needs."""
         if gemms is None:
             return (MASTER,), (MASTER,)
-        values = (Part(None, dtype=torch.bfloat16 if self.mode == "bf16" else gemms.dtype),)
-        row, column = gemms.w_row, gemms.w_column
-        if self.mode == "bf16" or (row.spec is None and column.spec is None):
-            return values, values
-        if position is None or why_float32(gemms.plan, self.group.size()) is not None:
+        way = wire_form(gemms.plan, self.group.size(), self.mode)
+        if position is None and (way.row or way.column):
             return (MASTER,), (MASTER,)
+        values, row, column = (Part(None, dtype=way.dtype),), way.row, way.column
         return (
-            values if row.spec is None else (Part(row.spec),),
-            values if column.spec is None else (Part(column.spec, not column.spec.transposable),),
+            values if row is None else (Part(row),),
+            values if column is None else (Part(column, not column.transposable),),
         )
 
     def missing(self) -> Iterator[tuple[object, Tensor]]:
-        """The amaxes of this rank's shard that are needed of the whole weight, and not yet known."""
-        needed = {_covered(part): part for part in (*self.forward, *self.backward)}
+        """The amaxes of this rank's shard that are needed of the whole weight and not yet known: each among zeros, at
+        its place in those of the whole."""
+        needed = {self._key(part): part for part in (*self.forward, *self.backward)}
         for key, part in needed.items():
             if part.spec is not None and key is not None and key not in self.amaxes:
-                yield key, measure_amax(self.shard.T if part.column else self.shard, part.spec)
+                own = measure_amax(self.shard.T if part.column else self.shard, part.spec)
+                start, size = self._slot(part, own.numel())
+                vector = own.new_zeros(size)
+                vector[start : start + own.numel()] = own.reshape(-1)
+                self.amaxes[key] = own
+                yield key, vector
+
+    def take(self, key: object, whole: Tensor) -> None:
+        """Keep this rank's part of the joined amaxes."""
+        own = self.amaxes[key]
+        start, _ = self._slot(key if isinstance(key, Part) else None, own.numel())
+        self.amaxes[key] = whole[start : start + own.numel()].view(own.shape)
+
+    def _key(self, part: Part) -> object:
+        """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
+        spec = part.spec
+        if spec is None:
+            return None
+        if spec.delayed is not None or amax_extent(spec) == "tensor":
+            return AMAX
+        if amax_extent(spec) != "row":
+            return None
+        return part if part.column or self.cut == "in" else None
+
+    def _slot(self, part: Part | None, count: int) -> tuple[int, int]:
+        """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
+        if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
+            return 0, count
+        place = self.layer.place
+        assert place is not None and place.tensor is not None
+        if part.column:  # of columns that tensor parallelism cuts
+            return place.first, count * place.tensor.size
+        return self.group.rank() * count, count * self.group.size()
 
     def enter(self, training: bool) -> None:
         """Take the delayed amax of the step; the weight's own enters its history."""
@@ -167,6 +206,7 @@ class WeightGather:
         layout = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if layout != self._layout:
             self._layout, self.parameter.all_gather_outputs = layout, []
+        self._sent_at = self.position
         return tensors, sent
 
     def receive(
@@ -177,12 +217,12 @@ class WeightGather:
         self._received = {
             part: each._replace(tensors=tuple(next(rest) for _ in each.tensors)) for part, each in sent.items()
         }
-        self._received_at = self.position
+        self._received_at = self._sent_at
         return None if out is not None else (Gathered(self, self.shape, arrived[0].device), ())
 
     def _known(self, part: Part) -> Part:
         """`part`, or the master if the amax of another step would be needed."""
-        key = _covered(part)
+        key = self._key(part)
         return part if key is None or key in self.amaxes else MASTER
 
     def _make(self, part: Part) -> Sent:
@@ -190,7 +230,7 @@ class WeightGather:
             assert part.dtype is not None
             return Sent((self.shard.to(part.dtype),), None, None)
         if (made := self._made.get(part)) is None:
-            key = _covered(part)
+            key = self._key(part)
             amax = self.delayed if part.spec.delayed is not None else None if key is None else self.amaxes[key]
             w = self.shard.T if part.column else self.shard
             made = self._made[part] = _sent(quantizer(part.spec, w.device.type).codes(w, None, amax), part)
@@ -220,9 +260,10 @@ class WeightGather:
 
     def master(self) -> Tensor:
         """See `nn.gathered.Source`."""
-        sent = self._received.get(MASTER)
-        if sent is not None and self._is_here(sent, self._received_at):
-            return sent.tensors[0].clone()
+        for dtype in (torch.float32, torch.bfloat16) if self.mode == "bf16" else (torch.float32,):
+            sent = self._received.get(Part(None, dtype=dtype))
+            if sent is not None and self._is_here(sent, self._received_at):
+                return sent.tensors[0].to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         whole = self.shard.new_empty(self.shape)
@@ -251,21 +292,23 @@ class WeightGathers:
             each.begin(gemms, position, training)
         found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
         if found:
-            joined = self.largest(torch.cat([amax.reshape(-1) for _, _, amax in found]))
+            joined = self.largest(torch.cat([amax for _, _, amax in found]))
             parts = torch.split(joined, [amax.numel() for _, _, amax in found])
-            for (each, key, amax), whole in zip(found, parts, strict=True):
-                each.amaxes[key] = whole.view(amax.shape)
+            for (each, key, _), whole in zip(found, parts, strict=True):
+                each.take(key, whole)
         for each in self.gathers:
             each.enter(training)
 
 
-def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.ProcessGroup, mode: str) -> None:
+def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, mode: str) -> None:
     """Let FSDP gather the weights of `model`'s layers as `mode` says, "recipe" or "bf16".
 
     Args:
         blocks: units of FSDP, before the first forward pass.
-        group: the ranks that share a weight.
+        world: its shards share the rows of a weight, its tensor-parallel ranks the layer.
     """
+    assert world.mesh is not None
+    group = world.mesh.get_group(SHARD)
     gathers = [
         WeightGather(parameter._module_info.module, parameter, group, mode)
         for block in blocks
@@ -273,11 +316,15 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.Pr
         if isinstance(parameter._module_info.module, Linear)
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
-        and not parameter.is_dtensor  # cut by tensor parallelism
         and parameter._orig_size[0] % group.size() == 0
     ]
+    alone = world.tensors == 1 or any(
+        each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
+    )
 
     def largest(amaxes: Tensor) -> Tensor:
+        if not alone:
+            return world.largest(amaxes)
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         return amaxes
 
@@ -290,25 +337,15 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], group: dist.Pr
     model.register_forward_pre_hook(before, prepend=True)
 
 
-def _covered(part: Part) -> object:
-    """The key of the amax that a part needs of the whole weight; None if it needs none."""
-    spec = part.spec
-    if spec is None:
-        return None
-    if spec.delayed is not None or amax_extent(spec) == "tensor":
-        return AMAX
-    return spec if amax_extent(spec) == "row" and part.column else None
-
-
 def _sent(q: Quantized, part: Part) -> Sent:
     """What of a quantised shard is sent: what has the shards along an axis, which becomes the first."""
     along_shards = q.spec.block[1 if part.column else 0] is not None
-    per_row = q.spec.global_scale == "row" and not part.column and q.amax is not None
-    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_row and q.amax is not None else ()))
+    per_shard = q.spec.global_scale == "block" or (q.spec.global_scale == "row" and not part.column)
+    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_shard and q.amax is not None else ()))
     return Sent(
         tuple((each.T if part.column else each).contiguous() for each in parts),
         None if along_shards else q.scales,
-        None if per_row else q.amax,
+        None if per_shard else q.amax,
     )
 
 

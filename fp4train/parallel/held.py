@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,18 @@ import torch
 from torch import nn
 
 from fp4train.precision.layers import Layer
+
+
+def modules_in_order(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules of a model, each after those inside of it; in the order in which their forward passes end,
+    where they run in the order of their definition."""
+
+    def inside(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            yield from inside(child, f"{prefix}{name}.")
+        yield prefix.removesuffix(".")
+
+    return tuple(inside(model, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +32,7 @@ class Inventory:
         state: keys of its state dict.
         groups: by group of the optimizer the names of its parameters; their place in all of them is their number.
         layers: its linear layers, by name.
+        modules: names of all its modules, in the order in which their forward passes end.
         tied: by name of a copy on the last stage, the name of the weight on the first.
         parameters: number of all elements.
     """
@@ -27,6 +40,7 @@ class Inventory:
     state: frozenset[str]
     groups: tuple[tuple[str, ...], ...]
     layers: Mapping[str, Layer]
+    modules: tuple[str, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
 
@@ -37,7 +51,14 @@ class Inventory:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
         count = sum(parameter.numel() for parameter in model.parameters())
-        return cls(state=frozenset(model.state_dict()), groups=groups, layers=layers, tied=tied, parameters=count)
+        return cls(
+            state=frozenset(model.state_dict()),
+            groups=groups,
+            layers=layers,
+            modules=modules_in_order(model),
+            tied=tied,
+            parameters=count,
+        )
 
     @property
     def numbers(self) -> dict[str, int]:

@@ -3,7 +3,8 @@
 The stages are torch's (`torch.distributed.pipelining`), with two additions. Each microbatch runs in a context of its
 own: the place of its tokens in the batch keys the random bits, and its layers share what they quantise. What stages
 send each other has the shape and dtype that this file says: torch would find them by a forward pass on meta tensors,
-outside of that context, in another dtype.
+outside of that context, in another dtype. A tensor-parallel rank sends the tokens that it holds to the rank with the
+same ones on the next stage.
 
 A pipeline gives the bits of one stage: gradients are summed in the order of microbatches, and a block's input and its
 gradient are sent in the dtype in which they would have been kept.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fp4train.models.common.cut import TokenRanks
 from fp4train.models.common.stages import StageCut
 from fp4train.parallel.apply import synchronise
 from fp4train.parallel.config import Parallel
@@ -112,6 +114,7 @@ class Pipeline:
     ) -> None:
         self.stages, self.model, self.cut, self.inventory, self.tied = stages, model, cut, inventory, tied
         self.parallel, self.world = parallel, world
+        self.tensor: TokenRanks | None = getattr(model, "tensor", None)
         self.count = world.stages * len(stages)
         self._microbatches: list[Microbatch] = []
         self._losses: list[Tensor] = []
@@ -178,8 +181,10 @@ class Pipeline:
         stages = [self._stage(index, shape, dtype, training) for index in self.stages]
         loss = self._weighted if training else None
         if len(stages) > 1:
-            several = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
-            return several(stages, count, loss_fn=loss, scale_grads=False), stages
+            kind = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
+            several = kind(stages, count, loss_fn=loss, scale_grads=False)
+            _let_blocks_gather(several)
+            return several, stages
         one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
         return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
 
@@ -199,7 +204,7 @@ class Pipeline:
                 self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
             ) -> Any:
                 # Targets are for the last of a rank's stages only.
-                named = kwargs if self.is_last else None
+                named = {**(kwargs if self.is_last else {}), **({} if self.is_first else {"time": shape[1]})}
                 try:
                     with pipeline._microbatches[fwd_chunk_id].context():
                         output = super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
@@ -219,7 +224,9 @@ class Pipeline:
                 synchronise(self.submod, last=False)
                 return stage_backward(**{key: bwd_kwargs[key] for key in _FULL}), None
 
-        stream = torch.empty(*shape, self.cut.width, dtype=dtype, device="meta", requires_grad=training)
+        sizes = (*shape, self.cut.width)
+        held = sizes if self.tensor is None else self.tensor.stream(*sizes)
+        stream = torch.empty(held, dtype=dtype, device="meta", requires_grad=training)
         loss = torch.empty((), device="meta", requires_grad=training)
         return ContextStage(
             self.stages[index],
@@ -230,3 +237,21 @@ class Pipeline:
             output_args=loss if index == self.count - 1 else stream,
             group=self.world.pipeline,
         )
+
+
+def _let_blocks_gather(schedule: Any) -> None:
+    """Let each block of interleaved stages gather its weights in every pass, as without stages.
+
+    torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
+    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    """
+    from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
+
+    def held(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.add(action.stage_index)
+
+    def freed(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    schedule.register_custom_function(UNSHARD, held)
+    schedule.register_custom_function(RESHARD, freed)

@@ -145,8 +145,12 @@ def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """The module anew, with submodules and parameters that can be removed from it; the buffers are one for all."""
+    """The module anew, with submodules, parameters and hooks of its own; the buffers are one for all.
+
+    FSDP's hooks are those of one stage: in another they would gather that stage's weights, in an order of its own.
+    """
     made = copy.copy(module)
-    for kept in ("_modules", "_parameters"):
-        made.__dict__[kept] = dict(made.__dict__[kept])
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and name != "_buffers":
+            made.__dict__[name] = copy.copy(value)
     return made

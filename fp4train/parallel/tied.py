@@ -2,23 +2,25 @@
 
 The first stage owns it: it alone has a gradient, moments and a place in the checkpoint. Per microbatch the last stage
 sends it the gradient of its copy, so that the sum is the one of a single stage in every bit; after an optimizer step it
-sends the new weight back. Both cost V·D·4 bytes, per microbatch and per step.
+sends the new weight back. Both cost V·D·4 bytes, per microbatch and per step; tensor-parallel ranks each send their
+part.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.parallel.world import World
-from fp4train.shards import local
+from fp4train.shards import like, local
 
 
 class TiedWeight:
-    """The copies of one tied weight on the first and the last stage.
+    """The copies of one tied weight, or of this rank's part of it, on the first and the last stage.
 
     Args:
         world: every rank must make this object, for the groups.
@@ -26,29 +28,29 @@ class TiedWeight:
     """
 
     def __init__(self, world: World, timeout: float) -> None:
-        here = world.gathered((world.stage, world.data_rank))
-        at = {place: rank for rank, place in enumerate(here)}
+        own = (world.data_rank, world.tensor_rank)
+        at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order alone.
-        for data_rank in range(world.data_ranks):
-            pair = [at[0, data_rank], at[world.stages - 1, data_rank]]
+        for place in product(range(world.data_ranks), range(world.tensors)):
+            pair = [at[0, *place], at[world.stages - 1, *place]]
             group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
-            if data_rank == world.data_rank and world.stage in (0, world.stages - 1):
+            if place == own and world.stage in (0, world.stages - 1):
                 self.group = group
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def send(self, gradient: Tensor) -> None:
         """Give the gradient of the copy in one microbatch to the first stage, in the order of backward passes."""
-        gradient = gradient.contiguous()
+        gradient = local(gradient).contiguous()
         work = dist.isend(gradient, group=self.group, group_dst=0)
         assert work is not None
         self._sent.append((gradient, work))
 
-    def receive(self, like: Tensor) -> Tensor:
-        """The next gradient that was sent."""
-        gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+    def receive(self, weight: Tensor) -> Tensor:
+        """The next gradient that was sent; it lies as `weight` does."""
+        gradient = torch.empty_like(local(weight), memory_format=torch.contiguous_format)
         dist.recv(gradient, group=self.group, group_src=1)
-        return gradient
+        return like(weight, gradient)
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -51,10 +51,11 @@ class World:
     Args:
         place: which of them this process is.
         device: of its tensors.
-        mesh: of the ranks that hold the same stages of the model; its dimensions are `REPLICATE` and `SHARD`. None in
-            a world of one.
+        mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE` and `SHARD`. None in a
+            world of one.
         data: group of the ranks of `mesh`, which have other parts of a batch; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
+        peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
@@ -67,6 +68,7 @@ class World:
     mesh: DeviceMesh | None = None
     data: dist.ProcessGroup | None = None
     tensor: DeviceMesh | None = None
+    peers: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     store: Any = None
@@ -108,7 +110,10 @@ class World:
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR))
             pipeline = mesh.get_group(STAGES) if sizes.stages > 1 else None
             tensor = mesh[TENSOR] if sizes.tensors > 1 else None
-            data = None if pipeline is None and tensor is None else _data_group(mesh, timeout)
+            data = None if pipeline is None and tensor is None else _group_along(mesh, (REPLICATE, SHARD), timeout)
+            peers = None if pipeline is None else data
+            if pipeline is not None and tensor is not None:
+                peers = _group_along(mesh, (REPLICATE, SHARD, TENSOR), timeout)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
             leads = place.rank % (sizes.replicas * sizes.shards * sizes.tensors) == 0
@@ -125,6 +130,7 @@ class World:
             mesh=mesh[REPLICATE, SHARD],
             data=data,
             tensor=tensor,
+            peers=peers,
             pipeline=pipeline,
             control=control,
             store=store,
@@ -164,6 +170,11 @@ class World:
     def tensors(self) -> int:
         """Ranks that share every block's matrices."""
         return 1 if self.tensor is None else self.tensor.size()
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which of them this rank is."""
+        return 0 if self.tensor is None else self.tensor.get_local_rank()
 
     @property
     def stages(self) -> int:
@@ -212,7 +223,7 @@ class World:
     def largest(self, tensor: Tensor) -> Tensor:
         """The maximum over all ranks that hold the same layers, or parts of them, element by element, in place."""
         if self.data_ranks * self.tensors > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=None if self.stages == 1 else self.data)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.peers)
         return tensor
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -250,9 +261,9 @@ class World:
         """The `value` (plain data) of the first rank that has one."""
         return next((each for each in self.gathered(value) if each is not None), None)
 
-    def last(self, value: T | None) -> T | None:
-        """The `value` (plain data) of the last rank that has one: of a pipeline, of the stage nearest to the loss."""
-        return next((each for each in reversed(self.gathered(value)) if each is not None), None)
+    def least(self, value: T | None, key: Callable[[T], Any]) -> T | None:
+        """Of the `value`s (plain data) that ranks have the one whose `key` is least."""
+        return min((each for each in self.gathered(value) if each is not None), key=key, default=None)
 
     def wait(self) -> None:
         """Until every rank is here."""
@@ -349,9 +360,11 @@ class World:
         os._exit(code)
 
 
-def _data_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model as this one, and other parts of a batch."""
-    stages, _, _, tensors = mesh.mesh.shape
-    held = mesh.mesh.permute(0, 3, 1, 2).reshape(stages * tensors, -1).tolist()
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in held]
-    return groups[mesh.get_local_rank(STAGES) * tensors + mesh.get_local_rank(TENSOR)]
+def _group_along(mesh: DeviceMesh, dimensions: tuple[str, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """The ranks that differ from this one along `dimensions` of the mesh alone; every rank must ask for it."""
+    names = mesh.mesh_dim_names or ()
+    along = [names.index(name) for name in dimensions]
+    others = [axis for axis in range(len(names)) if axis not in along]
+    table = mesh.mesh.permute(*others, *along).flatten(len(others)).flatten(0, len(others) - 1).tolist()
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in table]
+    return next(group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks)

@@ -20,6 +20,7 @@ from fp4train.precision.recipes import (
     FP8Row,
     Mixed,
     QuartetII,
+    TetraJetV2,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Recipe",
     "Swap",
     "Table",
+    "TetraJetV2",
     "Timeline",
     "autocast",
     "recompute",

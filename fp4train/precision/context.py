@@ -46,6 +46,7 @@ class Context(metaclass=GraphInput):
     seed: int = 0
     step: int | None = None
     token_offset: int = 0
+    counters: torch.Tensor | None = field(default=None, repr=False)
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """Cache for layers that read the same input in one forward pass; cleared on exit."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
@@ -136,6 +137,7 @@ def autocast(
     seed: int = 0,
     step: int | None = None,
     token_offset: int = 0,
+    counters: torch.Tensor | None = None,
 ) -> AbstractContextManager[None]:
     """Run the fp4train linear layers called inside in `recipe`.
 
@@ -150,6 +152,8 @@ def autocast(
         token_offset: index of the first token in the global batch of the step. It makes the random bits independent of
             how the batch is split into microbatches and over ranks, if it is a multiple of 8. Other offsets draw
             different bits for wgrad, equally random.
+        counters: `step` on the device, for a pass that is recorded as a CUDA graph and replayed with other steps
+            (`quantize.random.write_step_counters`).
 
     Raises:
         TypeError: `recipe` is not a Recipe object, or `policy` is not a LayerPolicy object.
@@ -159,7 +163,7 @@ def autocast(
         raise TypeError(f"autocast needs {hint}, not {recipe!r}")
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
-    context = Context(recipe=recipe, policy=policy, seed=seed, step=step, token_offset=token_offset)
+    context = Context(recipe=recipe, policy=policy, seed=seed, step=step, token_offset=token_offset, counters=counters)
     return _use(context if enabled else None)
 
 

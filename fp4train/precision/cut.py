@@ -6,14 +6,14 @@ number of ranks. Such a GEMM stays in high precision, and the plan names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from fp4train.backends import OPERANDS, Table
+from fp4train.backends import OPERANDS, Operands
 from fp4train.precision.layers import Layer
 from fp4train.quantize import why_not_cut
 
 
-def misaligned(layer: Layer, table: Table) -> dict[str, str]:
+def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
     """GEMM → why the cut of `layer` divides blocks of one of its operands; empty for a layer that is whole."""
     found: dict[str, str] = {}
     if layer.cut is None:

@@ -4,11 +4,15 @@ Codes of a shard are the shard of the codes if it consists of whole blocks of sc
 as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. The weight of a layer that multiplies in
 high precision is rounded to its recipe's dtype by each rank before it is sent, which changes nothing: rounding is
 elementwise. Everything else is gathered in float32 and quantised whole by every rank, as on one rank.
+
+`wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
+
+import torch
 
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import QuantSpec, why_not_cut
@@ -18,38 +22,61 @@ GATHERS: Final = ("recipe", "bf16", "fp32")
 all in float32."""
 
 
-def effective(gather: str, *, compiled: bool, stages: int = 1) -> str:
-    """What is sent if `gather` is configured: graphs of torch.compile and stages of a pipeline take float32 weights."""
-    return "fp32" if compiled or stages > 1 else gather
-
-
-def quantised_forms(plan: LayerPlan) -> tuple[QuantSpec | None, QuantSpec | None]:
-    """The specs of the weight's row-wise form (fprop) and of its column-wise form (dgrad)."""
-    return plan.fprop.operands.second, plan.dgrad.operands.second
-
-
-def why_float32(plan: LayerPlan, shards: int) -> str | None:
-    """Why a weight that `plan` quantises is gathered in float32 instead of as codes.
+class WireForm(NamedTuple):
+    """How the weight of a layer travels.
 
     Args:
-        shards: ranks that share the weight's rows, equally.
-
-    Returns:
-        The reason; None: it is sent as codes and scales, or `plan` does not quantise it.
+        row: the spec whose codes are sent for fprop; None: values.
+        column: the same for dgrad, of wᵀ.
+        dtype: of values.
+        why: why values are sent in float32 although the recipe has fewer bits for the weight; None: they are not, or
+            the configuration asks for it.
     """
-    row, column = quantised_forms(plan)
-    if row is None and column is None:
-        return None
-    if plan.layer.block is None:
-        return "it lies outside the blocks"
-    if plan.layer.cut is not None:
-        return "tensor parallelism cuts it"
-    if plan.layer_backend is not None:
-        return f"{plan.layer_backend} quantises the weight itself"
+
+    row: QuantSpec | None = None
+    column: QuantSpec | None = None
+    dtype: torch.dtype = torch.float32
+    why: str | None = None
+
+
+def effective(gather: str, *, compiled: bool, blocks: bool = True) -> str:
+    """What is sent if `gather` is configured: graphs of torch.compile take float32 weights, and so does a model without
+    blocks, which is gathered once and stays whole."""
+    return gather if blocks and not compiled else "fp32"
+
+
+def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
+    """How the weight of a layer is gathered.
+
+    Args:
+        plan: of the layer; if tensor parallelism cuts it, of this rank's part of it.
+        shards: ranks that share the part's rows.
+        gather: one of `GATHERS`, as it is effective.
+    """
+    if gather == "fp32":
+        return WireForm()
+    if plan.layer.block is None:  # the head: it lies in a unit that stays whole between forward and backward
+        return WireForm()
+    row, column = plan.fprop.operands.second, plan.dgrad.operands.second
     rows, rest = divmod(plan.layer.out_features, shards)
     if rest:
-        return f"{plan.layer.out_features} rows do not divide over {shards} shards"
-    for spec, columns in ((row, False), (column, True)):
+        return WireForm(why=f"{plan.layer.out_features} rows do not divide over {shards} shards")
+    if gather == "bf16":
+        return WireForm(dtype=torch.bfloat16)
+    dtype = plan.table.torch_dtype
+    if row is None and column is None:
+        return WireForm(dtype=dtype)
+    if (why := _why_values(plan, rows)) is not None:
+        return WireForm(why=why)
+    return WireForm(row=row, column=column, dtype=dtype)
+
+
+def _why_values(plan: LayerPlan, rows: int) -> str | None:
+    """Why a weight that `plan` quantises, of which a shard has so many rows, is not sent as codes."""
+    # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
+    if plan.layer_backend is not None and plan.layer.cut is None:
+        return f"{plan.layer_backend} quantises the weight itself"
+    for spec, columns in ((plan.fprop.operands.second, False), (plan.dgrad.operands.second, True)):
         if spec is None:
             continue
         if spec.rounding == "stochastic":

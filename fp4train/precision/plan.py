@@ -7,6 +7,7 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,7 @@ from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 
-__all__ = ["Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row", "make_plan", "plan", "resolve"]
+__all__ = ["Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row", "make_plan", "part_of", "plan", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,27 @@ def resolve(
             why = f"{kept}; {why}"
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)
     return LayerPlan(layer=layer, recipe=own, **gemms)
+
+
+def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
+    """What one of `parts` tensor-parallel ranks runs of a whole layer: GEMMs whose blocks the cut divides stay in high
+    precision. Backends are those of the whole layer.
+
+    Args:
+        cut: the features that are divided, "in" or "out".
+    """
+    if parts == 1:
+        return plan
+    key = f"{cut}_features"
+    size = {key: math.ceil(getattr(plan.layer, key) / parts)}
+    layer = replace(plan.layer, cut=cut, parts=parts, **size)
+    divided = misaligned(layer, {gemm.name: gemm.operands for gemm in plan.gemms})
+    kept = {
+        name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why)
+        for name, why in divided.items()
+    }
+    recipe = plan.recipe.with_high_precision(*divided) if divided else plan.recipe
+    return replace(plan, layer=layer, recipe=recipe, **kept)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fp4train.precision.gather import effective, why_float32
+from fp4train.precision.gather import effective, wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
 from fp4train.text import columns, tabulate
@@ -45,23 +45,26 @@ def render(plan: Plan, *, full: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool, stages: int = 1) -> str:
-    """What ranks send each other of the weights of the blocks, and which quantised ones they send in float32.
+def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool, blocks: bool = True) -> str:
+    """What ranks send each other of the weights of the blocks, and which ones they send in float32 all the same.
 
     Args:
+        plan: of this rank's parts of the layers.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
-        compiled: whether torch.compile has the blocks; stages: of a pipeline.
+        compiled: whether torch.compile has the blocks; blocks: whether there are any.
     """
-    if (sent := effective(gather, compiled=compiled, stages=stages)) != "recipe":
-        compiler = f" ({'train.compile' if compiled else 'parallel.pp'} takes plain weights)" if sent != gather else ""
-        return f"weights are gathered from {shards} shards in {'BF16' if sent == 'bf16' else 'float32'}{compiler}"
+    sent = effective(gather, compiled=compiled, blocks=blocks)
+    if sent == "fp32":
+        reason = "" if sent == gather else " (train.compile takes plain weights)" if compiled else " (no blocks)"
+        return f"weights are gathered from {shards} shards in float32{reason}"
     kept: dict[str, dict[str, None]] = {}
     for stretch in plan.stretches:
         for name, layer in stretch.layers.items():
-            if (why := why_float32(layer, shards)) is not None:
+            if (why := wire_form(layer, shards, sent).why) is not None:
                 kept.setdefault(why, {})[name] = None
-    lines = [f"weights are gathered from {shards} shards as codes and scales" + (", but in float32:" if kept else "")]
+    form = "in BF16" if sent == "bf16" else "as codes and scales"
+    lines = [f"weights are gathered from {shards} shards {form}" + (", but in float32:" if kept else "")]
     for why, names in kept.items():
         lines.append(f"  {', '.join(name for (name,) in _fold([(each,) for each in names]))}: {why}")
     return "\n".join(lines)

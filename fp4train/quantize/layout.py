@@ -84,6 +84,8 @@ def why_no_layout(spec: QuantSpec) -> str | None:
     """Why torch has no dtypes for codes and scales of this spec, or None."""
     if spec.element not in _DATA_DTYPES:
         return f"element={spec.element!r} has no torch dtype; allowed: {', '.join(_DATA_DTYPES)}"
+    if spec.global_scale == "block":
+        return "global_scale='block' has no torch dtype: scaled_mm takes one float32 scale per tensor or row"
     if spec.scale not in _BLOCK_SCALE_DTYPES and spec.scale not in _FLOAT_SCALES:
         return f"scale={spec.scale!r} has no torch dtype; allowed: {', '.join((*_BLOCK_SCALE_DTYPES, *_FLOAT_SCALES))}"
     return None

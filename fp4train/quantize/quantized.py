@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4train.formats import decode, unpack_fp4
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.scaling import global_scales
+from fp4train.quantize.scaling import global_scales, spread_outer
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
 
@@ -35,8 +35,8 @@ class Quantized(NamedTuple):
         blocks (and Hadamard groups).
     scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
         for rows, [1, 1] for the tensor.
-    amax: float32 global amax, after the Hadamard transform: 0-d, or [R, 1] for row-wise global scales; None if all
-        scales are per block.
+    amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales, or [R, ceil(C/128)]
+        for those of outer blocks; None if all scales are per block.
     """
 
     spec: QuantSpec
@@ -56,12 +56,15 @@ class Quantized(NamedTuple):
         return self.codes.shape[1] * (2 if self.spec.element == "e2m1" else 1)
 
     def block_scales(self) -> Tensor:
-        """The block scales as float32 factors, in the shape of `scales`, without the global scale."""
-        return self.spec.scale_format.decode(self.scales)
+        """The block scales as float32 factors, in the shape of `scales`, without the scale of the tensor or row."""
+        scales = self.spec.scale_format.decode(self.scales)
+        if self.spec.global_scale == "block" and self.amax is not None:
+            scales = scales * spread_outer(global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec)
+        return scales
 
     def global_decode(self) -> Tensor | None:
-        """S_dec, float32 0-d or [R, 1]; None without a global scale."""
-        if not self.spec.scale_format.needs_global or self.amax is None:
+        """S_dec, float32 0-d or [R, 1]; None without a scale of the tensor or row."""
+        if self.spec.global_scale not in ("tensor", "row") or self.amax is None:
             return None
         return global_scales(self.amax, self.spec)[1]
 

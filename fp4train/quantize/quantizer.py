@@ -153,7 +153,7 @@ def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tens
         )
     if amax is not None:
         rows = x_RC.shape[0] if spec.global_scale == "row" or spec.block == (1, None) else 1
-        if spec.global_scale is None and not spec.has_outer_scale:
+        if spec.global_scale in (None, "block") and not spec.has_outer_scale:
             raise ValueError(
                 f"amax: block={spec.block!r} with scale={spec.scale!r} has no global scale to take it; use None"
             )

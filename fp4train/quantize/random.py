@@ -45,6 +45,9 @@ class RandomKey:
     `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
     `words` is the key and the constant part of the counter as kernels take them: seed, row_offset, col_offset / 8,
     step * 8 + operand, layer.
+
+    `counters`: int32 [8] on the device, `step` * 8 + operand of each operand as `write_step_counters` writes it. A step
+    that is recorded as a CUDA graph reads it instead of `step`, which a replay would repeat. None: the host's numbers.
     """
 
     seed: int
@@ -53,10 +56,19 @@ class RandomKey:
     operand: int
     row_offset: int = 0
     col_offset: int = 0
+    counters: Tensor | None = field(default=None, repr=False, compare=False)
     words: bytes = field(init=False, repr=False, compare=False)
 
     def __init__(
-        self, *, seed: int, step: int, layer: int, operand: int, row_offset: int = 0, col_offset: int = 0
+        self,
+        *,
+        seed: int,
+        step: int,
+        layer: int,
+        operand: int,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        counters: Tensor | None = None,
     ) -> None:
         """Written out for speed: stochastic rounding makes one per operand and call. Packing checks the ranges."""
         try:
@@ -70,6 +82,7 @@ class RandomKey:
         _set(self, "operand", operand)
         _set(self, "row_offset", row_offset)
         _set(self, "col_offset", col_offset)
+        _set(self, "counters", counters)
         if not fits:
             self._refuse()
         _set(self, "words", words)
@@ -83,6 +96,12 @@ class RandomKey:
         raise ValueError(
             f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
         )
+
+
+def write_step_counters(counters: Tensor, step: int) -> None:
+    """Write step * 8 + operand for the operands 0…7 into `counters`, int32 [8], as bit patterns."""
+    operands = torch.arange(LANES, dtype=torch.int64, device=counters.device)
+    counters.copy_((operands + step * LANES).to(torch.int32))  # both in kernels: nothing is copied from the host
 
 
 def philox4x32(
@@ -115,7 +134,10 @@ def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str
     column = torch.arange(groups, dtype=torch.int64, device=device)[None, :] + key.col_offset // LANES
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + key.row_offset
     column, row = column & MASK, row & MASK
-    step = torch.full_like(column, (key.step * 8 + key.operand) & MASK)
+    if key.counters is None:
+        step = torch.full_like(column, (key.step * 8 + key.operand) & MASK)
+    else:
+        step = (key.counters[key.operand].to(torch.int64) & MASK).expand_as(column)
     layer = torch.full_like(column, key.layer)
     words = philox4x32((column, row, step, layer), (key.seed & MASK, key.seed >> 32))
     halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]

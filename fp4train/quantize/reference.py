@@ -96,11 +96,15 @@ def _scale_two_level(
         amax = (
             amax.to(torch.float32).reshape(-1, 1) if spec.global_scale == "row" else amax.to(torch.float32).reshape(())
         )
+    elif spec.global_scale == "block":
+        amax = scaling.outer_amax(amax_b, spec)
     elif spec.global_scale == "row":
         amax = amax_b.amax(dim=1, keepdim=True) if amax_b.shape[1] else amax_b.new_zeros(amax_b.shape[0], 1)
     else:
         amax = amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
     encode, decode = scaling.global_scales(amax, spec)
+    if spec.global_scale == "block":
+        encode, decode = (scaling.spread_outer(each, amax_b.shape[1], spec) for each in (encode, decode))
     if spec.four_over_six is not None:
         stored = choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
@@ -113,6 +117,8 @@ def _scale_two_level(
         bits = _random_bits(t, spec, key)[:, 0, :, 0]  # those of the first element of a block
         stored = corrected_scales(t, scale, spec.format, spec.hadamard.size, bits)
         scale = spec.scale_format.decode(stored)
+    if spec.global_scale == "block":
+        return Scaled(t, stored, scale * decode, amax, None)
     return Scaled(t, stored, scale, amax, decode)
 
 

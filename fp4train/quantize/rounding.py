@@ -41,7 +41,7 @@ def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) ->
         float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
         codes = t.clamp(-fmt.max, fmt.max).to(float8).view(torch.uint8)
     else:
-        position, exponent = grid_position(torch.fmin(t.abs(), t.new_tensor(fmt.max)), fmt)
+        position, exponent = grid_position(torch.fmin(t.abs(), t.new_full((), fmt.max)), fmt)
         magnitude = grid_code(round_position(position, bits), exponent, fmt)
         codes = (magnitude | (torch.signbit(t).to(torch.int32) << (fmt.bits - 1))).to(torch.uint8)
     return torch.where(t.isnan(), fmt.nan_code, codes).to(torch.uint8)

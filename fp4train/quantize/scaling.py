@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fp4train.formats import ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
-from fp4train.quantize.spec import Delayed, QuantSpec
+from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
+from fp4train.quantize.transform import pad_columns
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -23,16 +24,34 @@ def element_range(spec: QuantSpec) -> float:
 
 def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
-    bound = amax.new_tensor(spec.global_bound * element_range(spec))
+    bound = amax.new_full((), spec.global_bound * element_range(spec))
     encode = (bound / amax).clamp_(max=FLOAT32_MAX)
     encode = torch.where(amax == 0, 1.0, encode)
     encode = torch.where(amax.isfinite(), encode, torch.nan)
     return encode, encode.reciprocal()
 
 
+def outer_amax(amax_b: Tensor, spec: QuantSpec) -> Tensor:
+    """The amax of each outer block [R, ceil(C/128)], from those of the blocks [R, Cb]."""
+    per_outer = outer_blocks(spec)
+    amax_b = pad_columns(amax_b, per_outer)
+    rows, blocks = amax_b.shape
+    return amax_b.reshape(rows, blocks // per_outer, per_outer).amax(dim=2)
+
+
+def spread_outer(per_outer: Tensor, blocks: int, spec: QuantSpec) -> Tensor:
+    """Values of outer blocks [R, ceil(C/128)] for each of their blocks [R, blocks]."""
+    return per_outer.repeat_interleave(outer_blocks(spec), dim=1)[:, :blocks]
+
+
+def outer_blocks(spec: QuantSpec) -> int:
+    """Blocks of an outer block of global_scale="block"."""
+    return OUTER_COLUMNS // (spec.block[1] or OUTER_COLUMNS)
+
+
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
     """Bytes of block scales under a global scale: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
-    largest = amax_b.new_tensor(element_range(spec))
+    largest = amax_b.new_full((), element_range(spec))
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
         return spec.scale_format.encode((amax_b / largest) * encode)
@@ -84,7 +103,7 @@ def scales_float(
 
     An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
     """
-    scale = (amax.new_tensor(fmt.max) / amax) / 2.0**margin
+    scale = (amax.new_full((), fmt.max) / amax) / 2.0**margin
     scale = torch.where(scale.isinf(), torch.finfo(dtype).max, scale)
     scale = scale_format.encode(scale)
     scale = torch.where(amax == 0, 1.0, scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4train.quantize.random import LANES
-from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.spec import OUTER_COLUMNS, QuantSpec
 from fp4train.quantize.transform import transform
 
 
@@ -20,7 +20,7 @@ def amax_extent(spec: QuantSpec) -> str | None:
     """What one global amax covers: "tensor", "row", or None if all scales are per block or come from a history."""
     if spec.delayed is not None:
         return None
-    if spec.global_scale is not None:
+    if spec.global_scale in ("tensor", "row"):
         return spec.global_scale
     if not spec.has_outer_scale:
         return None
@@ -49,6 +49,8 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     block = spec.block[1 if columns else 0]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"
+    if columns and spec.global_scale == "block" and extent % OUTER_COLUMNS:
+        return f"a shard of {extent} is not whole outer blocks of {OUTER_COLUMNS}"
     if columns and spec.hadamard is not None and extent % spec.hadamard.size:
         return f"a shard of {extent} is not whole Hadamard groups of {spec.hadamard.size}"
     if columns and spec.rounding == "stochastic" and extent % LANES:

@@ -2,6 +2,7 @@
 
 Scheme                     element  block       scale  global_scale
 NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
+NVFP4 double-block         e2m1     (1, 16)     e4m3   block
 MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None
 FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
@@ -23,7 +24,9 @@ from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
-GLOBAL_SCALES: Final = (None, "tensor", "row")
+GLOBAL_SCALES: Final = (None, "tensor", "row", "block")
+OUTER_COLUMNS: Final = 128
+"""Columns that share a float32 scale with global_scale="block"."""
 GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
 ROUNDINGS: Final = ("nearest", "stochastic", "eden")
@@ -60,7 +63,8 @@ class QuantSpec:
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None, None) per tensor.
     scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default) never clips.
-    global_scale: the second, float32 level above E4M3 block scales: one per tensor or one per row.
+    global_scale: the second, float32 level above E4M3 block scales: one per tensor, one per row, or one per 128 columns
+        of a row ("block": the double-block scales of TetraJet-v2, arXiv 2510.27527), which multiplies the elements.
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
     rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform, with corrected block
@@ -137,7 +141,8 @@ class QuantSpec:
             if self.global_scale is None:
                 binades = round(math.log2(fmt.max / fmt.smallest))
                 raise ValueError(
-                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and needs 'tensor' or 'row'"
+                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and needs 'tensor', "
+                    "'row' or 'block'"
                 )
         elif self.global_scale is not None:
             raise ValueError(
@@ -150,9 +155,14 @@ class QuantSpec:
             raise ValueError(
                 f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or scale='fp32'"
             )
-        if self.global_scale == "row" and self.block[0] != 1:
+        if self.global_scale in ("row", "block") and self.block[0] != 1:
             raise ValueError(
-                f"global_scale='row': block={self.block!r} spans rows of different scale; use block=(1, ...)"
+                f"global_scale={self.global_scale!r}: block={self.block!r} spans rows of different scale; "
+                "use block=(1, ...)"
+            )
+        if self.global_scale == "block" and self.block[1] is not None and OUTER_COLUMNS % self.block[1]:
+            raise ValueError(
+                f"global_scale='block': block={self.block!r} does not divide an outer block of {OUTER_COLUMNS} columns"
             )
 
     def _check_options(self) -> None:
@@ -165,6 +175,8 @@ class QuantSpec:
                     f"four_over_six={self.four_over_six!r}: choosing by error biases rounding={self.rounding!r}; "
                     "use 'nearest'"
                 )
+            if self.global_scale == "block":
+                raise ValueError("four_over_six: its error is that under one scale per tensor or row, not per block")
             if self.guard != 1.0:
                 raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
         largest = 17 / 16 if self.rounding == "eden" else 1.0
@@ -183,6 +195,8 @@ class QuantSpec:
         if self.rounding == "eden":
             if (self.element, self.scale, self.block[0]) != ("e2m1", "e4m3", 1) or self.block[1] is None:
                 raise ValueError("rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)")
+            if self.global_scale == "block":
+                raise ValueError("rounding='eden': its correction is for one scale per tensor or row, not per block")
             if not isinstance(transform, Hadamard) or transform.size % self.block[1]:
                 raise ValueError(
                     f"rounding='eden': hadamard={transform} must be a Hadamard whose size is a multiple of the block"
@@ -225,7 +239,7 @@ class QuantSpec:
     @property
     def exact_in_bf16(self) -> bool:
         """Whether decoded elements, without the scale that is applied to the product, are exact in BF16."""
-        return self.has_outer_scale or self.scale_format.exact_in_bf16(self.format)
+        return self.has_outer_scale or (self.global_scale != "block" and self.scale_format.exact_in_bf16(self.format))
 
     @cached_property
     def random(self) -> bool:

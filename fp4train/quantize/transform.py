@@ -11,6 +11,7 @@ Numerics: x is rounded to BF16 first; the butterfly runs in float32 in the order
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -82,6 +83,13 @@ def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
     return [1 - 2 * (word & 1) for word in words[0].tolist()]
 
 
+@lru_cache(maxsize=64)
+def _signs_on(device: torch.device, spec: Hadamard) -> Tensor:
+    """The signs, float32 [size]: copied to a device once, for which the host waits."""
+    with torch.inference_mode(False):
+        return torch.tensor(hadamard_signs(spec), dtype=torch.float32, device=device)
+
+
 def pad_columns(x_RC: Tensor, multiple: int) -> Tensor:
     """x padded with zero columns to a multiple; x itself if no padding is needed."""
     missing = -x_RC.shape[-1] % multiple
@@ -105,7 +113,7 @@ def apply_hadamard(x_RC: Tensor, spec: Hadamard) -> Tensor:
     """Transform along the last axis of [R, C], zero-padded to a multiple of `size` -> BF16 [R, C']."""
     x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
     rows, cols = x_RC.shape
-    signs = torch.tensor(hadamard_signs(spec), dtype=torch.float32, device=x_RC.device)
+    signs = _signs_on(x_RC.device, spec)
     groups = x_RC.reshape(rows, cols // spec.size, spec.size).to(torch.float32) * signs
     return butterfly(groups).mul_(1.0 / math.sqrt(spec.size)).to(torch.bfloat16).reshape(rows, cols)
 
@@ -113,7 +121,7 @@ def apply_hadamard(x_RC: Tensor, spec: Hadamard) -> Tensor:
 def undo_hadamard(y_RC: Tensor, spec: Hadamard) -> Tensor:
     """Inverse in float32: x = (y H / sqrt n) * d. The last axis must be a multiple of `size`."""
     rows, cols = y_RC.shape
-    signs = torch.tensor(hadamard_signs(spec), dtype=torch.float32, device=y_RC.device)
+    signs = _signs_on(y_RC.device, spec)
     groups = y_RC.to(torch.float32).reshape(rows, cols // spec.size, spec.size)
     return (butterfly(groups) * (1.0 / math.sqrt(spec.size)) * signs).reshape(rows, cols)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from importlib.metadata import version
 from typing import Final
 
 import torch
@@ -53,7 +54,24 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
         return f"x is on {device_type}, Triton kernels run on CUDA devices"
     if device_type == "cuda" and torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs"
+    if interpreted() and (reason := why_not_interpreted(version("triton"), version("numpy"))):
+        return reason
     return why_not_spec(spec)
+
+
+def why_not_interpreted(triton: str, numpy: str) -> str | None:
+    """Why these versions cannot interpret the kernels; None if they can. Compiled kernels do not depend on numpy."""
+    if _numbers(triton) < (3, 7) and _numbers(numpy) >= (2, 4):
+        return (
+            f"the interpreter of Triton {triton} fails with numpy {numpy}: pip install 'triton>=3.9' or 'numpy<2.4' "
+            "(kernels on a GPU are compiled and need neither)"
+        )
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(3, 6) of "3.6.0+git1"."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def why_not_spec(spec: QuantSpec) -> str | None:

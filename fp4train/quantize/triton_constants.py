@@ -6,6 +6,7 @@ import math
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from fp4train.quantize.random import LANES, MASK, RandomKey
 from fp4train.quantize.spec import QuantSpec
@@ -62,8 +63,11 @@ def hadamard_constants(spec: QuantSpec) -> dict[str, Any]:
     return {"SIZE": spec.hadamard.size, "NEGATIVE": negative, "FACTOR": 1.0 / math.sqrt(spec.hadamard.size)}
 
 
-def random_words(key: RandomKey | None) -> tuple[int, ...]:
-    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature."""
+def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
+    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature.
+
+    The word of the step is a pointer where a CUDA graph is recorded: another signature.
+    """
     if key is None:
         return (0,) * 6
     counter2 = (key.step * 8 + key.operand) & MASK
@@ -75,7 +79,10 @@ def random_words(key: RandomKey | None) -> tuple[int, ...]:
         key.col_offset // LANES & MASK,
         key.row_offset & MASK,
     )
-    return tuple([word - (1 << 32) if word >> 31 else word for word in words])
+    signed = [word - (1 << 32) if word >> 31 else word for word in words]
+    if key.counters is None:
+        return tuple(signed)
+    return (*signed[:2], key.counters[key.operand], *signed[3:])
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int = 4
 
-    def __call__(self, *pointers: Tensor, words: tuple[int, ...] = ()) -> None:
+    def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> None:
         _launch(self.kernel, self.programs, (*pointers, *self.sizes, *words), self.constants, warps=self.warps)
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fp4train.costs.table import time_text
+from fp4train.hardware import Gpu
 from fp4train.report.html import Html, joined, plain, ranges, table, tag
+from fp4train.report.predicted import Predicted
 from fp4train.report.sections import section
 from fp4train.report.sources import Source
 from fp4train.run.history import UNRECORDED, Stretch
@@ -55,8 +58,10 @@ def environment(sources: Sequence[Source]) -> Html:
     return section("Environment", body, tag("p", " ".join(words), class_="note") if words else Html())
 
 
-def cost(sources: Sequence[Source]) -> Html:
-    """Tokens, time and arithmetic of every run."""
+def cost(
+    sources: Sequence[Source], gpu: Gpu | None = None, predicted: Mapping[Source, Predicted] | None = None
+) -> Html:
+    """Tokens, time and arithmetic of every run; with `gpu`, what was `predicted` for it."""
     rows = []
     for source in sources:
         tokens, speed = source.metrics.series("train/tokens"), source.metrics.series("perf/tokens_per_s")
@@ -85,7 +90,32 @@ def cost(sources: Sequence[Source]) -> Html:
         "Emulated formats are slower than BF16; fp4train plan gpu=B200 estimates what a GPU takes."
     )
     body = table(header, rows, caption="Measured speed, and the arithmetic that was done", right=(2, 3, 4, 5, 6))
-    return section("Cost", body, tag("p", note, class_="note"))
+    times = Html() if gpu is None else _predicted(gpu, predicted or {})
+    return section("Cost", body, tag("p", note, class_="note"), times)
+
+
+def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
+    """The estimated time of the linear layers of each run on a GPU."""
+    if not predicted:
+        return tag("p", f"No run's time on {gpu} can be estimated.", class_="note")
+    rows = [
+        [
+            source.number,
+            source.name,
+            time_text(each.seconds / each.steps) if each.steps else "–",
+            f"{each.seconds / each.bf16:.2f}" if each.bf16 else "–",
+            time_text(each.seconds),
+            "some GEMMs" if each.emulated else "none",
+        ]
+        for source, each in predicted.items()
+    ]
+    header = ["", "run", "time per step", "relative to BF16", "all planned steps", "emulated"]
+    note = (
+        "By the cost model of fp4train plan gpu=…: products and quantising of the linear layers on one GPU, without "
+        "attention, norms, the optimizer and communication. GEMMs without a kernel on the GPU are emulated."
+    )
+    body = table(header, rows, caption=f"Predicted time of the linear layers on {gpu}", right=(2, 3, 4))
+    return joined([body, tag("p", note, class_="note")])
 
 
 def _arithmetic(source: Source) -> dict[str, float]:

@@ -13,16 +13,18 @@ name from somebody else's run directory might bring in past the escaping.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fp4train import __version__, files
 from fp4train.analysis.curves import shortened
 from fp4train.errors import UserError
+from fp4train.hardware import Gpu
 from fp4train.report import facts, sections, study_sections
 from fp4train.report.gaps import common, group
 from fp4train.report.html import Html, joined, tag
+from fp4train.report.predicted import Predicted, predict
 from fp4train.report.sources import Source, read_sources
 from fp4train.report.style import STYLE
 from fp4train.run.statistics import THRESHOLD
@@ -31,8 +33,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"
 
 
-def write_report(runs: Sequence[Path], out: Path) -> list[str]:
+def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
     """Write the report of `runs`, the first of which is the reference; what was left out or is missing.
+
+    Args:
+        gpu: whose time for each run is estimated; None estimates none.
 
     Raises:
         UserError: no run is given or can be read, or the file cannot be written.
@@ -41,12 +46,13 @@ def write_report(runs: Sequence[Path], out: Path) -> list[str]:
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
-    page = render(sources, left_out)
+    predicted, unknown = ({}, []) if gpu is None else predict(sources, gpu)
+    page = render(sources, [*left_out, *unknown], gpu, predicted)
     try:
         files.write(out, page.encode(), sync=False)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
-    return [*left_out, *(problem for source in sources for problem in source.problems)]
+    return [*left_out, *unknown, *(problem for source in sources for problem in source.problems)]
 
 
 def check_out(out: Path) -> None:
@@ -63,7 +69,12 @@ def check_out(out: Path) -> None:
         raise UserError(f"out={out} is a folder; name a file in it")
 
 
-def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
+def render(
+    sources: Sequence[Source],
+    left_out: Sequence[str],
+    gpu: Gpu | None = None,
+    predicted: Mapping[Source, Predicted] | None = None,
+) -> str:
     """The whole page."""
     groups = group(sources)
     at = common(groups)
@@ -75,7 +86,7 @@ def render(sources: Sequence[Source], left_out: Sequence[str]) -> str:
         sections.errors(sources),
         facts.differences(sources),
         facts.environment(sources),
-        facts.cost(sources),
+        facts.cost(sources, gpu, predicted),
     ]
     named = " and ".join(shortened(source.name, 40) for source in sources)
     title = f"Report of {named if len(sources) < 3 else f'{len(sources)} runs'}"

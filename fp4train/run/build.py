@@ -37,7 +37,9 @@ from fp4train.run.advice import nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
+from fp4train.run.oscillation import check_oscillation
 from fp4train.run.run import Run
+from fp4train.run.step_graph import StepGraph, check_graph, check_plan
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
@@ -138,11 +140,15 @@ def build_plan(
         data_ranks: parts that a batch is cut into.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, or `backend` cannot run a recipe on `device`.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
+            be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
-        return make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        if config.train.cuda_graph:
+            check_plan(plan)
+        return plan
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -200,6 +206,9 @@ def build(
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = assemble(config, place, timeline, world)
         with world.together():
+            if config.train.cuda_graph:
+                check_graph(run)
+                run.graph = StepGraph(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
@@ -266,6 +275,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
         plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
+        check_oscillation(config, plan, world)
         cut = None if world.stages == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
@@ -279,9 +289,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
-    gather = effective(config.parallel.gather, compiled=config.train.compile, stages=world.stages)
+    gather = effective(config.parallel.gather, compiled=config.train.compile)
     for part in (model,) if pipeline is None else pipeline.stages.values():
-        distribute(part, world, gather)
+        distribute(part, world, gather, config.parallel.reduce)
     if born:
         with world.together():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,26 @@ from torch import Tensor, nn
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.shards import local
+
+
+class Origin(NamedTuple):
+    """What is not finite first.
+
+    Args:
+        what: "weight", or "output of" a module.
+        name: of the parameter or module.
+    """
+
+    what: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name}"
+
+    @property
+    def module(self) -> str:
+        """The module that it belongs to."""
+        return self.name.rpartition(".")[0] if self.what == "weight" else self.name
 
 
 class NonFiniteError(UserError):
@@ -49,7 +69,7 @@ def finite_weights(model: nn.Module) -> bool:
     return first_non_finite(dict(model.named_parameters())) is None
 
 
-def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> str | None:
+def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> Origin | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
 
     Named is the innermost one: a block's output is bad because a layer's is. None: every output is finite.
@@ -57,23 +77,23 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
     Args:
         cut: the model is cut over ranks, which must all make the same passes; then all of `losses` is consumed.
     """
-    found: list[str] = []
+    found: list[Origin] = []
 
     def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-            found.append(f"output of {name or type(module).__name__}")
+            found.append(Origin("output of", name or type(module).__name__))
 
     handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
             bad = first_non_finite(dict(model.named_parameters()))
             if bad and not cut:
-                return f"weight {bad}"
+                return Origin("weight", bad)
             for _ in losses:
                 if found and not cut:
                     return found[0]
             if bad or found:
-                return f"weight {bad}" if bad else found[0]
+                return Origin("weight", bad) if bad else found[0]
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Settings of the host process for the length of a training run: Python's garbage collector and glibc's allocator.
+"""The host process during a training run: Python's garbage collector, glibc's allocator, and the memory that is used.
 
 Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
 Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import sys
+
+import torch
 
 STEPS: int = 10
 """Steps between two collections."""
@@ -39,6 +42,14 @@ class CollectorBetweenSteps:
         gc.unfreeze()
         if self._enabled:
             gc.enable()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors on the GPU `device` have held, or this process on a CPU; waits for nothing."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
 
 
 # Parameters of mallopt (malloc.h) and their values.

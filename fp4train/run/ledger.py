@@ -98,7 +98,7 @@ class Step:
         """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
         norms = self.numbers.read()[2:]
         bad = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
-        return f"gradient of {bad[-1]}" if bad else None
+        return bad[-1] if bad else None
 
 
 class Counts(Protocol):
@@ -173,8 +173,9 @@ class Ledger:
         run.load_scaling(step.scaling)
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
-            bad = run.world.last(step.bad_gradient()) or "the norm itself (finite gradients, overflowing sum)"
-            raise NonFiniteError(step.index, "gradient norm", norm, bad, step.recipe.name)
+            bad = run.world.least(step.bad_gradient(), lambda name: -run.place_of(name.rpartition(".")[0]))
+            where = f"gradient of {bad}" if bad else "the norm itself (finite gradients, overflowing sum)"
+            raise NonFiniteError(step.index, "gradient norm", norm, where, step.recipe.name)
         where = self.blame(run, step.recipe)
         run.load_scaling(step.scaling)
         raise NonFiniteError(step.index, "loss", loss, where, step.recipe.name)

@@ -54,16 +54,16 @@ class Progress:
         self.step += 1
         self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {self.smooth / 1e3:.1f}k tokens/s, {recipe}", refresh=False)
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}, {recipe}", refresh=False)
             self.bar.update()
         if not self.terminal and (self.step % self.every == 0 or self.step in (1, self.steps)):
             left = (self.steps - self.step) * self.tokens / self.smooth
             _log.info(
-                "step %d/%d  loss %.3f  %.1fk tokens/s  %s left  %s",
+                "step %d/%d  loss %.3f  %s  %s left  %s",
                 self.step,
                 self.steps,
                 loss,
-                self.smooth / 1e3,
+                self.speed,
                 tqdm.format_interval(left),
                 recipe,
             )
@@ -71,6 +71,13 @@ class Progress:
         if self.ranks > 1:
             values["perf/tokens_per_s_per_rank"] = speed / self.ranks
         return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second, a mean over some steps; of several ranks for each as well."""
+        assert self.smooth is not None
+        whole = f"{self.smooth / 1e3:.1f}k tokens/s"
+        return whole if self.ranks == 1 else f"{whole} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""

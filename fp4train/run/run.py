@@ -22,16 +22,18 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn import Linear
+from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import LayerPolicy, Timeline
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.requests import Inbox
 from fp4train.run.restored import restored
 from fp4train.run.saving import Saver
+from fp4train.run.step_graph import StepGraph
 from fp4train.run.swaps import Entry
 from fp4train.track import Tracker
 
@@ -51,6 +53,7 @@ class Run:
         weak_gradient: it was said that the gradient is lost in quantisation noise.
         saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
+        counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
 
@@ -76,12 +79,15 @@ class Run:
     weak_gradient: bool = False
     saved_config: bytes | None = None
     pipeline: Pipeline | None = None
+    counters: torch.Tensor | None = None
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
         self.feed = Feed(self.train_data, self.device)
+        self.graph: StepGraph | None = None
+        """Records and replays the steps; None: the host queues every kernel."""
 
     @property
     def policy(self) -> LayerPolicy:
@@ -114,8 +120,8 @@ class Run:
         shards, config = self.world.shards, self.config
         if shards == 1:
             return []
-        stages = self.world.stages
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, stages=stages)]
+        blocks = find_blocks(self.model) != [self.model]
+        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
@@ -138,6 +144,11 @@ class Run:
     def layers(self) -> Mapping[str, Layer]:
         """The linear layers of the whole model, by name."""
         return find_layers(self.model) if self.pipeline is None else self.pipeline.inventory.layers
+
+    def place_of(self, module: str) -> int:
+        """The place of a module in the forward pass of the whole model; of another name, after all of them."""
+        order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
+        return order.index(module) if module in order else len(order)
 
     def linears(self) -> list[Linear]:
         """The converted layers that this rank holds."""

@@ -36,7 +36,7 @@ from fp4train.run.guard import first_non_finite, first_non_finite_output
 from fp4train.studies.parts import CELL, LAYER, Part
 from fp4train.studies.record import Values
 from fp4train.studies.subject import Subject
-from fp4train.train import microbatches
+from fp4train.train import microbatches, step_rows
 
 KEPT_BYTES = 1 << 30
 """References are kept for the next part up to this size; those of one group always are."""
@@ -201,7 +201,7 @@ class Gradients:
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
         total, outputs = 0.0, []
         with self._outputs() as latest, run.eagerly():
-            for rows in microbatches(run, recipe):
+            for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
                 outputs += latest[-1:]
                 (loss * (scale * share)).backward()  # type: ignore[no-untyped-call]
@@ -209,7 +209,9 @@ class Gradients:
                 latest.clear()  # of the recomputation, too
         where = f"{part.name} in {recipe.name}, batch {batch}"
         if not math.isfinite(total):
-            bad = first_non_finite_output(model, (rows.loss(model) for rows in microbatches(run, recipe)))
+            bad = first_non_finite_output(
+                model, (rows.loss(model) for rows in microbatches(run, recipe, step_rows(run)))
+            )
             raise UserError(f"{where}: the loss is {total}; first non-finite: {bad}")
         gradient = {}
         for name in self.layers:

@@ -90,9 +90,10 @@ class Parts:
         self.layers = {name: plan for name, plan in self._whole.items() if plan.quantised}
         """The layers that the recipe quantises, by name, in it."""
         if not self.layers:
+            asked = "with the same keys" if subject.source is None else f"resume={subject.source}"
             raise UserError(
-                f"{type(subject.model).__name__} has no layer that {recipe.name} quantises: fp4train plan "
-                f"resume={subject.source} says why"
+                f"{type(subject.model).__name__} has no layer that {recipe.name} quantises: "
+                f"fp4train plan {asked} says why"
             )
         self.operands = [f"{gemm}.{name}" for gemm, name, _ in _quantised(recipe)]
         """The operands that the recipe quantises: "fprop.x"."""

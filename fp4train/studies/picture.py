@@ -33,7 +33,7 @@ def picture(report: Report) -> Figure:
     _draw_map(figure.add_subplot(places[:, 0]), grid)
     _draw_operands(figure.add_subplot(places[0, 1]), found)
     _draw_curve(figure.add_subplot(places[1, 1]), report)
-    title = f"{report.subject.source.name}, step {report.subject.step}: {found.parts.recipe.name}"
+    title = f"{report.subject.name}, step {report.subject.step}: {found.parts.recipe.name}"
     figure.suptitle(plain(f"{title}, nMSE of the gradient above the floor"), fontsize=10, color=INK)
     return figure
 

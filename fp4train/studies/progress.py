@@ -1,4 +1,4 @@
-"""What a person sees while a study measures: a bar on a terminal, a line now and then elsewhere."""
+"""What a person sees while a study measures: a bar on a terminal, lines elsewhere, with the time that is left."""
 
 from __future__ import annotations
 
@@ -11,32 +11,49 @@ from types import TracebackType
 from tqdm import tqdm
 
 _log = logging.getLogger(__name__)
-_SECONDS = 15.0
-"""Between two lines where there is no terminal."""
 
 
 class StudyProgress:
-    """Counts measurements. A context manager."""
+    """Counts what a study makes. A context manager.
+
+    Args:
+        unit: what is counted, in the singular: "fork".
+        every: seconds between two lines where there is no terminal; 0: a line for each.
+    """
+
+    def __init__(self, unit: str, every: float = 0.0) -> None:
+        self.unit, self.every = unit, every
 
     def __enter__(self) -> StudyProgress:
         self.terminal = sys.stderr.isatty()
-        self.bar = tqdm(disable=not self.terminal, unit="measurement", dynamic_ncols=True, smoothing=0.1)
-        self.began = self.last = time.perf_counter()
+        self.bar = tqdm(disable=not self.terminal, unit=self.unit, dynamic_ncols=True, smoothing=0.1)
+        self.begun: tuple[float, int] | None = None
+        self.last = time.perf_counter()
         return self
 
-    def show(self, done: int, total: int | None, what: str) -> None:
-        """`done` of `total` measurements are done (None: it is not known how many there will be); `what` comes next."""
+    def show(self, done: int, total: int | None, what: str = "") -> None:
+        """`done` of `total` are made (None: it is not known how many there will be); `what` is made, or comes next.
+
+        The first call says how many there were before: the time that is left follows from those made since.
+        """
         now = time.perf_counter()
+        if self.begun is None:
+            self.begun = now, done
+            self.bar.initial = done
         with suppress(OSError):  # a terminal that was closed is no reason to end a study
             self.bar.total, self.bar.n = total, done
             self.bar.set_postfix_str(what, refresh=False)
             self.bar.refresh()
-        if not self.terminal and now - self.last > _SECONDS:
+        if not self.terminal and what and now - self.last >= self.every:
             self.last = now
-            left = (
-                f", {tqdm.format_interval((now - self.began) / done * (total - done))} left" if total and done else ""
-            )
-            _log.info("%d%s measurements%s, next: %s", done, f" of {total}" if total else "", left, what)
+            counted = f"{done} of {total} {self.unit}s" if total else f"{done} {self.unit}s"
+            _log.info("%s%s: %s", counted, self._left(now, done, total), what)
+
+    def _left(self, now: float, done: int, total: int | None) -> str:
+        began, before = self.begun or (now, done)
+        if total is None or done == before:
+            return ""
+        return f", {tqdm.format_interval((now - began) / (done - before) * (total - done))} left"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from fp4train import checkpoint
 from fp4train.config import plain
@@ -27,6 +25,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.advice import learning_rate, nothing_quantised
 from fp4train.studies.candidates import SECTIONS, candidates
 from fp4train.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
+from fp4train.studies.progress import StudyProgress
 from fp4train.studies.ranking import Entry, Ranking
 from fp4train.studies.record import StudyRecord, open_record
 from fp4train.studies.sequential import looks
@@ -97,7 +96,10 @@ def rank(request: Request) -> tuple[Ranking, Path]:
     branches, same = _distinct([branch(subject, each, settings) for each in asked])
     folder = request.out or source / STUDIES / f"rank-{step}-{_digest(subject, settings)}"
     identity = {"study": "rank", **subject.identity, **asdict(settings)}
-    with open_record(folder, identity, step) as record, _Forks(request, subject, settings, branches, record) as forks:
+    with (
+        open_record(folder, identity, step) as record,
+        _Forks(request, source, subject, settings, branches, record) as forks,
+    ):
         for count in [*(n for n in looks(request.forks) if request.stop), request.forks]:
             forks.make(count)
             entries = [
@@ -195,6 +197,7 @@ class _Forks:
     def __init__(
         self,
         request: Request,
+        source: Path,
         subject: Subject,
         settings: ForkSettings,
         branches: Sequence[Branch],
@@ -203,7 +206,7 @@ class _Forks:
         self.subject, self.settings, self.branches, self.record = subject, settings, branches, record
         self.threads = self._threads(request.processes)
         self.place = Workplace(
-            source=subject.source,
+            source=source,
             step=subject.step,
             candidates=[each.candidate for each in branches],
             settings=settings,
@@ -212,7 +215,7 @@ class _Forks:
             folders=request.folders,
         )
         self.processes, self.most = request.processes, request.forks
-        self.progress = _Progress(request.forks * len(branches), request.processes)
+        self.progress, self.done = StudyProgress("fork"), 0
         self.stack = ExitStack()
         self.pool: Pool | None = None
 
@@ -245,11 +248,15 @@ class _Forks:
             for index, each in enumerate(self.branches)
             if _key(each, number) not in self.record
         ]
-        self.progress.at(self.most * len(self.branches) - len(missing))
+        most = self.most * len(self.branches)
+        self.done = most - len(missing)
+        self.progress.show(self.done, most)
         for (index, number), found in self._run([job for job in missing if job[1] < count]):
             chosen = self.branches[index]
             self.record.add(_key(chosen, number), found.plain())
-            self.progress.advance(chosen.candidate.name, number, found)
+            self.done += 1
+            loss = "diverged" if found.recipe is None else f"loss {found.recipe:.4f}"
+            self.progress.show(self.done, most, f"{chosen.candidate.name}, seed {number}, {loss}")
 
     def _run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Fork]]:
         if self.processes == 1 or not jobs:
@@ -261,37 +268,3 @@ class _Forks:
 
 def _key(branch: Branch, number: int) -> str:
     return f"{branch.key}/{number}"
-
-
-class _Progress:
-    """A bar on a terminal, a line for each fork elsewhere; with the time left if all forks are made."""
-
-    def __init__(self, forks: int, processes: int) -> None:
-        self.forks, self.processes, self.done, self.seconds = forks, processes, 0, 0.0
-        self.terminal = sys.stderr.isatty()
-
-    def __enter__(self) -> _Progress:
-        self.bar = tqdm(total=self.forks, disable=not self.terminal, unit="fork", dynamic_ncols=True)
-        return self
-
-    def at(self, done: int) -> None:
-        """`done` forks are there."""
-        self.done = self.bar.n = done
-        if not self.seconds:
-            self.bar.initial = done
-
-    def advance(self, name: str, number: int, found: Fork) -> None:
-        """One more fork is made."""
-        self.done += 1
-        self.seconds = 0.8 * self.seconds + 0.2 * found.seconds if self.seconds else found.seconds
-        loss = "diverged" if found.recipe is None else f"loss {found.recipe:.4f}"
-        with suppress(OSError):
-            self.bar.set_postfix_str(f"{name}, {loss}", refresh=False)
-            self.bar.update()
-        if not self.terminal:
-            left = tqdm.format_interval((self.forks - self.done) * self.seconds / self.processes)
-            _log.info("fork %d/%d  %s, seed %d: %s  %s left", self.done, self.forks, name, number, loss, left)
-
-    def __exit__(self, *raised: object) -> None:
-        with suppress(OSError):
-            self.bar.close()

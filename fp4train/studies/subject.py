@@ -47,7 +47,7 @@ class Subject:
     """A model to study.
 
     Args:
-        source: the run directory.
+        source: the run directory; None: a configuration that no run has, and its model as it is initialised.
         run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no tracker, and its saver
             has not begun: `train_step` may be called on it, checkpoints are not written.
         start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
@@ -56,7 +56,7 @@ class Subject:
         trainable: whether the optimizer's moments were asked for.
     """
 
-    source: Path
+    source: Path | None
     run: Run = field(repr=False)
     start: checkpoint.Checkpoint | None = field(repr=False)
     weights: str
@@ -89,6 +89,21 @@ class Subject:
         return 0 if self.start is None else self.start.step
 
     @property
+    def title(self) -> str:
+        """Where the model comes from: the run directory, or the name of the configuration."""
+        return f"{self.config.run.name}, not trained" if self.source is None else str(self.source)
+
+    @property
+    def name(self) -> str:
+        """`title` without folders."""
+        return self.title if self.source is None else self.source.name
+
+    @property
+    def studies(self) -> Path:
+        """The folder of its studies."""
+        return (self.config.run.dir.parent if self.source is None else self.source) / STUDIES
+
+    @property
     def fingerprint(self) -> str:
         """Of the data."""
         return self.run.fingerprint
@@ -107,7 +122,7 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """What a record of measurements on this subject must agree with."""
         return {
-            "run": run_directory.identity(self.source),
+            "run": None if self.source is None else run_directory.identity(self.source),
             "step": self.step,
             "weights": self.weights,
             "settings": self.settings,
@@ -117,7 +132,8 @@ class Subject:
 
 
 def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimizer: bool = False) -> Subject:
-    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest).
+    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest); where it names
+    none, the model of the configuration as it is initialised.
 
     Args:
         config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
@@ -127,21 +143,15 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     Raises:
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
     """
-    assert config.resume is not None
-    source = run_directory.require_run(Path(config.resume))
-    if config.run.dir.resolve() != source.resolve():
-        raise UserError(f"run.name and run.dir name a run that trains; a study of {source} trains none: leave them out")
-    if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
-        raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
-    if fresh:
-        check_source(source, cfg)
+    source = None if config.resume is None else _source(config, cfg, Path(config.resume), fresh)
     world = World(device=choose_device(config.device))
-    start = None if fresh else find_start(config, cfg, world)
-    if start is not None:
+    start = None if fresh or source is None else find_start(config, cfg, world)
+    if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
     with tempfile.TemporaryDirectory() as place:
-        run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
+        if source is not None:
+            run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
         run = assemble(config, Path(place), timeline, world)
     if start is not None:
         run.restore(start)
@@ -159,6 +169,22 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         settings=_checksum_of(cfg),
         trainable=optimizer,
     )
+
+
+def _source(config: Config, cfg: DictConfig, source: Path, fresh: bool) -> Path:
+    """The run directory, which has what is asked for.
+
+    Raises:
+        UserError: it has not, or the configuration is not that of its model and data.
+    """
+    source = run_directory.require_run(source)
+    if config.run.dir.resolve() != source.resolve():
+        raise UserError(f"run.name and run.dir name a run that trains; a study of {source} trains none: leave them out")
+    if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
+        raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
+    if fresh:
+        check_source(source, cfg)
+    return source
 
 
 def _checksum_of_weights(model: nn.Module) -> str:

@@ -42,7 +42,7 @@ class Report:
         found, recipe = self.found, self.found.parts.recipe
         singles = " A single batch has no interval; give more batches." if found.batches == 1 else ""
         head = (
-            f"{self.subject.source}, step {self.subject.step}: gradients in {recipe.name} against FP32, "
+            f"{self.subject.title}, step {self.subject.step}: gradients in {recipe.name} against FP32, "
             f"{found.batches} batch{'es' if found.batches > 1 else ''} of {self.subject.config.train.tokens:,} tokens; "
             f"± is the {CONFIDENCE:.0%} interval.{singles}"
         )
@@ -86,7 +86,7 @@ class Report:
             for layer in found.parts.layers
         }
         return {
-            "run": str(self.subject.source),
+            "run": self.subject.title,
             "step": self.subject.step,
             "recipe": found.parts.recipe.name,
             "identity": self.subject.identity,
@@ -112,7 +112,7 @@ class Report:
         found, chosen = self.found, self.trade.chosen
         return (
             f"# Chosen by fp4train sensitivity for {found.parts.recipe.name} at step {self.subject.step} of "
-            f"{self.subject.source.name}:\n"
+            f"{self.subject.name}:\n"
             f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE {self.measured.nmse.mean:.4f} instead of "
             f"{found.whole.nmse.mean:.4f}\n{policy_yaml(self.trade.policy)}"
         )

@@ -11,7 +11,7 @@ from fp4train.cli import main
 from fp4train.cli.mesh import Asked, as_configured, parse
 from fp4train.costs.mesh import Mesh
 from fp4train.errors import UserError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel.config import SCHEDULES, Parallel
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -105,7 +105,7 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
         (["parallel.tp=two"], "parallel.tp=two must be a whole number"),
         (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
         (["parallel.gather=fp8"], "parallel.gather='fp8' is not one of recipe, bf16, fp32"),
-        (["parallel.pp_schedule=zb"], "parallel.pp_schedule='zb' is not one of 1f1b, interleaved"),
+        (["parallel.pp_schedule=zb"], "parallel.pp_schedule='zb' is not one of 1f1b, gpipe, interleaved"),
         (["parallel.tp=0"], "parallel.tp=0 must be at least 1"),
         (["gpus=8", "gpu=null"], "a plan for several GPUs needs their name: gpu=H100"),
     ],
@@ -135,11 +135,17 @@ def test_the_section_of_the_configuration_counts_where_the_command_says_nothing(
     assert as_configured(None, Parallel(dp_shard=8)) == Asked(dp_shard=8)
 
 
-def test_interleaved_stages_have_two_parts() -> None:
-    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.reduce=bfloat16"])
-    assert asked is not None
-    assert asked.mesh().virtual == 2
-    assert asked.mesh().reduce_bytes == 2
+def test_every_schedule_of_a_run_is_planned() -> None:
+    in_flight = {}
+    for schedule in SCHEDULES:
+        asked, _ = parse(["parallel.pp=4", f"parallel.pp_schedule={schedule}", "parallel.reduce=bf16"])
+        assert asked is not None
+        mesh = asked.mesh(16)
+        assert mesh.virtual == (2 if schedule == "interleaved" else 1) and mesh.reduce_bytes == 2
+        in_flight[schedule] = [mesh.in_flight(stage) for stage in (0, 3)]
+    assert in_flight == {"1f1b": [4, 1], "gpipe": [16, 16], "interleaved": [5.5, 5.5]}
+    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.pp_chunks=3"])
+    assert asked is not None and asked.mesh().virtual == 3
 
 
 def test_two_sizes_that_leave_nothing_are_refused() -> None:

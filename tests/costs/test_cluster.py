@@ -46,7 +46,7 @@ def test_parameters_of_the_published_shapes() -> None:
 
 def test_a_weight_is_gathered_as_half_a_byte() -> None:
     """Codes and one scale byte per 16×16 block; 2 bytes in BF16."""
-    load = measured("405B", NVFP4(), GB200)
+    load = measured("405B", NVFP4(), GB200, backend="emulate")
     weight = next(w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
     mesh = Mesh(shard=128, tensor=8)
     assert weight.wire_bytes(mesh) / weight.of_rank(mesh) == pytest.approx(0.504, abs=1e-3)
@@ -55,7 +55,7 @@ def test_a_weight_is_gathered_as_half_a_byte() -> None:
 
 def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> None:
     """25.6 and 101 GB per gather of the whole model, where all shards are aligned and the head's share is left out."""
-    load = measured("405B", NVFP4(), GB200)
+    load = measured("405B", NVFP4(), GB200, backend="emulate")
     mesh = Mesh(shard=8, replicate=16, tensor=8)
     sent = {
         name: sum(w.wire_bytes(replace(mesh, gather=name)) for w in load.kinds[0].weights if w.plan) * len(load.order)
@@ -68,35 +68,59 @@ def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> 
 @pytest.mark.parametrize(
     ("name", "shard", "tensor", "expected"),
     [
-        ("70B", 32, 8, {"attention.wk": 4, "attention.wv": 4}),
-        ("405B", 128, 8, {"attention.wk": 1, "attention.wv": 1, "mlp.gate": 52, "mlp.up": 52}),
+        ("70B", 32, 8, {4: ["attention.wk", "attention.wv"]}),
+        ("405B", 128, 8, {1: ["attention.wk", "attention.wv"], 52: ["mlp.gate", "mlp.up"]}),
         ("8B", 8, 1, {}),
     ],
 )
 def test_shards_that_cut_blocks_of_scales_are_named(
-    name: str, shard: int, tensor: int, expected: dict[str, int]
+    name: str, shard: int, tensor: int, expected: dict[int, list[str]]
 ) -> None:
-    load, mesh = measured(name, NVFP4(), GB200), Mesh(shard=shard, tensor=tensor)
-    found = load.misaligned(mesh)
-    assert {layer: rows for layer, (rows, _) in found.items()} == expected
-    assert all(number == len(load.order) for _, number in found.values())
+    load, mesh = measured(name, NVFP4(), GB200, backend="emulate"), Mesh(shard=shard, tensor=tensor)
+    found = load.not_coded(mesh)
+    assert {why: list(names) for why, names in found.items()} == {
+        f"a shard of {rows} is not whole blocks of 16": names for rows, names in expected.items()
+    }
+    assert all(number == len(load.order) for names in found.values() for number in names.values())
     other = aligned_shard(load.distinct, mesh)
-    assert other is not None
     assert other.gpus == mesh.gpus
-    assert not load.misaligned(other)
+    assert not load.not_coded(other)
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [(MXFP8(), 32), (FP8Block(), 128)], ids=str)
 def test_larger_blocks_need_larger_shards(recipe: Recipe, rows: int) -> None:
     """wk of 8B has 1024 rows."""
-    gpu = GB200 if rows == 32 else H100
-    load = measured("8B", recipe, gpu)
-    assert not load.misaligned(Mesh(shard=1024 // rows))
-    assert "attention.wk" in load.misaligned(Mesh(shard=2048 // rows))
+    load = measured("8B", recipe, GB200 if rows == 32 else H100, backend="emulate")
+    assert not load.not_coded(Mesh(shard=1024 // rows))
+    (names,) = load.not_coded(Mesh(shard=2048 // rows)).values()
+    assert "attention.wk" in names
 
 
 def test_scales_of_whole_tensors_are_never_cut() -> None:
-    assert not measured("8B", FP8Current(), H100).misaligned(Mesh(shard=512))
+    assert not measured("8B", FP8Current(), H100, backend="emulate").not_coded(Mesh(shard=512))
+
+
+def test_a_form_is_gathered_when_its_gemm_runs() -> None:
+    """MXFP8 has one for fprop and one for dgrad; recomputation needs both. The square blocks of NVFP4 serve both."""
+    mesh = Mesh(shard=8)
+    for recipe, bytes_, again in ((MXFP8(), 1 + 1 / 32, 2), (NVFP4(), 0.5 + 1 / 256, 1)):
+        load = measured("8B", recipe, GB200, backend="emulate")
+        weight = next(w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
+        sent = [weight.wire_bytes(mesh), weight.wire_bytes(mesh, backward=True)]
+        sent.append(weight.wire_bytes(mesh, backward=True, repeats=True))
+        assert [each / weight.count for each in sent] == pytest.approx([bytes_, bytes_, again * bytes_])
+
+
+def test_what_is_sent_is_what_a_run_sends() -> None:
+    """Transformer Engine takes whole values, but no parts of layers; the cut divides blocks of 128; others in BF16."""
+    load, down = measured("8B", NVFP4(), GB200), "mlp.down"
+    assert load.not_coded(Mesh(shard=8)).keys() == {"te quantises the weight itself"}
+    assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
+    block = measured("8B", FP8Block(), H100, backend="emulate")
+    divided = block.not_coded(Mesh(shard=2, tensor=16))
+    assert "1024 out features over 16 ranks: a shard of 64 is not whole blocks of 128 (w)" in divided
+    weight = next(w for w in measured("8B", BF16(), H100).kinds[0].weights if w.name.endswith(f"{down}.weight"))
+    assert weight.wire_bytes(Mesh(shard=8)) == 2 * weight.count
 
 
 def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:

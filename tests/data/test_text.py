@@ -1,5 +1,8 @@
 """data=text: files and folders, packing, the held-out part, the cache, and everything wrong that a path can be."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +218,40 @@ def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None
     info.write_text(before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace('"dtype": "<u2"', '"dtype": ",u2"'))
     assert info.read_text() != before
     assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint
+
+
+LARGE = """
+import resource, sys
+from pathlib import Path
+import torch
+from fp4train.data import Text
+from fp4train.data.loader import Loader
+
+folder, size = Path(sys.argv[1]), int(sys.argv[2])
+line = "a line of some forty characters, and more\\n"
+with (folder / "large.txt").open("w") as file:
+    for _ in range(size // (1 << 20)):
+        file.write(line * ((1 << 20) // len(line)))
+now = next(int(each.split()[1]) for each in open("/proc/self/status") if each.startswith("VmData")) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (now + size // 2, now + size // 2))
+data = Text(path=str(folder / "large.txt"), cache_dir=str(folder / "cache")).build(folder, 64, 0)
+print(len(data.train) + len(data.val))
+loader = Loader(data.train, batch_size=8, seq_len=64, seed=0)
+one, two = loader.rows(8_000, 8)[0], [loader.rows(8_000 + first, 4)[0] for first in (0, 4)]
+print(torch.equal(one, torch.cat(two)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts what is allocated on Linux alone")
+def test_data_larger_than_memory_is_tokenised_and_read(tmp_path: Path) -> None:
+    """With half of the size of the text, a quarter of that of its ids, to allocate; on any number of ranks."""
+    size = 160 << 20
+    command = [sys.executable, "-W", "error", "-c", LARGE, str(tmp_path), str(size)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, same = done.stdout.split()
+    assert abs(int(tokens) - size) < size / 1000 and same == "True"
+    assert (tmp_path / "large.txt").stat().st_size > 0.999 * size

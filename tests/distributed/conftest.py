@@ -1,5 +1,6 @@
 """Runs of several ranks: gloo on this machine, one thread each; see `rank_server`."""
 
+import hashlib
 import json
 import os
 import random
@@ -81,13 +82,25 @@ class Ranks:
         assert self.server.stdout is not None
         return self.server.stdout.readline()
 
-    def start(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Job:
-        """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs first."""
-        job = {"ranks": count, "arguments": self.tiny(*arguments), "folder": str(self.folder)}
+    def ask(self, count: int, **job: Any) -> Job:
+        wanted = {"arguments": [], "environment": {}, "patch": "", "program": "", **job}
         assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps({**job, "environment": environment, "patch": patch}) + "\n")
+        self.server.stdin.write(json.dumps({"ranks": count, "folder": str(self.folder), **wanted}) + "\n")
         self.server.stdin.flush()
         return Job(self, json.loads(self.answer()))
+
+    def start(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Job:
+        """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs first."""
+        return self.ask(count, arguments=self.tiny(*arguments), patch=patch, environment=environment)
+
+    def program(
+        self, program: str, count: int, *arguments: str, ends: tuple[int, ...] | None = None
+    ) -> list[list[Any]]:
+        """What each of `count` gloo ranks reported that ran `program`; `ends`: their exit codes where not all are 0."""
+        ended = self.ask(count, program=program, arguments=arguments).wait()
+        assert tuple(ended.codes) == (ends or (0,) * count), "\n".join(text[-2000:] for text in ended.err)
+        lines = [[line for line in out.splitlines() if line.startswith("RESULT ")] for out in ended.out]
+        return [[json.loads(line.removeprefix("RESULT ")) for line in each] for each in lines]
 
     def __call__(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Ended:
         return self.start(count, *arguments, patch=patch, **environment).wait()
@@ -97,24 +110,33 @@ class Ranks:
         ended = self(count, f"run.name={name}", *arguments, **options)
         assert ended.codes == [0] * count, ended.err
 
+    def reference(self, *arguments: str) -> Path:
+        """The run of one rank with these arguments, which is trained once for all tests that compare with it."""
+        name = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
+        shared = Ranks(self.server, self.text, self.text.parent)
+        run = shared.folder / "runs" / name
+        if not (run / "whole").exists():
+            shared.train(1, name, *arguments)
+            (run / "whole").touch()
+        return run
+
     # -- what a run left ----------------------------------------------------------------------------------------------
 
-    def losses(self, name: str) -> list[dict[str, Any]]:
+    def run(self, name: str | Path) -> Path:
+        return self.folder / "runs" / name
+
+    def losses(self, name: str | Path) -> list[dict[str, Any]]:
         """Every logged number of every step but for speeds and for statistics, which are those of the lead's layers."""
-        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (self.run(name) / "metrics.jsonl").read_text().splitlines()]
         kept = ("step", "train/", "val/", "precision/")
         return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines if "train/loss" in line]
 
-    def events(self, name: str, event: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line.get("event") == event]
-
-    def state(self, name: str) -> dict[str, bytes]:
+    def state(self, name: str | Path) -> dict[str, bytes]:
         """The newest checkpoint: the bytes of every tensor."""
-        tensors = checkpoint.load(self.folder / "runs" / name / "checkpoints").tensors
+        tensors = checkpoint.load(self.run(name) / "checkpoints").tensors
         return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
-    def same(self, one: str, other: str) -> None:
+    def same(self, one: str | Path, other: str | Path) -> None:
         """Assert that two runs are equal in every bit: losses, norms, weights, moments, scales."""
         assert self.losses(one) == self.losses(other)
         assert self.state(one) == self.state(other)
@@ -149,6 +171,14 @@ def rank_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def make_ranks(
+    server: "subprocess.Popen[str]", rank_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Ranks]:
+    """For fixtures that several tests share: ranks with a folder of their own."""
+    return lambda: Ranks(server, rank_text, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture

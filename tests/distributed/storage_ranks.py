@@ -1,13 +1,11 @@
-"""What one rank does in the tests of sharded checkpoints: `python storage_ranks.py TASK FOLDER RANK SIZE`.
+"""What one rank does in the tests of sharded checkpoints: `run(TASK, FOLDER)`.
 
-Each task prints one line of JSON. `whole/` beside a checkpoint holds the same state as one rank wrote it.
+Each task gives plain data. `whole/` beside a checkpoint holds the same state as one rank wrote it.
 """
 
 import hashlib
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,14 +321,6 @@ def task_born(folder: Path, ranks: Ranks) -> Any:
     return told
 
 
-if __name__ == "__main__":
-    name, folder, rank, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=sys.argv[5], rank=rank, world_size=size)
-    answer = globals()[f"task_{name}"](folder, Ranks(dist.new_group(backend="gloo")))
-    print(json.dumps(answer), flush=True)
-    if name != "kill":
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+def run(task: str, folder: str) -> Any:
+    """What `task` gives on this rank."""
+    return globals()[f"task_{task}"](Path(folder), Ranks(dist.new_group(backend="gloo")))

@@ -1,5 +1,6 @@
 """The loss does not depend on how the work is cut: two ranks are two microbatches, in every bit."""
 
+import json
 from typing import Any
 
 import pytest
@@ -11,33 +12,38 @@ Ranks = Any
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
 def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     options = (f"recipe={recipe}", "policy=all")
-    ranks.train(1, "one", "train.microbatch=2", *options)
     ranks.train(2, "two", *options)
-    ranks.same("one", "two")
+    ranks.same(ranks.reference("train.microbatch=2", *options), "two")
+
+
+def test_the_lead_logs_the_ranks_speed_and_memory(ranks: Ranks) -> None:
+    greedy = "import torch\nheld = torch.ones(100_000_000) if rank else None\nimport builtins\nbuiltins.held = held"
+    ranks.train(2, "two", "train.steps=2", "recipe=bf16", patch=greedy)
+    last = [json.loads(line) for line in (ranks.run("two") / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["perf/memory_rank"] == 1 and last["perf/memory_gb"] - last["perf/memory_gb_least"] > 0.3
+    assert last["perf/tokens_per_s_per_rank"] == last["perf/tokens_per_s"] / 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2", "parallel.dp_replicate=4"])
 def test_four_ranks_are_four_microbatches_but_for_the_order_of_sums(ranks: Ranks, cut: str) -> None:
-    ranks.train(1, "one", "train.microbatch=1", "recipe=fp8_delayed")
+    reference = ranks.reference("train.microbatch=1", "recipe=fp8_delayed")
     ranks.train(4, "four", cut, "recipe=fp8_delayed")
-    for one, four in zip(ranks.losses("one"), ranks.losses("four"), strict=True):
+    for one, four in zip(ranks.losses(reference), ranks.losses("four"), strict=True):
         for key in ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe"):
             assert four.get(key, 0) == pytest.approx(one.get(key, 0), rel=1e-6), (one["step"], key)
 
 
 @pytest.mark.long
-def test_replicas_and_shards_give_the_same_bits(ranks: Ranks) -> None:
-    ranks.train(2, "shards", "recipe=nvfp4")
-    ranks.train(2, "replicas", "recipe=nvfp4", "parallel.dp_replicate=2")
-    ranks.same("shards", "replicas")
+def test_replicas_are_two_microbatches_as_shards_are(ranks: Ranks) -> None:
+    ranks.train(2, "replicas", "recipe=nvfp4", "policy=all", "parallel.dp_replicate=2")
+    ranks.same(ranks.reference("train.microbatch=2", "recipe=nvfp4", "policy=all"), "replicas")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [("model.recompute=true",), ("train.microbatch=1", "eval.errors_every=2")])
-def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks, options: tuple[str, ...]) -> None:
-    """Recomputed blocks, accumulated microbatches and measured steps among them; and a resume on fewer ranks."""
-    options = ("recipe=fp8_delayed", *options)
+def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> None:
+    """With recomputed blocks, accumulated microbatches and measured steps."""
+    options = ("recipe=fp8_delayed", "model.recompute=true", "train.microbatch=1", "eval.errors_every=2")
     ranks.train(2, "whole", *options)
     ranks.train(2, "parts", *options, "checkpoint.every=3", patch=DIES_AT_4)
     ranks.train(2, "parts", *options, "checkpoint.every=3")
@@ -64,11 +70,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, before: int, a
     def rows(count: int) -> str:
         return f"train.microbatch={2 if count == 1 else 4 // count}"
 
-    ranks.train(1, "one", "train.microbatch=2")
     ranks.train(before, "moved", rows(before), "checkpoint.every=3", patch=DIES_AT_4)
     ended = ranks(after, "resume=runs/moved", rows(after))
     assert ended.codes == [0] * after, ended.err
     if after == 4:  # its microbatches are smaller
         assert [line["step"] for line in ranks.losses("moved")] == [1, 2, 3, 4, 5]
     else:
-        ranks.same("one", "moved")
+        ranks.same(ranks.reference("train.microbatch=2"), "moved")

@@ -13,16 +13,18 @@ WIDE = (
 )
 """Shards of two ranks are whole blocks of 32 rows."""
 
+SHORT = ("train.steps=4", "phases=none")
+
 COUNT = """
 import atexit, json, pathlib
 import torch, torch.distributed as dist
 sent = []
-for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce"):
+for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single"):
     original = getattr(dist, name, None)
     if original is None:
         continue
     def counted(*tensors, original=original, name=name, **options):
-        tensor = options.get("input_tensor", tensors[-1 if "gather" in name else 0] if tensors else None)
+        tensor = options.get("input_tensor", tensors[0 if name == "all_reduce" else 1] if tensors else None)
         maximum = options.get("op") == dist.ReduceOp.MAX
         backward = torch._C._current_graph_task_id() != -1
         sent.append((name, tensor.nbytes, str(tensor.dtype), maximum, backward, step[0]))
@@ -108,6 +110,46 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
     assert sum(found["dtype"] == "torch.float32" for found in gathers) == microbatches
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("nvfp4", ()),
+        pytest.param("mxfp8", ("model.recompute=true", "train.microbatch=1"), marks=LONG),
+        pytest.param("nvfp4", ("parallel.amax=local", "parallel.sp=false"), marks=LONG),
+        pytest.param("fp8_row", (), marks=LONG),
+        pytest.param("fp8_delayed", (), marks=LONG),
+    ],
+)
+def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
+    """The bits are those of float32: amaxes are joined over shards and tensor-parallel ranks, in one collective."""
+    both = (*WIDE, *SHORT, "model.width=128", f"recipe={recipe}", "parallel.tp=2", *options)
+    ranks.train(4, "float32", *both, "parallel.gather=fp32")
+    ranks.train(4, "codes", *both, patch=COUNT)
+    ranks.same("float32", "codes")
+    assert plan(ranks, "codes") == ["weights are gathered from 2 shards as codes and scales"]
+    if recipe == "nvfp4":
+        names = ("all_gather_single", "torch.uint8")
+        blocks = [each["bytes"] for each in sent(ranks, step=3) if (each["collective"], each["dtype"]) == names]
+        weights = 4 * 128 * 128 + 3 * 128 * 128
+        assert blocks == [BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2] * 4  # two blocks, forward and backward
+        joined = [each["bytes"] for each in sent(ranks, step=3) if each["maximum"]]
+        assert joined.count(4 * 14) == 1
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), [pytest.param("nvfp4", "1f1b", marks=LONG), ("mxfp8", "interleaved")])
+def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule: str) -> None:
+    """Two microbatches on two blocks per rank; what is gathered is never that of the step before."""
+    stages = ("model.layers=4", "train.microbatch=1", "parallel.pp=2", f"parallel.pp_schedule={schedule}")
+    options = (*WIDE, *SHORT, f"recipe={recipe}", *stages)
+    ranks.train(4, "float32", *options, "parallel.gather=fp32")
+    ranks.train(4, "codes", *options, patch=COUNT)
+    ranks.same("float32", "codes")
+    gathers = [each for each in sent(ranks, step=3) if each["collective"] == "all_gather_single"]
+    blocks = [(each["bytes"], each["backward"]) for each in gathers if each["dtype"] == "torch.uint8"]
+    bytes_ = BYTES[recipe] * WEIGHTS / 2 + 2 * 64 * 4 / 2
+    assert sorted(blocks) == [(bytes_, False)] * 4 + [(bytes_, True)] * 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
 def test_four_ranks(ranks: Ranks, cut: str) -> None:
@@ -142,6 +184,20 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     ranks.same("bf16_float32", "bf16_bf16")
     first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
+
+
+@pytest.mark.long
+def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> None:
+    """Rounded once and summed in float32; microbatches are summed before."""
+    options = (*WIDE, *SHORT, "recipe=nvfp4", "train.microbatch=1")
+    ranks.train(2, "float32", *options)
+    ranks.train(2, "bf16", *options, "parallel.reduce=bf16", patch=COUNT)
+    gradients = [each for each in sent(ranks, step=3) if each["collective"] == "all_to_all_single"]
+    assert [each["dtype"] for each in gradients] == ["torch.bfloat16"] * 3  # two blocks and what is outside, once
+    assert [each["bytes"] for each in gradients][:2] == [2 * (WEIGHTS + 2 * 64)] * 2
+    a, b = ranks.losses("float32"), ranks.losses("bf16")
+    assert a[0]["train/loss"] == b[0]["train/loss"] and a[0]["train/grad_norm"] != b[0]["train/grad_norm"]
+    assert b[1]["train/loss"] == pytest.approx(a[1]["train/loss"], rel=1e-3)
 
 
 @pytest.mark.long

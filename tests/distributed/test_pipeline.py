@@ -21,14 +21,14 @@ loop.train_step = train_step
 """
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
 def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
     options = (*SMALL, f"recipe={recipe}", "policy=all")
-    ranks.train(1, "one", *options)
     ranks.train(2, "two", "parallel.pp=2", *options)
-    ranks.same("one", "two")
+    ranks.same(ranks.reference(*options), "two")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "options"),
     [
@@ -42,26 +42,28 @@ def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
 def test_schedules_and_four_stages_are_one_stage(ranks: Ranks, count: int, options: tuple[str, ...]) -> None:
     """With the default policy, which counts blocks of the whole model, recomputed blocks and measured errors."""
     both = (*SMALL, "recipe=nvfp4", "model.recompute=true", "eval.errors_every=2")
-    ranks.train(1, "one", *both, *(each for each in options if not each.startswith("parallel")))
     ranks.train(count, "several", *both, *options)
-    ranks.same("one", "several")
+    reference = ranks.reference(*both, *(each for each in options if not each.startswith("parallel")))
+    ranks.same(reference, "several")
 
 
-@pytest.mark.parametrize("data", ["parallel.dp_shard=2", "parallel.dp_replicate=2"])
-def test_stages_on_data_ranks_are_data_ranks(ranks: Ranks, data: str) -> None:
-    options = (*SMALL, "recipe=fp8_delayed")
-    ranks.train(2, "data", data, *options)
-    ranks.train(4, "both", data, "parallel.pp=2", *options)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("fp8_delayed", ("parallel.dp_shard=2",)),
+        ("fp8_delayed", ("parallel.dp_replicate=2",)),
+        ("nvfp4", ("parallel.dp_shard=2", "parallel.pp_schedule=interleaved")),
+    ],
+)
+def test_stages_on_data_ranks_are_data_ranks(ranks: Ranks, recipe: str, options: Cut) -> None:
+    both = (*SMALL, f"recipe={recipe}", options[0])
+    ranks.train(2, "data", *both)
+    ranks.train(4, "both", *both, "parallel.pp=2", *options[1:])
     ranks.same("data", "both")
 
 
-def test_interleaved_stages_on_data_ranks_are_data_ranks(ranks: Ranks) -> None:
-    options = (*SMALL, "recipe=nvfp4")
-    ranks.train(2, "data", *options)
-    ranks.train(4, "both", "parallel.pp=2", "parallel.pp_schedule=interleaved", *options)
-    ranks.same("data", "both")
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
     [
@@ -72,20 +74,21 @@ def test_interleaved_stages_on_data_ranks_are_data_ranks(ranks: Ranks) -> None:
 )
 def test_a_run_goes_on_with_any_number_of_stages(ranks: Ranks, recipe: str, before: Cut, after: Cut) -> None:
     options = (*SMALL, f"recipe={recipe}")
-    ranks.train(1, "one", *options)
     ranks.train(2 if before else 1, "moved", *options, *before, "checkpoint.every=3", patch=DIES_AT_4)
     ended = ranks(2 if after else 1, "resume=runs/moved", *(after or ("parallel.pp=1",)))
     assert not any(ended.codes), ended.err
-    ranks.same("one", "moved")
+    ranks.same(ranks.reference(*options), "moved")
 
 
+@pytest.mark.long
 def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
-    ranks.train(1, "first", *SMALL)
-    ranks.train(1, "one", *SMALL, "init=runs/first")
-    ranks.train(2, "two", *SMALL, "init=runs/first", "parallel.pp=2")
+    taken = (*SMALL, "recipe=nvfp4", f"init={ranks.reference(*SMALL, 'recipe=nvfp4')}")
+    ranks.train(1, "one", *taken)
+    ranks.train(2, "two", *taken, "parallel.pp=2")
     ranks.same("one", "two")
 
 
+@pytest.mark.long
 def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
     ask = "\n".join(
         (
@@ -108,6 +111,7 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [1, 2])
 def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, block: int) -> None:
     poison = f"""
@@ -125,6 +129,7 @@ loop.train_step = step
     assert "A checkpoint from before this step is saved" in said
 
 
+@pytest.mark.long
 def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(ranks: Ranks) -> None:
     killed = """
 import os, fp4train.train as loop
@@ -135,12 +140,11 @@ def step(run, recipe):
     return original(run, recipe)
 loop.train_step = step
 """
-    options = (*SMALL, "parallel.pp=2", "checkpoint.every=2")
+    options = (*SMALL, "recipe=nvfp4", "parallel.pp=2", "checkpoint.every=2")
     ended = ranks(2, "run.name=a", *options, patch=killed)
     assert ended.codes == [1, -9] and "lost another rank, which ended without a word" in ended.err[0]
     ranks.train(2, "a", *options)
-    ranks.train(2, "whole", *options)
-    ranks.same("whole", "a")
+    ranks.same(ranks.reference(*SMALL, "recipe=nvfp4"), "a")
 
 
 def test_an_error_inside_a_stage_is_told_as_it_is(ranks: Ranks) -> None:
@@ -198,6 +202,5 @@ def test_what_no_pipeline_can_run_is_one_message(
 @pytest.mark.long
 def test_compiled_stages_are_one_compiled_stage(ranks: Ranks) -> None:
     options = (*SMALL, "train.compile=true", "model.layers=2", "train.steps=2")
-    ranks.train(1, "one", *options)
     ranks.train(2, "two", *options, "parallel.pp=2")
-    ranks.same("one", "two")
+    ranks.same(ranks.reference(*options), "two")

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,41 +13,26 @@ import torch
 from fp4train import checkpoint, shards
 from fp4train.errors import UserError
 
-PROGRAM = Path(__file__).with_name("storage_ranks.py")
-ROOT = Path(__file__).parents[2]
+Ranks = Any
 LAST = "tensors-00001-of-00002.safetensors"
+PROGRAM = "import storage_ranks\nreport(storage_ranks.run(*arguments))"
+KILLED = "; import os; os._exit(0)"
+"""The others can end no collective."""
 
 
-def ranks(task: str, folder: Path, size: int, *, ends: tuple[int, ...] | None = None) -> list[Any]:
-    """What each rank of `size` printed; `ends`: their exit codes where not all are 0."""
-    meeting = f"file://{folder}.{task}.{size}"
-    programs = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), task, str(folder), str(rank), str(size), meeting],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        for rank in range(size)
-    ]
-    try:
-        told = [program.communicate(timeout=200) for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-    codes = tuple(program.returncode for program in programs)
-    assert codes == (ends or (0,) * size), "\n".join(err[-2000:] for _, err in told)
-    return [json.loads(out) if out else None for out, _ in told]
+def told(ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, ...] | None = None) -> list[Any]:
+    """What `task` gave on each rank of `size`; `ends`: their exit codes where not all are 0."""
+    given = ranks.program(PROGRAM + KILLED * (ends is not None), size, task, str(folder), ends=ends)
+    return [each[0] if each else None for each in given]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(make_ranks: Callable[[], Ranks]) -> Path:
     """Steps 1 and 2, written by two ranks in `parts`, and the same state by one in `whole`."""
-    folder = tmp_path_factory.mktemp("saved")
-    told = ranks("save", folder, 2)
-    assert told[0]["losses"] == told[1]["losses"]
-    return folder
+    ranks = make_ranks()
+    first, second = told(ranks, "save", ranks.folder, 2)
+    assert first["losses"] == second["losses"]
+    return Path(ranks.folder)
 
 
 def test_one_process_reads_what_two_ranks_wrote(saved: Path) -> None:
@@ -121,11 +104,13 @@ def test_a_file_that_is_changed_after_it_was_verified_is_not_read(saved: Path, t
 
 
 @pytest.mark.long
-def test_several_ranks_agree_on_the_checkpoint_whoever_sees_the_damage(saved: Path, tmp_path: Path) -> None:
+def test_several_ranks_agree_on_the_checkpoint_whoever_sees_the_damage(
+    ranks: Ranks, saved: Path, tmp_path: Path
+) -> None:
     for damage in DAMAGES:
         shutil.copytree(saved / "parts", tmp_path / damage.__name__)
         damage(tmp_path / damage.__name__ / "step_00000002")
-    first, second = ranks("find", tmp_path, 2)
+    first, second = told(ranks, "find", tmp_path, 2)
     assert first == second
     for damage, reason in DAMAGES.items():
         step, said = first[damage.__name__]
@@ -134,43 +119,43 @@ def test_several_ranks_agree_on_the_checkpoint_whoever_sees_the_damage(saved: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
-def test_other_numbers_of_ranks_go_on_from_it_with_equal_bits(saved: Path, size: int) -> None:
-    for told in ranks("load", saved, size):
-        assert told["different"] == [] and told["step"] == 2
+def test_other_numbers_of_ranks_go_on_from_it_with_equal_bits(ranks: Ranks, saved: Path, size: int) -> None:
+    for each in told(ranks, "load", saved, size):
+        assert each["different"] == [] and each["step"] == 2
 
 
 @pytest.mark.long
-def test_four_ranks_write_and_fewer_go_on(tmp_path: Path) -> None:
+def test_four_ranks_write_and_fewer_go_on(ranks: Ranks, tmp_path: Path) -> None:
     """Among them hybrid and two-dimensional shards, each element of which one rank writes."""
-    told = ranks("save", tmp_path, 4)
+    wrote = told(ranks, "save", tmp_path, 4)
     total = sum(t.nbytes for n, t in checkpoint.load(tmp_path / "whole").tensors.items() if n != "model/head.weight")
-    assert sum(each["bytes"] for each in told) == total
+    assert sum(each["bytes"] for each in wrote) == total
     for size in (2, 1):
-        for each in ranks("load", tmp_path, size):
+        for each in told(ranks, "load", tmp_path, size):
             assert each["different"] == []
-            assert size != 1 or each["losses"] == pytest.approx(told[0]["losses"])
+            assert size != 1 or each["losses"] == pytest.approx(wrote[0]["losses"])
 
 
 @pytest.mark.long
-def test_a_disk_that_is_full_for_one_rank_costs_that_checkpoint_alone(tmp_path: Path) -> None:
-    first, second = ranks("fail", tmp_path, 2)
+def test_a_disk_that_is_full_for_one_rank_costs_that_checkpoint_alone(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = told(ranks, "fail", tmp_path / "checkpoints", 2)
     assert first == second, "all ranks know the reason"
     assert first[0] == ["step_00000001"] and first[2] == ["step_00000001", "step_00000003"]
     assert "rank 1 on " in first[1] and "No space left on device" in first[1]
-    assert torch.equal(checkpoint.load(tmp_path).tensors["w"], torch.arange(10.0) + 3)
+    assert torch.equal(checkpoint.load(tmp_path / "checkpoints").tensors["w"], torch.arange(10.0) + 3)
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    told = ranks("kill", folder, 2, ends=(0, -9))
-    assert "a rank has ended, or does not answer" in told[0]
+    left, _ = told(ranks, "kill", folder, 2, ends=(0, -9))
+    assert "a rank has ended, or does not answer" in left
     assert checkpoint.load(folder).step == 1
 
 
 @pytest.mark.long
-def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(tmp_path: Path) -> None:
-    first, second = ranks("async", tmp_path, 2)
+def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = told(ranks, "async", tmp_path, 2)
     assert first == second, "every rank has the same outcome"
     assert [step for step, *_ in first] == [1, 2, 3, 4]
     assert first[0][1:] == first[3][1:] == [None, None]
@@ -181,9 +166,9 @@ def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(tmp_
 
 
 @pytest.mark.long
-def test_ranks_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
-    for told in ranks("apart", tmp_path, 2):
-        assert "rank 1 on " in told and "is it on a disk that all machines share?" in told
+def test_ranks_that_do_not_share_a_disk_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    for said in told(ranks, "apart", tmp_path, 2):
+        assert "rank 1 on " in said and "is it on a disk that all machines share?" in said
     assert checkpoint.steps(tmp_path / "0" / "checkpoints") == []
 
 
@@ -193,8 +178,8 @@ def test_a_part_lies_inside_of_its_tensor() -> None:
 
 
 @pytest.mark.long
-def test_stages_of_a_pipeline_make_one_checkpoint(tmp_path: Path) -> None:
-    for contradiction, apart in ranks("stages", tmp_path / "c", 2):
+def test_stages_of_a_pipeline_make_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    for contradiction, apart in told(ranks, "stages", tmp_path / "c", 2):
         assert "state/loss_scale is 0.0 on one rank and 1.0 on another" in contradiction
         assert "ranks save different steps: [3, 4]" in apart
     found = checkpoint.load(tmp_path / "c")
@@ -204,12 +189,12 @@ def test_stages_of_a_pipeline_make_one_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_way_to_cut_a_model_draws_the_same_weights(tmp_path: Path) -> None:
+def test_every_way_to_cut_a_model_draws_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
     """FSDP, HSDP, and FSDP with tensor parallel, on 1, 2 and 4 ranks; the weights are never whole on a rank."""
-    (alone,) = ranks("born", tmp_path, 1)
+    (alone,) = told(ranks, "born", tmp_path, 1)
     for size in (2, 4):
-        for told in ranks("born", tmp_path, size):
-            for how, (weights, loss) in told.items():
+        for each in told(ranks, "born", tmp_path, size):
+            for how, (weights, loss) in each.items():
                 expected, first_loss = alone[f"{how.split()[0]} sharded"]
                 assert weights == expected, f"{how} on {size}"
                 assert loss in (None, pytest.approx(first_loss, rel=1e-6))

@@ -1,25 +1,28 @@
 """Tensor and sequence parallelism on gloo ranks: losses and norms do not depend on how the layers are cut."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import llama_steps
 import pytest
-import ranks
 import torch
 
+Ranks = Any
+
 PROGRAM = """
+import json
+
 import llama_steps
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from fp4train.nn.place import Ranks
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 
-data = int(sys.argv[5])
+data = int(arguments[1])
 mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))
 dp = Ranks.of(mesh["dp"])
-for case in json.loads(sys.argv[4]):
+for case in json.loads(arguments[0]):
     model = llama_steps.model(**case.get("model", {}))
     options = {"sequence": case["sequence"], "amax": case["amax"], "gather": case["gather"]}
     if world > data:
@@ -45,12 +48,18 @@ for case in json.loads(sys.argv[4]):
 
 
 def trained(
-    folder: Path, world: int, recipes: list[str], *, data: int = 1, **options: Any
+    ranks: Ranks,
+    world: int,
+    recipes: list[str],
+    *,
+    data: int = 1,
+    tokens: tuple[bool, ...] = (False, True),
+    **options: Any,
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(on several ranks, on one) for each recipe, with and without cut tokens."""
+    """(on several ranks, on one) for each recipe, with and without cut tokens (`tokens`)."""
     given = {"amax": "tp", "gather": "recipe", **options}
-    cases = [{"recipe": recipe, "sequence": sequence, **given} for recipe in recipes for sequence in (False, True)]
-    found = ranks.run(PROGRAM, world, folder, json.dumps(cases), str(data))
+    cases = [{"recipe": recipe, "sequence": sequence, **given} for recipe in recipes for sequence in tokens]
+    found = ranks.program(PROGRAM, world, json.dumps(cases), str(data))[0]
     assert len(found) == len(cases)
     torch.set_num_threads(1)
     one = {}
@@ -63,8 +72,8 @@ def trained(
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(tmp_path: Path, world: int) -> None:
-    for ours, one in trained(tmp_path, world, ["fp32"]):
+def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(ranks: Ranks, world: int) -> None:
+    for ours, one in trained(ranks, world, ["fp32"]):
         assert llama_steps.difference(ours, one, "logits", 0) <= 1e-6, ours
         for step in range(2):
             assert llama_steps.difference(ours, one, "losses", step) <= 1e-6, ours
@@ -73,9 +82,10 @@ def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
-def test_in_every_recipe_the_first_loss_is_that_of_one_rank(tmp_path: Path, world: int) -> None:
+def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world: int) -> None:
     recipes = ["bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_row", "fp8_delayed", "mxfp8_fp32"]
-    for ours, one in trained(tmp_path, world, recipes):
+    recipes = recipes if world == 2 else ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
+    for ours, one in trained(ranks, world, recipes):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
         # BF16 activations round sums of another order to other neighbours now and then; float32 ones do not.
         limit = 1e-6 if ours["recipe"].endswith("fp32") else 2e-4
@@ -83,62 +93,63 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(tmp_path: Path, worl
 
 
 @pytest.mark.long
-def test_with_the_amax_of_each_rank_alone_it_is_not(tmp_path: Path) -> None:
+def test_with_the_amax_of_each_rank_alone_it_is_not(ranks: Ranks) -> None:
     """What the tests above see if the amax is not that of the whole tensor."""
-    for ours, one in trained(tmp_path, 2, ["nvfp4", "fp8_current"], amax="local"):
+    for ours, one in trained(ranks, 2, ["nvfp4", "fp8_current"], amax="local"):
         assert llama_steps.difference(ours, one, "losses", 0) > 1e-5, ours
         assert llama_steps.difference(ours, one, "norms", 0) > 1e-3, ours
 
 
 @pytest.mark.long
-def test_recomputation_changes_nothing(tmp_path: Path) -> None:
-    plain = trained(tmp_path, 2, ["nvfp4"])
-    again = trained(tmp_path, 2, ["nvfp4"], model={"recompute": True})
+def test_recomputation_changes_nothing(ranks: Ranks) -> None:
+    plain = trained(ranks, 2, ["nvfp4"])
+    again = trained(ranks, 2, ["nvfp4"], model={"recompute": True})
     for (ours, _), (recomputed, _) in zip(plain, again, strict=True):
         assert ours["losses"] == recomputed["losses"] and ours["norms"] == recomputed["norms"]
 
 
 @pytest.mark.long
-def test_tokens_sent_as_codes_change_no_bit(tmp_path: Path) -> None:
+def test_tokens_sent_as_codes_change_no_bit(ranks: Ranks) -> None:
     recipes = ["nvfp4", "mxfp8", "fp8_row"]
-    codes = trained(tmp_path, 2, recipes)
-    activations = trained(tmp_path, 2, recipes, gather="bf16")
+    codes = trained(ranks, 2, recipes)
+    activations = trained(ranks, 2, recipes, gather="bf16")
     for (ours, _), (theirs, _) in zip(codes, activations, strict=True):
         assert ours["losses"] == theirs["losses"] and ours["norms"] == theirs["norms"]
 
 
 @pytest.mark.long
-def test_grouped_queries_and_an_untied_head_are_cut_too(tmp_path: Path) -> None:
-    for ours, one in trained(tmp_path, 2, ["fp32"], model={"kv_heads": 2, "tied": False}):
+def test_grouped_queries_and_an_untied_head_are_cut_too(ranks: Ranks) -> None:
+    for ours, one in trained(ranks, 2, ["fp32"], model={"kv_heads": 2, "tied": False}):
         assert llama_steps.difference(ours, one, "losses", 1) <= 1e-6, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= 1e-6, ours
 
 
 @pytest.mark.long
-def test_fsdp_over_two_and_tensors_over_two(tmp_path: Path) -> None:
-    for ours, one in trained(tmp_path, 4, ["fp32", "mxfp8_fp32"], data=2):
+def test_fsdp_over_two_and_tensors_over_two(ranks: Ranks) -> None:
+    for ours, one in trained(ranks, 4, ["fp32", "mxfp8_fp32"], data=2):
         assert llama_steps.difference(ours, one, "losses", 1) <= 1e-6, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= 1e-6, ours
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
-def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(tmp_path: Path, world: int) -> None:
-    for ours, one in trained(tmp_path, world, ["nvfp4"], data=2, amax="data"):
+def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(ranks: Ranks, world: int) -> None:
+    for ours, one in trained(ranks, world, ["nvfp4"], data=2, amax="data"):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= 1e-4, ours
 
 
 @pytest.mark.long
-def test_compiled_blocks_are_as_close_to_eager_ones_as_on_one_rank(tmp_path: Path) -> None:
+def test_compiled_blocks_are_as_close_to_eager_ones_as_on_one_rank(ranks: Ranks) -> None:
     """Compiled blocks keep float32 between fused operations, which changes roundings."""
-    for ours, one in trained(tmp_path, 2, ["nvfp4"], compile=True):
+    for ours, one in trained(ranks, 2, ["nvfp4"], tokens=(True,), compile=True, model={"layers": 1}):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-3, ours
 
 
 BIASES = """
 import fp4train as f4
 import llama_steps
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from fp4train.models.common.cut import TensorCut, TokenRanks
@@ -180,9 +191,9 @@ for recipe in ("fp32", "mxfp8_fp32", "fp8_row"):
 
 
 @pytest.mark.long
-def test_biases_and_a_model_of_a_users_own(tmp_path: Path) -> None:
+def test_biases_and_a_model_of_a_users_own(ranks: Ranks) -> None:
     """Outputs and the gradients of x, w and bias, with and without cut tokens."""
-    reported = ranks.run(BIASES, 2, tmp_path)
+    reported = ranks.program(BIASES, 2)[0]
     assert [len(differences) for differences in reported] == [12, 12, 12]
     fp32, mxfp8, fp8_row = reported
     assert max(fp32) <= 1e-6 and max(mxfp8) <= 1e-6

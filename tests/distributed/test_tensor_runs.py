@@ -1,5 +1,6 @@
 """Tensor parallelism from the command line: the losses of one rank, resumes on other meshes, refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ Ranks = Any
 BASE = ("model.kv_heads=2", "policy=all", "parallel.norm=float64", "schedule.warmup=0")
 
 
-def close(ranks: Ranks, one: str, other: str, first: float, later: float) -> None:
+def close(ranks: Ranks, one: Path, other: str, first: float, later: float) -> None:
     """Relative differences of losses and norms, of the first step and of the others."""
     pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
     assert len(pairs) >= 5
@@ -20,28 +21,25 @@ def close(ranks: Ranks, one: str, other: str, first: float, later: float) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("sequence", ["true", "false"])
 def test_two_tensor_parallel_ranks_give_the_losses_of_one_in_fp32(ranks: Ranks, sequence: str) -> None:
-    ranks.train(1, "one", "recipe=fp32", *BASE)
     ranks.train(2, "two", "recipe=fp32", *BASE, "parallel.tp=2", f"parallel.sp={sequence}")
-    close(ranks, "one", "two", 1e-6, 1e-5)
+    close(ranks, ranks.reference("recipe=fp32", *BASE), "two", 1e-6, 1e-5)
 
 
 @pytest.mark.long
 def test_two_tensor_parallel_ranks_give_the_first_loss_of_one_in_nvfp4(ranks: Ranks) -> None:
     """The codes are equal; a few BF16 roundings of sums in another order spread from there."""
-    ranks.train(1, "one", "recipe=nvfp4", *BASE)
     ranks.train(2, "two", "recipe=nvfp4", *BASE, "parallel.tp=2")
-    close(ranks, "one", "two", 2e-4, 2e-2)
+    close(ranks, ranks.reference("recipe=nvfp4", *BASE), "two", 2e-4, 2e-2)
 
 
 @pytest.mark.long
 def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: Ranks) -> None:
     """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
     constant = ("recipe=fp32", *BASE, "schedule=constant", "phases=none")
-    ranks.train(1, "whole", *constant, "train.steps=6")
     ranks.train(2, "parts", *constant, "train.steps=3", "parallel.tp=2")
     ended = ranks(4, "resume=runs/parts", "train.steps=6", "parallel.tp=2", "parallel.dp_shard=2")
     assert ended.codes == [0] * 4, ended.err
-    close(ranks, "whole", "parts", 1e-6, 1e-5)
+    close(ranks, ranks.reference(*constant, "train.steps=6"), "parts", 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,6 @@ def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: 
     [
         (("parallel.tp=2",), "model.kv_heads=1 cannot be divided over parallel.tp=2"),
         (("parallel.tp=2", "model.kv_heads=2", "eval.errors_every=2"), "measures whole operands"),
-        (("parallel.tp=2", "parallel.pp=2"), "take one of them"),
         (("parallel.tp=2", "model.kv_heads=2", "train.microbatch=1", "train.seq_len=31"), "parallel.sp=false"),
     ],
 )

@@ -29,7 +29,7 @@ def test_every_command_works(
     monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     for words in commands():
         with pytest.raises(SystemExit) as ended:
-            main([*words[1:], *(() if words[1] == "sensitivity" else SMALL)])
+            main([*words[1:], *(() if words[1] == "sensitivity" and "runs/a" in words else SMALL)])
         assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
     folder = re.findall(r"in `(runs/[\w/-]+)`", TEXT)[0]
     for name in re.findall(r"`([\w]+\.(?:json|png|yaml|jsonl))`", TEXT):

@@ -55,9 +55,53 @@ def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_pat
     assert run.returncode == 0
 
 
+@needs_triton
+def test_kernels_read_the_step_of_a_recorded_graph_from_memory_in_the_interpreter() -> None:
+    """One launch, of a key whose own step is another; each kernel that draws random bits, its codes and its values."""
+    code = """
+import torch
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantizer
+from fp4train.quantize.random import write_step_counters
+mx = dict(element="e4m3", scale="e8m0", global_scale=None, rounding="stochastic")
+whole = mx | dict(scale="fp32", block=(None, None))
+specs = [QuantSpec(**each) for each in (
+    dict(rounding="stochastic"), dict(rounding="stochastic", hadamard=Hadamard()),
+    dict(rounding="stochastic", block=(16, 16)), mx | dict(block=(1, 32)), whole)]
+x, counters = torch.randn(17, 48).bfloat16(), torch.zeros(8, dtype=torch.int32)
+for spec in specs:
+    theirs, ours = quantizer(spec, "cpu", "reference"), quantizer(spec, "cpu", "triton")
+    for step in (3, 2**29 - 1):
+        write_step_counters(counters, step)
+        recorded = RandomKey(seed=5, step=1, layer=7, operand=4, counters=counters)
+        key = RandomKey(seed=5, step=step, layer=7, operand=4)
+        a, b = ours.codes(x, recorded), theirs.codes(x, key)
+        assert torch.equal(a.codes, b.codes), (spec, step)
+        assert torch.equal(ours.values(x, recorded).values, theirs.values(x, key).values), (spec, step)
+        assert torch.equal(theirs.codes(x, recorded).codes, b.codes), "the reference reads it, too"
+        assert not torch.equal(ours.codes(x, RandomKey(seed=5, step=1, layer=7, operand=4)).codes, b.codes)
+print("equal")
+"""
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
 def test_importing_the_backend_does_not_import_triton() -> None:
     code = "import sys, fp4train.quantize.triton; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_triton
+def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails in the midst of a kernel there; compiled kernels are not concerned."""
+    assert backend.why_not_interpreted("3.6.0", "2.3.5") is None
+    assert backend.why_not_interpreted("3.9.0+git1", "2.4.6") is None
+    found = {"triton": "3.6.0", "numpy": "2.4.6"}
+    monkeypatch.setattr(backend, "version", found.__getitem__)
+    for interpreted, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
+        monkeypatch.setattr(backend, "interpreted", lambda on=interpreted: on)
+        assert said in str(backend.why_not(QuantSpec(), "cpu"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert backend.why_not(QuantSpec(), "cuda") is None
 
 
 @needs_triton

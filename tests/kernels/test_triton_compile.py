@@ -18,6 +18,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
 
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
+RECORDED = RandomKey(seed=1, step=7, layer=5, operand=3, counters=torch.zeros(8, dtype=torch.int32))
 NVFP4 = QuantSpec()
 STOCHASTIC = QuantSpec(rounding="stochastic")
 WGRAD = QuantSpec(rounding="stochastic", hadamard=Hadamard())
@@ -33,6 +34,7 @@ def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes": lambda: backend.quantize(_x(), NVFP4),
     "nvfp4 stochastic values": lambda: backend.quantize_dequantize(_x(), STOCHASTIC, key=KEY),
+    "nvfp4 stochastic values, of a recorded step": lambda: backend.quantize_dequantize(_x(), STOCHASTIC, key=RECORDED),
     "wgrad codes": lambda: backend.quantize(_x().T, WGRAD, key=KEY),
     "wgrad values of float32": lambda: backend.quantize_dequantize(_x(torch.float32).T, WGRAD, key=KEY),
     "weights": lambda: backend.quantize(_x(), SQUARE),

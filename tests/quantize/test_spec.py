@@ -31,7 +31,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"scale": "e8m0"}, "global_scale='tensor': scale='e8m0' spans the whole range; use None"),
         ({**FP8, "global_scale": "row"}, "global_scale='row': scale='fp32' spans the whole range"),
         ({"global_scale": None}, "global_scale=None: scale='e4m3'"),
-        ({"global_scale": "block"}, "global_scale='block' is not one of None, tensor, row"),
+        ({"global_scale": "column"}, "global_scale='column' is not one of None, tensor, row, block"),
         ({"block": (16, 16), "global_scale": "row"}, "global_scale='row': block=(16, 16) spans rows"),
         ({"block": (16, 16), "global_scale": "row", "rounding": "stochastic"}, "global_scale='row'"),
         ({"global_bound": 384.0}, "global_bound=384.0 is not one of 448.0, 256.0"),

@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity, write_statistics
+from omegaconf import OmegaConf
 
 from fp4train import files
 from fp4train.cli import main
+from fp4train.config import plain, to_config
+from fp4train.config.overrides import compose
+from fp4train.costs.estimate import estimate
+from fp4train.costs.table import time_text
+from fp4train.data.vocabulary import planned_vocab_size
 from fp4train.errors import UserError
+from fp4train.hardware import Device, find_gpu
+from fp4train.precision.layers import find_layers
 from fp4train.report.page import write_report
 from fp4train.report.style import DARK, LIGHT
 from fp4train.report.svg import VARIABLES
+from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.track import MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
@@ -283,6 +293,27 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
     assert command(capsys, "a", "out=b.html")[0] == 0 and (tmp_path / "b.html").is_file()
 
 
+def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(tmp_path: Path) -> None:
+    cfg = plain(compose(["run.name=a", "recipe=nvfp4", "model=llama_30m"]))
+    config = to_config(OmegaConf.create(cfg))
+    run, other = write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=1)
+    write_history(run, {**cfg, "data": {"path": "text"}}, 300, "NVFP4")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
+    problems = write_report([run, other], tmp_path / "r.html", find_gpu("B200"))
+    assert len(problems) == 1 and problems[0].startswith("b: its time on B200 is not estimated: ")
+    plan = build_plan(
+        config,
+        find_layers(build_model(config, planned_vocab_size(config.data), torch.device("meta"))),
+        build_timeline(config),
+        Device.elsewhere(find_gpu("B200")),
+    )
+    cost = estimate(plan, find_gpu("B200"))
+    page = (tmp_path / "r.html").read_text()
+    shown = page.partition("Predicted time of the linear layers on B200")[2].partition("</table>")[0]
+    assert time_text(cost.total / 300) in shown and f"{cost.total / cost.bf16:.2f}" in shown
+    assert "Predicted time" not in report(tmp_path, run).text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -290,7 +321,8 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
         (("out=x.html",), "report needs run directories"),
         (("nothing",), "no run can be reported: nothing is not a run directory"),
         (("a", "--open"), "report knows no flag --open"),
-        (("a", "gpu=B200"), "takes run directories and out=, not gpu=B200"),
+        (("a", "steps=3"), "takes run directories, out= and gpu=, not steps=3"),
+        (("a", "gpu=V100"), "gpu='V100' is not a GPU whose peak rates are known"),
         (("a", "out=x.pdf"), "the name must end in .html"),
         (("a", "out="), "the name must end in .html"),
         (("a", "out=no/x.html"), "there is no folder no"),

@@ -16,6 +16,10 @@ CASES = {
     "delayed scaling from the latest amax": ["recipe=fp8_delayed", "recipe.algorithm=most_recent", "phases=none"],
     "fp16's loss scale": ["recipe=fp16", "recipe.scaling.initial=1e10", "recipe.scaling.interval=2", "phases=none"],
     "a forward and a backward recipe": ["recipe=nvfp4_forward_mxfp8_backward", "schedule=cosine", "policy=all"],
+    "a watch of weights that oscillate": [
+        *("recipe=tetrajet_v2", "phases=none"),
+        *("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.5"),
+    ],
     "bf16 of everything in the cooldown": ["phases=cooldown_bf16", "schedule.cooldown=3"],
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from recorded_products import Recorder
 
 from fp4train.backends.native import blocks
@@ -217,3 +218,28 @@ def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is
     assert "1 wheels, 1.5 MB" in said.out and f"pip install --no-index --no-deps {folder}/*.whl" in said.out
     assert "more than 1 MB (--limit)" in said.err
     assert script.main([str(folder)]) == 2, "a folder that holds something is left alone"
+
+
+def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("gpu_graph")
+    overrides.check(list(script.OPTIONS))
+    lines = [
+        {
+            "step": i,
+            "train/loss": 5.0 - i,
+            "train/grad_norm": 1.0,
+            "train/tokens": 100 * i,
+            "perf/tokens_per_s": 50.0 * i,
+        }
+        for i in range(1, 9)
+    ]
+    other = [*lines[:6], {**lines[6], "train/grad_norm": 2.0}, lines[7]]
+    runs = {"same": (lines, lines), "other": (lines, other), "failed": (lines, "fp4train: out of memory")}
+    monkeypatch.setattr(script, "train", lambda folder, recipe, graph, extra: runs[recipe][graph])
+    same = script.compare(tmp_path, "same", [])
+    assert same == {"equal": True, "first difference at step": None, "eager ms": 100000 / 350, "graph ms": 100000 / 350}
+    assert script.compare(tmp_path, "other", [])["first difference at step"] == 7
+    assert script.compare(tmp_path, "failed", [])["graph"] == "fp4train: out of memory"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_graph", "--out", str(tmp_path / "x.json")])
+    assert script.main() == 3

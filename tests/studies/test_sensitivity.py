@@ -149,8 +149,32 @@ def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     assert "is the record of another study (recipe:" in said.message and "out=…" in said.message
 
 
+def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:
+    """The same keys and seed: the same weights, batches and numbers, whether a run began with them or not."""
+    keys = [*cli.tiny(), "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"]
+    said = cli.raw("sensitivity", "model=llama_tiny", *keys, *QUICK)
+    assert said.code == 0, said.message
+    assert "llama_tiny-nvfp4, not trained, step 0: gradients in NVFP4" in said.out
+    folder = Path("runs/studies/sensitivity-llama_tiny-nvfp4")
+    assert cli.raw("sensitivity", "runs/a", "step=0", *QUICK).code == 0
+    found, of_run = (
+        json.loads((each / "sensitivity.json").read_text())
+        for each in (folder, Path("runs/a/studies/sensitivity-nvfp4-0"))
+    )
+    assert found["parts"] == of_run["parts"] and found["policy"] == of_run["policy"]
+    again = cli.raw(
+        "sensitivity", "model=llama_tiny", *(key for key in keys if "seq_len" not in key), "train.seq_len=16", *QUICK
+    )
+    assert again.code == 1 and "another study" in again.message, "another configuration of that name"
+
+
 BAD = {
-    "no run": (["recipe=nvfp4"], "sensitivity needs one run directory: fp4train sensitivity RUN"),
+    "no run": (["recipe=nvfp4"], "sensitivity needs one run directory, or model=…: fp4train sensitivity RUN"),
+    "a step of no run": (["model=llama_tiny", "step=3"], "step=3 is of a run: give its directory"),
+    "weights of a run": (
+        ["model=llama_tiny", "init=runs/a"],
+        "init=runs/a: to study the weights of a run give its dir",
+    ),
     "two runs": (["runs/a", "runs/b"], "sensitivity needs one run directory"),
     "not a run": (["runs/x"], "runs/x is not a run directory"),
     "a sweep": (["runs/a", "-m", "recipe=nvfp4,mxfp8"], "one recipe at a time"),

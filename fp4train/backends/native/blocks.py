@@ -65,6 +65,7 @@ class Scheme:
         return (
             spec.element in self.elements
             and spec.scale in self.scales
+            and spec.global_scale != "block"
             and cols == self.cols
             and rows is not None
             and (self.rows is None or rows in self.rows)

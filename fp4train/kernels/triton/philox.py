@@ -29,12 +29,14 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def random_words(group, row, anchor, key0, key1, counter2, counter3, col_group, row_offset):
     """The four words of each group of eight columns. group, row: integer tensors that broadcast; the rest int32
-    scalars (bit patterns).
+    scalars (bit patterns). counter2 may be a pointer to one: the step's, in a CUDA graph.
 
     anchor: zeros of that shape in the layout in which the words are needed, in disguise (a sign bit known to us, not
     to Triton): it keeps Triton from drawing them in another layout and sending each through shared memory. 0 where
     there is no such danger.
     """
+    if counter2.dtype.is_ptr():
+        counter2 = tl.load(counter2)
     zero = (group * 0 + row * 0).to(tl.uint32) + anchor
     c0 = group.to(tl.uint32) + col_group.to(tl.uint32) + zero
     c1 = row.to(tl.uint32) + row_offset.to(tl.uint32) + zero

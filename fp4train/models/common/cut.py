@@ -38,6 +38,10 @@ class TokenRanks:
     ranks: Ranks
     sequence: bool
 
+    def stream(self, batch: int, time: int, width: int) -> tuple[int, ...]:
+        """The shape of the residual stream on a rank: its share of the tokens, or all of them."""
+        return (batch * time // self.ranks.size, width) if self.sequence else (batch, time, width)
+
 
 class TensorParallel(Protocol):
     """A model that tensor parallelism can cut. Its `tensor` is set when it is cut."""

@@ -23,7 +23,8 @@ class StageCut:
             pass iterates over it (a stage's list has the keys of the whole one, so that names stay).
         first: attributes with the modules that the first stage alone has.
         last: attributes with those that the last stage alone has.
-        width: of the residual stream [B, T, width], which stages send each other.
+        width: of the residual stream, which stages send each other: [B, T, width], or the share of a tensor-parallel
+            rank [B·T / p, width] (`TokenRanks.stream`).
     """
 
     blocks: str
@@ -39,8 +40,8 @@ class Tie(Protocol):
         """Give the gradient of the copy in one microbatch to the first stage."""
         ...
 
-    def receive(self, like: Tensor) -> Tensor:
-        """The gradient of the copy in the microbatch whose backward pass runs."""
+    def receive(self, weight: Tensor) -> Tensor:
+        """The gradient of the copy in the microbatch whose backward pass runs; it lies as `weight` does."""
         ...
 
 
@@ -105,7 +106,11 @@ class _Copy(torch.autograd.Function):
 
 
 class Pipelined(Protocol):
-    """A model that a pipeline can cut. Its forward pass reads `stage`; a later stage is given the residual stream."""
+    """A model that a pipeline can cut. Its forward pass reads `stage`.
+
+    The first stage is called with tokens. A later one is called with the residual stream and with `time`, the number of
+    tokens of a sequence, which the share of a tensor-parallel rank does not tell; the last one with `targets_BT` too.
+    """
 
     stage: Stage
 

@@ -163,20 +163,23 @@ class LlamaModel(nn.Module):
         angles = rope_angles(self.seq_len, self.shape.width // self.shape.heads, self.shape.rope_base)
         return {"cos": angles.cos(), "sin": angles.sin()}
 
-    def forward(self, input: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """The loss, the logits [B, T, vocabulary], or the residual stream [B, T, D].
+    def forward(self, input: Tensor, targets_BT: Tensor | None = None, *, time: int | None = None) -> Tensor:
+        """The loss, the logits [B, T, vocabulary], or the residual stream.
 
         Args:
-            input: tokens [B, T]; the residual stream [B, T, D] on a later stage of a pipeline.
+            input: tokens [B, T]; on a later stage of a pipeline the residual stream [B, T, D], or where tensor-parallel
+                ranks share the tokens this rank's rows of it [B·T / p, D].
             targets_BT: tokens.
+            time: T, for a later stage; None: the second dimension of `input`.
         """
-        if input.shape[1] > self.seq_len:
-            raise ValueError(f"{input.shape[1]} tokens exceed the model's seq_len={self.seq_len}")
+        time = input.shape[1] if time is None else time
+        if time > self.seq_len:
+            raise ValueError(f"{time} tokens exceed the model's seq_len={self.seq_len}")
         stage, x = self.stage, input
         if stage.first:
             dtype = activation_dtype(self.embed.weight.dtype)
             x = embed(input, stage.embedding(self.embed.weight), dtype, self.tensor)
-        cos, sin = (t[: input.shape[1]].to(x.dtype) for t in (self.cos, self.sin))
+        cos, sin = (t[:time].to(x.dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
         if not stage.last:
@@ -184,7 +187,7 @@ class LlamaModel(nn.Module):
         x, w_VD = stage.head(self.norm(x), self.head.weight)
         x_MD = whole_tokens(x, self.tensor)
         if targets_BT is None:
-            return logits(x_MD, w_VD, self.tensor).view(*input.shape[:2], -1)
+            return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
         return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor)
 
     def fp4train_tensor_cut(self) -> TensorCut:

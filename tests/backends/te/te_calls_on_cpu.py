@@ -203,6 +203,47 @@ def microbatches() -> dict[str, list[int]]:
     return found
 
 
+def described(value: Any) -> Any:
+    """What a call hands over by value: numbers and switches, those of quantisers too; of tensors shape and dtype."""
+    if isinstance(value, (torch.Tensor, Codes)):
+        return [kind(value), *value.shape]
+    if isinstance(value, (tuple, list)):
+        return [described(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    held = {k: v for k, v in sorted(getattr(value, "__dict__", {}).items()) if isinstance(v, (bool, int, float, str))}
+    return [type(value).__name__, *(str(item) for item in held.items())]
+
+
+def repeats() -> dict[str, list[Any]]:
+    """The calls of two microbatches, in each of three steps, with all that they hand over by value."""
+    plain, multiply = tex.quantize, tex.generic_gemm
+    seen: list[Any] = []
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            seen.append([name, described(args), {key: described(each) for key, each in options.items()}])
+            return call(*args, **options)
+
+        return noted
+
+    found = {}
+    for name, recipe in {
+        **{"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current(), "fp8_block": FP8Block()},
+        "nvfp4 fprop high": NVFP4().with_high_precision("fprop"),
+    }.items():
+        made, steps = model(2, dtype=torch.float32), []
+        tex.quantize, tex.generic_gemm = noting("quantize", plain), noting("gemm", multiply)
+        for step in range(3):
+            seen.clear()
+            run(made, recipe, step=step)
+            run(made, recipe, step=step)
+            steps.append(list(seen))
+        found[name] = steps
+        tex.quantize, tex.generic_gemm = plain, multiply
+    return found
+
+
 def delayed() -> dict[str, Any]:
     """Updates of delayed scaling per step, and what evaluation leaves in the histories."""
     recipe, made = FP8Delayed(history=4), model(3, dtype=torch.float32)
@@ -237,4 +278,6 @@ def delayed() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    json.dump({"calls": calls(), "delayed": delayed(), "microbatches": microbatches()}, sys.stdout)
+    json.dump(
+        {"calls": calls(), "delayed": delayed(), "microbatches": microbatches(), "repeats": repeats()}, sys.stdout
+    )

@@ -70,3 +70,11 @@ def test_weights_are_quantised_once_per_step_and_again_when_they_change(report: 
     for recipe in ("mxfp8", "fp8_current"):
         assert report["microbatches"][recipe] == [1, 0, 1, 1, 0, 1], recipe
     assert report["microbatches"]["fp8_delayed"] == [1, 1, 1, 1, 1, 1], "its scale may change between passes"
+
+
+@pytest.mark.parametrize("recipe", [*KINDS, "nvfp4 fprop high"])
+def test_every_step_hands_over_the_same_numbers_so_that_one_can_be_recorded(report: Any, recipe: str) -> None:
+    """A CUDA graph repeats what was handed over by value; the first step allocates what later ones keep."""
+    _, second, third = report["repeats"][recipe]
+    assert len([call for call in second if call[0] == "gemm"]) == 2 * 2 * 3
+    assert second == third

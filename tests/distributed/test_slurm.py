@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import losses, wait_for
@@ -16,10 +17,7 @@ from fp4train import checkpoint
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
-TINY = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl", "device=cpu", "data=text"),
-)
+Ranks = Any
 
 SRUN = '''#!{python}
 """Starts a step's tasks as Slurm does: their variables, the signals of `scancel`, one bad exit ends all."""
@@ -63,23 +61,12 @@ def header(name: str) -> str:
     return found[1]
 
 
-def own_step(text: Path) -> list[str]:
-    return [*TINY, f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over a lazy dog in 4 and in 8 bits; " * 300)
-    return path
-
-
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def sbatch(tmp_path: Path) -> Start:
-    """Runs the script's body as a job of 2 nodes with 2 tasks each; `restarts`: how often it was requeued."""
+    """Runs the script's body as a job of `nodes` with 2 tasks each; `restarts`: how often it was requeued."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, source in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
@@ -87,7 +74,7 @@ def sbatch(tmp_path: Path) -> Start:
         (programs / name).chmod(0o755)
     job = str(os.getpid() % 9_000)
 
-    def start(*arguments: str, restarts: int = 0) -> "subprocess.Popen[str]":
+    def start(*arguments: str, nodes: int = 2, restarts: int = 0) -> "subprocess.Popen[str]":
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -96,11 +83,11 @@ def sbatch(tmp_path: Path) -> Start:
             "OMP_NUM_THREADS": "1",
             "SLURM_JOB_ID": job,
             "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_NNODES": "2",
+            "SLURM_NNODES": str(nodes),
             "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NTASKS": "4",
+            "SLURM_NTASKS": str(2 * nodes),
             "SLURM_CPUS_PER_TASK": "1",
-            "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+            "SLURM_JOB_NODELIST": "127.0.0.[1-2]" if nodes == 2 else "127.0.0.1",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
         }
         command = ["bash", str(SCRIPT), *arguments]
@@ -119,23 +106,13 @@ def ended(job: "subprocess.Popen[str]") -> tuple[int, str]:
     return job.returncode, out + err
 
 
-def of_torchrun(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "fp4train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def tensors(run: Path) -> dict[str, bytes]:
-    found = checkpoint.load(run / "checkpoints").tensors
-    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
-
-
 @pytest.mark.long
-def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_what_torchrun_gives(
-    sbatch: Start, tmp_path: Path, text: Path
+def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bits(
+    ranks: Ranks, sbatch: Start, tmp_path: Path
 ) -> None:
-    options = [*own_step(text), "train.steps=120", "eval.every=0", "policy.last=0"]
+    """As those of four ranks of one machine."""
+    given = ("train.steps=60", "eval.every=0", "policy.last=0")
+    options = ranks.tiny("device=cpu", *given)
     job, run = sbatch(*options, "run.name=slurm"), tmp_path / "runs/slurm"
     metrics = run / "metrics.jsonl"
     wait_for(lambda: job.poll() is not None or (metrics.exists() and metrics.read_text().count("train/loss") > 2))
@@ -146,22 +123,23 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_what_torchr
     assert code == 0 and "goes back into the queue" in said, said
     assert re.fullmatch(r"requeue \d+\n", (tmp_path / "scontrol.log").read_text())
     done = max(losses(run))
-    assert checkpoint.steps(run / "checkpoints") == [done] and done < 120
+    assert checkpoint.steps(run / "checkpoints") == [done] and done < 60
 
     code, said = ended(sbatch(*options, "run.name=slurm", restarts=1))
     assert code == 0 and f"going on from step {done}" in said, said
-    of_torchrun(tmp_path, *options, "run.name=torchrun")
-    assert losses(run) == losses(tmp_path / "runs/torchrun")
-    assert tensors(run) == tensors(tmp_path / "runs/torchrun")
+    ranks.train(4, "whole", "device=cpu", *given)
+    ranks.same("whole", "slurm")
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(sbatch: Start, tmp_path: Path, text: Path) -> None:
-    job = sbatch(*own_step(text), "run.name=a", "train.steps=2000", "eval.every=0")
+def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(
+    ranks: Ranks, sbatch: Start, tmp_path: Path
+) -> None:
+    job = sbatch(*ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"), nodes=1)
     metrics = tmp_path / "runs/a/metrics.jsonl"
     wait_for(lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text()))
     began = time.monotonic()
-    os.kill(int((tmp_path / "tasks").read_text().split()[3]), signal.SIGKILL)
+    os.kill(int((tmp_path / "tasks").read_text().split()[1]), signal.SIGKILL)
     code, said = ended(job)
     assert code == 128 + signal.SIGKILL and not (tmp_path / "scontrol.log").exists(), said
     assert time.monotonic() - began < 60

@@ -1,0 +1,132 @@
+"""OsciReset of TetraJet-v2 (arXiv:2510.27527): weights that jump between two quantised values are put on one of them.
+
+Late in training a weight moves little, but near a threshold of its grid its quantised value still jumps by a whole
+step. For each weight w with quantised value Q(w), over the watched steps t,
+
+    ratio = Σ |Q(w_t) − Q(w_{t−1})| / Σ |w_t − w_{t−1}|
+
+is about 1 where the value follows the weight, and large where it oscillates. At the end of the watch every weight with
+ratio ≥ `ratio` becomes Q(w), the middle of its bin, from where it takes many steps to reach a threshold again.
+
+What is watched is state of the optimizer, float32 of the weight's shape, and so part of every checkpoint:
+
+    oscillation_seen    the weight after the step before
+    oscillation_moved   Σ |w_t − w_{t−1}|
+    oscillation_jumped  Σ |Q(w_t) − Q(w_{t−1})|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.quantize import QuantSpec, quantizer
+
+SEEN, MOVED, JUMPED = "oscillation_seen", "oscillation_moved", "oscillation_jumped"
+
+Watched = tuple[nn.Parameter, QuantSpec]
+"""A weight and how the forward pass quantises it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OscillationReset:
+    """When weights are watched and reset; the defaults of all but `every` are those of the authors' runs.
+
+    Args:
+        every: a watch begins after every so many optimizer steps; 0: never.
+        watch: optimizer steps of a watch; weights are reset after the last one.
+        ratio: of the paths of value and weight from which a weight oscillates.
+        start: optimizer steps before the first watch; the authors begin at about 60 % of a run.
+    """
+
+    every: int = 0
+    watch: int = 50
+    ratio: float = 8.0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"oscillation.every={self.every} must be a number of steps, or 0 for never")
+        if self.watch < 1:
+            raise ValueError(f"oscillation.watch={self.watch} must be at least 1")
+        if self.every and self.watch >= self.every:
+            raise ValueError(f"oscillation.watch={self.watch} must be below oscillation.every={self.every}")
+        if not self.ratio > 1:
+            raise ValueError(f"oscillation.ratio={self.ratio} must be > 1: a value that follows its weight has 1")
+        if self.start < 0:
+            raise ValueError(f"oscillation.start={self.start} must be ≥ 0")
+
+
+def why_not(spec: QuantSpec) -> str | None:
+    """Why the values of a weight have no fixed thresholds at which it could oscillate; None if they have."""
+    if spec.random:
+        return f"rounding={spec.rounding!r} draws its thresholds"
+    if spec.delayed is not None:
+        return "delayed scaling moves its thresholds with the steps before"
+    if spec.hadamard is not None or spec.requantises is not None:
+        return "it is transformed or rounded twice"
+    return None
+
+
+def values_of(weight: Tensor, spec: QuantSpec) -> Tensor:
+    """Q(w) as the forward pass multiplies it, float32 [N, K]."""
+    decoded = quantizer(spec, weight.device.type).values(weight)
+    values = decoded.values.float()
+    return values if decoded.scale is None else values * decoded.scale
+
+
+@torch.no_grad()
+def follow(
+    settings: OscillationReset,
+    optimizer: torch.optim.Optimizer,
+    watched: Iterable[Watched],
+    done: int,
+    failed: Tensor,
+) -> float | None:
+    """After an optimizer step: begin a watch, go on with it, or end it; nothing where none is due.
+
+    The device decides all but the end, for which the host waits.
+
+    Args:
+        watched: the weights that the optimizer has stepped.
+        done: optimizer steps done, this one included.
+        failed: bool [], the step changed no weight since its gradients are not finite.
+
+    Returns:
+        The share of the watched weights that were reset; None where no watch ended.
+    """
+    if not settings.every:
+        return None
+    since = done % settings.every
+    if since > settings.watch or done - since < max(settings.start, 1):
+        return None
+    ending = since == settings.watch
+    if ending and bool(failed):
+        return None
+    count, total = torch.zeros((), device=failed.device), 0
+    for weight, spec in watched:
+        state = optimizer.state[weight]
+        now = weight.detach()
+        if since == 0:
+            state[SEEN], state[MOVED], state[JUMPED] = now.clone(), torch.zeros_like(now), torch.zeros_like(now)
+            continue
+        if SEEN not in state:  # the watch began in another recipe
+            continue
+        value = values_of(now, spec)
+        state[MOVED] += (now - state[SEEN]).abs_()
+        state[JUMPED] += (value - values_of(state[SEEN], spec)).abs_()
+        state[SEEN].copy_(now)
+        if ending:
+            # 0 ≥ 0 is no oscillation: a weight that did not move, though its block's scale may have
+            reset = (state[JUMPED] >= settings.ratio * state[MOVED]) & (state[MOVED] > 0)
+            weight.copy_(torch.where(reset, value, now))
+            count, total = count + reset.sum(), total + reset.numel()
+    if not ending:
+        return None
+    for state in optimizer.state.values():
+        for name in (SEEN, MOVED, JUMPED):
+            state.pop(name, None)
+    return float(count) / total if total else None

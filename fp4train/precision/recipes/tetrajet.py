@@ -1,0 +1,45 @@
+"""TetraJet-v2: NVFP4 with double-block scales, and gradients of what the forward pass multiplied (arXiv:2510.27527)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fp4train.backends.table import Operands
+from fp4train.precision.recipe import Recipe
+from fp4train.quantize import Hadamard, QuantSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TetraJetV2(Recipe):
+    """NVFP4 in all six operands, each with E4M3 scales per 1×16 and a float32 scale per 1×128 instead of per tensor.
+
+    Forward: x and w to nearest. Backward: "aligned" x and w, that is, the values that the forward pass multiplied, and
+    dy, all turned by a random Hadamard transform of 16 and rounded stochastically, x and w anew.
+
+    OsciReset, which works on the weights between steps, is `optim.oscillation`. Of OutControl this has the
+    random transform; its channels of x that are kept in MXFP8 are not included: an operand here has one format.
+    A gradient block below 2⁻¹⁰ of the smallest scale becomes zero; the authors' kernels (github.com/thu-ml/
+    TetraJet-v2-NVFP4Training) give it the smallest scale.
+
+    Args:
+        aligned: backward takes x and w as the forward pass rounded them; False: as they were before.
+        hadamard: size of the transform.
+        guard: share of E2M1's range that stochastically rounded blocks use. 1 is the authors' kernels, where an E4M3
+            scale that is rounded down clips the block's maximum, a bias; 16/17 leaves room for it.
+    """
+
+    aligned: bool = True
+    hadamard: int = 16
+    guard: float = 1.0
+
+    def operands(self) -> dict[str, Operands]:
+        forward = QuantSpec(global_scale="block")
+        dy = replace(
+            forward, rounding="stochastic", guard=self.guard, hadamard=Hadamard(size=self.hadamard, signs="step")
+        )
+        again = replace(dy, requantises=forward) if self.aligned else dy
+        return {
+            "fprop": Operands(first=forward, second=forward),
+            "dgrad": Operands(first=dy, second=again),
+            "wgrad": Operands(first=dy, second=again),
+        }

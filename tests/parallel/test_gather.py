@@ -1,0 +1,20 @@
+"""What a layer can take of a weight that was gathered, without ranks."""
+
+from types import SimpleNamespace
+
+import torch
+
+from fp4train.nn import Linear
+from fp4train.nn.gathered import Gathered
+from fp4train.parallel.gather import Part, Sent, WeightGather
+
+
+def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
+    """As a backend that runs whole layers takes it; its group is None, so a collective would fail."""
+    layer = Linear(8, 4)
+    record = SimpleNamespace(_orig_size=layer.weight.shape)
+    gather = WeightGather(layer, record, None, "bf16")  # type: ignore[arg-type]
+    rounded = layer.weight.detach().bfloat16()
+    gather._received = {Part(None, dtype=torch.bfloat16): Sent((rounded,), None, None)}
+    whole = Gathered(gather, layer.weight.shape, rounded.device)
+    assert torch.equal(whole.view(4, 8).clone(), rounded.float())
