@@ -7,6 +7,7 @@ kernels.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -24,6 +25,7 @@ class Feed:
         self.loader, self.device = loader, device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._next: tuple[int, int, Future[Rows]] | None = None
+        self._waits: tuple[float, int, int] | None = None
 
     def rows(self, first: int, count: int, *, then: int | None = None) -> Rows:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
@@ -35,11 +37,23 @@ class Feed:
             UserError: the rows hold ids that the vocabulary lacks.
         """
         ahead, self._next = self._next, None
+        self._waits = time.monotonic(), first, count
         fetched = ahead[2].result() if ahead is not None and ahead[:2] == (first, count) else self._fetch(first, count)
+        self._waits = None
         if then is not None:
             self._next = (then, count, self._thread.submit(self._fetch, then, count))
         inputs, targets = (rows.to(self.device, non_blocking=True) for rows in fetched)
         return inputs, targets
+
+    def waiting(self) -> tuple[float, str] | None:
+        """For how many seconds somebody waits for rows by now, and for which; None: nobody does."""
+        if (waits := self._waits) is None:
+            return None
+        since, first, count = waits
+        tokens = self.loader.tokens
+        place = getattr(tokens.ids, "filename", None)
+        of = f"{tokens.name} tokens" + ("" if place is None else f" of {place}")
+        return time.monotonic() - since, f"sequences {first}–{first + count - 1} of the {of}"
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""

@@ -52,9 +52,10 @@ class Loader:
     def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run."""
         T = self.seq_len
-        rows_BT1 = np.empty((count, T + 1), dtype=np.int64)
-        for row, k in enumerate(self.sequence_indices(first, count)):
-            rows_BT1[row] = self.tokens.ids[k * T : k * T + T + 1]
+        rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
+        np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
+        # `take` lets other threads run while it waits for a disk, however short a row is; assignments do not.
+        rows_BT1[...] = np.take(np.asarray(self.tokens.ids), rows_BT1)
         self.tokens.check(rows_BT1, f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run")
         rows = torch.from_numpy(rows_BT1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -134,12 +134,14 @@ class Form:
 class Forms:
     """Both forms of x or dy, from one read of the tensor if a kernel supports that."""
 
-    __slots__ = ("column", "direct", "joined", "pair", "pure", "row")
+    __slots__ = ("column", "direct", "joined", "pair", "plain", "pure", "row")
 
     def __init__(self, row: Form, column: Form, device: str) -> None:
         self.row, self.column = row, column
         self.pure = row.pure and column.pure
         self.direct = row.direct and column.direct
+        self.plain = not any(form.delayed or form.holders for form in (row, column))
+        """Whether the amaxes are those of the tensor itself."""
         self.joined = row.holders if row.holders == column.holders else ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
@@ -158,7 +160,7 @@ class Forms:
         if row and column and self.pair is not None:
             if self.direct:
                 return self.pair(x_MK)
-            row_amax, column_amax = self._amaxes(x_MK, call)
+            row_amax, column_amax = (None, None) if self.plain else self._amaxes(x_MK, call)
             tokens = x_MK.shape[0]
             return self.pair(x_MK, self.row.key(call, tokens), row_amax, self.column.key(call, tokens), column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None

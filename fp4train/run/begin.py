@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
+from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
 from fp4train.run import history
 from fp4train.run.environment import environment
@@ -143,10 +145,14 @@ def _begin_record(
     return record
 
 
-def write_plan(run: Run) -> None:
-    """Keep the plan with the run: the past as the history has it, the rest as it is planned."""
+def write_plan(directory: Path, plan: Plan, step: int, gathers: Sequence[str]) -> None:
+    """Keep the plan with the run: the past before `step` as the history has it, the rest as `plan` says.
+
+    Args:
+        gathers: what ranks send each other of the weights, in words.
+    """
     try:
-        text = history.plan_text(run.directory, run.plan, run.step)
-        run_directory.write_text(run.directory / run_directory.PLAN, "\n\n".join((text, *run.gathers())) + "\n")
+        text = history.plan_text(directory, plan, step)
+        run_directory.write_text(directory / run_directory.PLAN, "\n\n".join((text, *gathers)) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

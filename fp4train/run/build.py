@@ -229,7 +229,7 @@ def build(
         abandon_later(run)
     with world.together():
         if world.lead:
-            write_plan(run)
+            write_plan(run.directory, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 

@@ -16,7 +16,7 @@ from fp4train.run import history
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
 from fp4train.run.run import Run
-from fp4train.run.swaps import Entry, as_swap, record_swap, remove_swap
+from fp4train.run.swaps import Entry, as_swap, read_entries, sealed, with_entry, write_entries
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +80,8 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
             if swap.step < run.step
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
-    timeline = with_swap(run.timeline, swap)
-    plan = _plan(run, timeline)
-    run.swaps = record_swap(run.directory, swap.step, recipe, name, request)
-    _record_change(run, timeline, plan, "swap", name=name, at=swap.step, recipe=recipe)
+    entries = with_entry(run.swaps, swap.step, recipe, name, request)
+    _change(run, with_swap(run.timeline, swap), entries, "swap", name=name, at=swap.step, recipe=recipe)
 
 
 def cancel_swap(run: Run, step: int) -> None:
@@ -97,9 +95,7 @@ def cancel_swap(run: Run, step: int) -> None:
     if step < run.step:
         raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
     timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
-    plan = _plan(run, timeline)
-    run.swaps = remove_swap(run.directory, step)
-    _record_change(run, timeline, plan, "swap cancelled", at=step)
+    _change(run, timeline, [e for e in run.swaps if e["step"] != step], "swap cancelled", at=step)
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
@@ -107,11 +103,26 @@ def _plan(run: Run, timeline: Timeline) -> Plan:
     return plan.since(run.step)
 
 
-def _record_change(run: Run, timeline: Timeline, plan: Plan, event: str, **values: Any) -> None:
-    """The run goes on by `timeline` and `plan`. What is lost with a full disk is the record, not the swap."""
-    try:
-        history.append(run.directory, event, run.step, plan, **values)
-    except UserError as error:
-        _log.error("%s", error)
-    run.timeline, run.plan = timeline, plan
-    write_plan(run)
+def _change(run: Run, timeline: Timeline, entries: Sequence[Entry], event: str, **values: Any) -> None:
+    """The run goes on by `timeline`, with `entries` for its record, which the inbox's thread writes.
+
+    Raises:
+        UserError: the record cannot be read or written; nothing has changed then.
+    """
+    plan, step, directory = _plan(run, timeline), run.step, run.directory
+    entries, gathers = sealed(entries, run.identity), run.gathers()
+
+    def record() -> None:
+        read_entries(directory)  # a record that is damaged is refused, not replaced
+        write_entries(directory, entries)
+
+    def tell() -> None:
+        """For those who read: what is lost with a full disk is the line in the history, not the swap."""
+        try:
+            history.append(directory, event, step, plan, **values)
+        except UserError as error:
+            _log.error("%s", error)
+        write_plan(directory, plan, step, gathers)
+
+    run.inbox.record(record, tell)
+    run.timeline, run.plan, run.swaps = timeline, plan, entries

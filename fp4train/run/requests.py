@@ -35,7 +35,9 @@ AT_ONCE = 100
 KEPT_ANSWERS = AT_ONCE
 """Answers that nobody has read and that are kept."""
 WAIT_SECONDS = 1.0
-"""For the disk to say which requests there are; then the loop goes on."""
+"""For the disk to say which requests there are, or to record a swap; then the loop goes on."""
+SYNC_SECONDS = 30.0
+"""For the record of the swaps that a checkpoint was trained with; then the checkpoint has failed."""
 POLL = 0.05
 """Seconds between two looks for an answer."""
 
@@ -168,8 +170,10 @@ def cancel_request(run: Path, request: str) -> bool:
 class Inbox:
     """The requests to the process that trains in a run directory.
 
-    A thread looks for them and writes the answers. The loop waits for it up to `WAIT_SECONDS`; a disk that takes longer
-    is reported and left behind, and requests are taken again when it answers.
+    A thread looks for them, records what is carried out, and writes the answers. The loop waits for it up to
+    `WAIT_SECONDS`; a disk that takes longer is reported and left behind, and requests are taken again when it answers.
+    A swap that is recorded late takes effect at its step all the same: no checkpoint is written before its record
+    (`sync`), so that a run that is killed in between goes on from before the swap and finds the request again.
 
     Args:
         folder: the run's directory.
@@ -181,6 +185,7 @@ class Inbox:
         self._behind = False
         self._found: list[tuple[str, dict[str, Any] | None, str]] = []
         self._problem = ""
+        self._unrecorded: Callable[[], None] | None = None
 
     def take(self, done: Sequence[Entry]) -> Iterator[Request]:
         """Take each pending request, oldest first, and those that a killed process had taken.
@@ -197,14 +202,53 @@ class Inbox:
             self._worker.put(lambda: self._look(answered))
         if not self._in_time():
             return
-        found, self._found = self._found, []
-        for key, body, problem in found:
+        while self._found and not self._behind:
+            key, body, problem = self._found.pop(0)
             yield Request(id=key, body=body, problem=problem, answer=partial(self._answer, key))
             self._worker.put(partial(self._remove, key))
             self._in_time()
 
+    def record(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
+        """Have a swap recorded by `write`, and then told by `tell`; waits for both, within bounds.
+
+        A `write` that fails after the loop has gone on is tried again by `sync`.
+
+        Raises:
+            UserError: `write` failed in time.
+        """
+        failed: list[Exception] = []
+        before = self._unrecorded
+
+        def job() -> None:
+            try:
+                write()
+            except Exception as error:
+                failed.append(error)
+                self._unrecorded = write  # of all swaps, those included that were to be recorded before
+                if self._behind:
+                    raise
+            else:
+                self._unrecorded = None
+                tell()
+
+        self._worker.put(job)
+        if self._in_time() and failed:
+            self._unrecorded = before
+            raise failed[0]
+
+    def sync(self) -> None:
+        """Make sure that the swaps so far are recorded; another thread than the loop's may do so.
+
+        Raises:
+            OSError: the disk does not take the record, or does not answer.
+        """
+        if self._unrecorded is not None:
+            self._worker.put(self._try_again)
+        if not self._worker.wait(SYNC_SECONDS) or self._unrecorded is not None:
+            raise TimeoutError(f"the swaps are not recorded after {SYNC_SECONDS:g} s")
+
     def _in_time(self) -> bool:
-        done = self._worker.wait(WAIT_SECONDS)
+        done = self._worker.wait(0 if self._behind else WAIT_SECONDS)
         if not done and not self._behind:
             _log.error("%s does not answer in %g s: swaps wait for it, steps go on", REQUESTS, WAIT_SECONDS)
         self._behind = not done
@@ -224,6 +268,11 @@ class Inbox:
         self._worker.put(write)
 
     # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _try_again(self) -> None:
+        if (write := self._unrecorded) is not None:
+            write()
+            self._unrecorded = None
 
     def _failed(self, error: Exception) -> None:
         if str(error) != self._problem:

@@ -230,7 +230,7 @@ class Saver:
     def _write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
         run, problems = self.run, []
         try:
-            self._agreed(lambda: sync(run.tracker))  # the lines that the checkpoint counts on
+            self._agreed(self._sync)
             self._write_in(run.folder, step, parts, state, unproven)
         except Exception as error:
             problems.append(str(error))
@@ -245,6 +245,11 @@ class Saver:
         if not problems:
             self.saved = step
         return Outcome(step=step, problem=problems[0] if problems else None)
+
+    def _sync(self) -> None:
+        """Make durable what the checkpoint counts on: the lines of the metrics, and the record of the swaps."""
+        sync(self.run.tracker)
+        self.run.inbox.sync()
 
     def _write_in(
         self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool

@@ -75,25 +75,30 @@ def plain_swaps(run: Path) -> dict[int, dict[str, Any]]:
 
 def record_swap(run: Path, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> list[Entry]:
     """Add a swap to the run's record; it replaces an earlier one at the same step. Returns the record."""
-    entry: Entry = {"step": step, "name": name, "recipe": recipe, "run": run_directory.identity(run)}
+    return write_entries(run, with_entry(read_entries(run), step, recipe, name, request))
+
+
+def with_entry(
+    entries: Sequence[Entry], step: int, recipe: dict[str, Any], name: str, request: str | None = None
+) -> list[Entry]:
+    """`entries` and a swap, not yet sealed, which replaces the one at the same step."""
+    entry: Entry = {"step": step, "name": name, "recipe": recipe}
     if request is not None:
         entry["request"] = request
-    entries = [e for e in read_entries(run) if e["step"] != step] + [entry]
-    return write_entries(run, entries)
+    return [*(e for e in entries if e["step"] != step), entry]
 
 
-def remove_swap(run: Path, step: int) -> list[Entry]:
-    """Take a swap that has not begun out of the run's record. Returns the record."""
-    return write_entries(run, [e for e in read_entries(run) if e["step"] != step])
+def sealed(entries: Sequence[Entry], identity: str | None) -> list[Entry]:
+    """`entries` by step, each with the identity of their run and a checksum."""
+    bare = [{**{k: v for k, v in e.items() if k != "sha256"}, "run": identity} for e in entries]
+    return [e | {"sha256": checksum(e)} for e in sorted(bare, key=lambda e: int(e["step"]))]
 
 
 def write_entries(run: Path, entries: Sequence[Entry]) -> list[Entry]:
-    """Make `entries` the record of `run`, each with its identity and a checksum. Returns them."""
-    known = run_directory.identity(run)
-    sealed = [{**{k: v for k, v in e.items() if k != "sha256"}, "run": known} for e in entries]
-    sealed = [e | {"sha256": checksum(e)} for e in sorted(sealed, key=lambda e: int(e["step"]))]
-    write_text(run / SWAPS, json.dumps(sealed, indent=1))
-    return sealed
+    """Make `entries` the record of `run`, sealed. Returns them."""
+    record = sealed(entries, run_directory.identity(run))
+    write_text(run / SWAPS, json.dumps(record, indent=1))
+    return record
 
 
 def _check(entry: Any, known: str | None) -> None:

@@ -2,12 +2,15 @@
 
 It writes RUN/heartbeat.json, by which others see that the run lives, and looks whether the run's directory is still
 where it was and still locked by this process. The loop reads what it found. Of several ranks the lead watches.
+
+A step cannot do without its tokens. Where they are waited for, the thread says so; `Alarm` ends the run in the end.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import socket
 import sys
@@ -28,6 +31,10 @@ SECONDS = 1.0
 BEAT_SECONDS = 3.0
 END_SECONDS = 5.0
 """How long the end of a run waits for the last heartbeat."""
+DATA_SECONDS = 10.0
+"""After so long, or half of train.step_timeout, it is said that a step waits for its tokens."""
+
+_log = logging.getLogger(__name__)
 
 
 class Watch:
@@ -48,6 +55,7 @@ class Watch:
         self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
         self._end = threading.Event()
         self._beat_at = -BEAT_SECONDS
+        self._told: int | None = None
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -85,8 +93,19 @@ class Watch:
 
     def _work(self) -> None:
         while not self._end.wait(SECONDS):
+            self._tell_of_data()
             self._round(running=True)
         self._round(running=False)
+
+    def _tell_of_data(self) -> None:
+        """Once per step."""
+        run, limit = self.run, self.run.config.train.step_timeout
+        waits = run.feed.waiting()
+        if waits is None or run.step == self._told or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):
+            return
+        self._told = run.step
+        then = f"train.step_timeout={limit:g} ends the run" if limit else "train.step_timeout=… would end the run"
+        _log.error("step %d waits %.0f s for %s: a slow disk? %s", run.step, *waits, then)
 
     def _round(self, *, running: bool) -> None:
         with suppress(OSError):

@@ -80,6 +80,23 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, lines: list[dict[str, Any]]) -> 
     assert draw_curves(write_run(tmp_path / "run$_{$", lines)).read_bytes().startswith(PNG)
 
 
+def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path: Path) -> None:
+    names = ["NVFP4(" + "hadamard=False, " * n + "guard=1.0)" for n in (9, 2, 7, 5)]
+    lines = [
+        {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]} for s in range(1, 21)
+    ]
+    figure = curves._figure(read_history(write_run(tmp_path / "run", lines)))
+    figure.canvas.draw()
+    loss = figure.axes[0]
+    room, shown = loss.get_window_extent(), [text for text in loss.texts if "hadamard" in text.get_text()]
+    assert len(shown) == 4
+    for text in shown:
+        box = text.get_window_extent()
+        assert room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    end = loss.transData.transform((20, 2.1))[0]
+    assert end + 3.5 / 72 * figure.dpi < room.x1, "the last marker, with its radius and more"
+
+
 def test_spans_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> None:
     from fp4train.analysis.history import History
 

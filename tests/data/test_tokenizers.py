@@ -1,5 +1,6 @@
 """Bytes, byte pairs trained on the data, ready-made tokenizers; what a run keeps of them."""
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_a_corrupt_tokenizer_file_is_one_message(tmp_path: Path, content: bytes,
     with pytest.raises(DataError, match=message):
         Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run")
     assert not (tmp_path / "run/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("charsmap", "message"),
+    [(bytes(3), "is no tokenizer file"), (b"\x04\0\0\0\xff\xff\xff\xff", "cannot encode the text")],
+    ids=["while it is read", "while it encodes"],
+)
+def test_a_charsmap_that_panics_the_library_is_one_message(
+    trained: Path, tmp_path: Path, charsmap: bytes, message: str
+) -> None:
+    body = json.loads(trained.read_text())
+    body["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+    (tmp_path / "tok.json").write_text(json.dumps(body))
+    with pytest.raises(DataError, match=rf"tok\.json.* {message}"):
+        Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run").encode_batch(["text"])
 
 
 def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path: Path) -> None:

@@ -207,6 +207,16 @@ def test_modules_in_half_precision_and_moved_afterwards(dtype: torch.dtype) -> N
     assert torch.equal(dw, gradients(fresh, rand(8, 32).to(dtype), NVFP4())[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool], ids=str)
+def test_an_input_that_is_no_floating_number_is_refused_as_by_nn_linear(dtype: torch.dtype) -> None:
+    module = f4.convert(nn.Linear(32, 16))
+    x = torch.ones(4, 32).to(dtype)
+    with pytest.raises(RuntimeError):
+        nn.Linear(32, 16)(x)
+    with autocast(NVFP4()), pytest.raises(TypeError, match=rf"input has dtype {dtype}; a linear layer takes floating"):
+        module(x)
+
+
 def test_a_wrong_last_dimension_names_the_layer() -> None:
     for shape in ((4, 31), (), (32, 4)):
         with autocast(NVFP4()), pytest.raises(ValueError, match=r"linear: input \(.*\) does not end in in_features=32"):

@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
     assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
     config = Path("runs/a/config.yaml")
     config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
-    assert "does not fit this model: " in cli("resume=runs/a", "train.steps=2").message
+    assert "does not fit this model: embed.weight has shape [" in cli("resume=runs/a", "train.steps=2").message
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
@@ -352,6 +352,24 @@ def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
 def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
     ended = cli("plan", "recipe.dtype=float32")
     assert ended.code == 0 and "FP32·FP32" in ended.out
+    ended = cli("plan", "recipe=bf16_forward_nvfp4_backward", "recipe.hadamard=false")
+    assert ended.code == 0 and "NVFP4(hadamard=False) with fprop in BF16" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.parquet", b"PAR1" + bytes(64), "Parquet magic bytes not found in footer"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": brok', "JSON parse error"),
+    ],
+    ids=["parquet", "JSON lines"],
+)
+def test_a_data_file_that_is_cut_off_is_one_line(cli: Cli, name: str, content: bytes, reason: str) -> None:
+    Path(name).write_bytes(content)
+    tiny = [word for word in cli.tiny() if not word.startswith("data")]
+    ended = cli.raw(*tiny, "run.name=a", "data=hf", f"data.path={name}", "data.cache_dir=cache")
+    assert ended.code == 1 and f"{name} cannot be read: " in ended.message and reason in ended.message
+    assert len(ended.err.splitlines()) == 1 and ended.out == ""
 
 
 @pytest.mark.parametrize(

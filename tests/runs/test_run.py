@@ -126,6 +126,15 @@ def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
     assert list(cli.folder.iterdir()) == []
 
 
+def test_a_laptop_shows_the_plan_of_a_gpu_and_not_its_own(cli: Cli) -> None:
+    wide = ("model.width=64", "model.hidden=128", "model.heads=2", "model.kv_heads=2")
+    shown = cli("plan", "gpu=B200", *wide).out
+    assert "emulate" not in shown and "not cpu" not in shown
+    rows = [line for line in shown.splitlines() if line.startswith("  block 0")]
+    assert "B200" in rows[0] and "E2M1·E2M1" in rows[0]
+    assert "not cpu" in cli("plan", *wide).out
+
+
 def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=2", "phases=none", "schedule=constant").code == 0
     planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")

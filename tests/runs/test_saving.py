@@ -115,3 +115,22 @@ def test_the_loop_makes_no_memory_for_a_checkpoint_the_first_included(
     count = len(made)
     assert cli("run.name=b", "checkpoint.every=0", *STEADY).code == 0
     assert "MainThread" in made[count:], "a run that saves at its end only holds no copy while it trains"
+
+
+def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert cli("run.name=a", "train.steps=2", "checkpoint.every=1", *STEADY).code == 0
+    for name in ("config.yaml", "history.jsonl"):  # small files, under their temporary names or their own
+        assert any(name in each for each in synced), name
+    wrote = [at for at, name in enumerate(synced) if "state.json" in name]
+    assert len(wrote) == 2 and all("metrics.jsonl" in synced[:at] for at in wrote)
+    assert "metrics.jsonl" in synced[wrote[0] : wrote[1]], "the lines since the checkpoint before"

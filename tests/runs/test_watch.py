@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from command_line import (
     PATIENCE,
     STEADY,
@@ -25,22 +26,26 @@ def test_a_heartbeat_says_how_far_a_run_is(cli: Cli) -> None:
 
 HANGS = """
 import sys, time
-import fp4train.train as loop
 from fp4train.cli import main
-original = loop.train_step
-def train_step(run, recipe):
-    if run.step == 2:
+from fp4train.data.loader import Loader
+original = Loader.rows
+def rows(loader, first, count):
+    if first == 8:
         time.sleep(1000)
-    return original(run, recipe)
-loop.train_step = train_step
+    return original(loader, first, count)
+Loader.rows = rows
 main(sys.argv[1:])
 """
 
 
-def test_a_step_that_hangs_ends_the_run_with_its_stacks(cli: Cli) -> None:
-    arguments = cli.tiny("run.name=a", "train.step_timeout=5", "checkpoint.every=1", *STEADY)
+@pytest.mark.long
+def test_a_step_whose_tokens_do_not_come_says_so_and_ends_the_run_with_its_stacks(cli: Cli) -> None:
+    arguments = cli.tiny("run.name=a", "train.step_timeout=6", "checkpoint.every=1", *STEADY)
     ended = subprocess.run(
         [sys.executable, "-c", HANGS, *arguments], cwd=cli.folder, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert ended.returncode == 1 and "Timeout (0:00:05)!" in ended.stderr and "train_step" in ended.stderr
+    assert ended.returncode == 1 and "Timeout (0:00:06)!" in ended.stderr and "train_step" in ended.stderr
+    (said,) = [line for line in ended.stderr.splitlines() if "a slow disk?" in line]
+    assert "step 2 waits" in said and "s for sequences 8–11 of the train tokens of" in said
+    assert "train.step_timeout=6 ends the run" in said
     assert cli("resume=runs/a", "train.step_timeout=0").code == 0

@@ -36,7 +36,9 @@ class Emulate:
             a = quantizer(a.spec, a.codes.device.type).decode(a)
         if isinstance(b, Quantized):
             b = quantizer(b.spec, b.codes.device.type).decode(b)
-        with float32_accumulation(a.values.device.type):
+        if a.values.device.type != "cuda":
+            return matmul(a, b, out_dtype=out_dtype, bias=bias)
+        with float32_accumulation("cuda"):
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:

@@ -7,7 +7,8 @@ of the original.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,9 @@ class JsonTokenizer:
     def __init__(self, text: str, *, end_of_document: str | None, what: str) -> None:
         import tokenizers
 
-        try:
+        self._what = what
+        with _told(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises plain Exception, and BaseException where it panics
-            raise DataError(f"{what} is no tokenizer file of the `tokenizers` library: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -49,16 +47,29 @@ class JsonTokenizer:
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer[Any]]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _told(f"{self._what} cannot encode the text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _told(f"{self._what} cannot encode the text"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Make a DataError of what the library raises: plain Exception, and BaseException where it panics."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what}: {error}") from error
 
 
 LIMIT = 1 << 28
