@@ -37,23 +37,29 @@ CHANNELS, FACTOR = 3, 16.0
 READERS = {"attention_norm": ("attention.wq", "attention.wk", "attention.wv"), "mlp_norm": ("mlp.gate", "mlp.up")}
 """The norms of a block of Llama, and the linear layers that read each."""
 TRAINING = ("checkpoint.every=100", "checkpoint.keep=5", "track=jsonl")
-FORKS = ("policy=all", "forks=12")
+FORKS = {"policy": "all", "steps": "16", "forks": "4"}
 """Every layer of every block follows the recipe, without phases: what the format does, not what spares it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A checkpoint to rank the recipes on; `words` are added to the command."""
+    """A checkpoint to rank the recipes on; `options` are those of the command that differ from `FORKS`."""
 
     name: str
     run: str
     step: int
     said: str
-    words: tuple[str, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
 
 CASES = (
-    Case(name="early", run="rank-default", step=200, said="the default run at step 200 of 300, before its cooldown"),
+    Case(
+        name="early",
+        run="rank-default",
+        step=200,
+        said="the default run at step 200 of 300, before its cooldown",
+        options=(("forks", "6"),),
+    ),
     Case(
         name="annealed",
         run="rank-default",
@@ -66,7 +72,7 @@ CASES = (
         step=200,
         said=f"the early checkpoint with {CHANNELS} outlier channels per norm put in ({FACTOR:g} times as large); "
         "the columns that read them are small, so the rate is a tenth",
-        words=("lr=3e-4",),
+        options=(("lr", "3e-4"),),
     ),
     Case(
         name="English",
@@ -75,15 +81,18 @@ CASES = (
         said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
+SLOW = ("tetrajet_v2",)
+"""Recipes without a kernel, whose forks take many times as long; recipe=… may name them."""
 INTRODUCTION = """# Ranking of the recipes
 
 Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
 loss in the recipe minus that of BF16, in nats per token. By `python scripts/rank_recipes.py{words}` on {machine}, torch
 {torch}.
 
-What it shows: which formats cost how much on these checkpoints in 24 steps, with every layer of every block quantised.
-What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at this size,
-and what adds up over a long run is not seen in 24 steps.
+What it shows: which formats cost how much on these checkpoints in {steps} steps, with every layer of every block
+quantised. What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at
+this size, and what adds up over a long run is not seen in {steps} steps. Not ranked: {slow}, for which there is no
+kernel on a CPU.
 """
 
 
@@ -187,16 +196,21 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
-    recipes = ["bf16", *(name for name in groups()["recipe"] if name != "bf16")]
-    given = {word.partition("=")[0] for word in args.words}
-    sweep = () if "recipe" in given else (f"recipe={','.join(recipes)}",)
+    recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *SLOW))]
+    given = dict(word.split("=", 1) for word in args.words)
     words = " " + " ".join(args.words) if args.words else ""
-    text = INTRODUCTION.format(words=words, machine=machine(), torch=torch.__version__)
+    text = INTRODUCTION.format(
+        words=words,
+        machine=machine(),
+        torch=torch.__version__,
+        steps=given.get("steps", FORKS["steps"]),
+        slow=", ".join(SLOW),
+    )
     for case in (case for case in CASES if case.name in args.cases):
         run = prepare(case, args.runs)
         out = run / "studies" / f"recipes-{case.step}"
-        own = [word for word in (*FORKS, *case.words) if word.partition("=")[0] not in given]
-        fp4train("rank", str(run), f"step={case.step}", *sweep, *own, *args.words, f"out={out}")
+        options = {"recipe": ",".join(recipes), **FORKS, **dict(case.options), **given}
+        fp4train("rank", str(run), f"step={case.step}", *(f"{k}={v}" for k, v in options.items()), f"out={out}")
         text += "\n" + section(case, json.loads((out / "rank.json").read_text())) + "\n"
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
