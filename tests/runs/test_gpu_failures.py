@@ -41,9 +41,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool],
     def set_up(step: int, error: Exception, dead: bool) -> None:
         failed = False
 
-        def forward_and_backward(run: Any, recipe: Any) -> Any:
+        def forward_and_backward(run: Any, recipe: Any, rows: Any) -> Any:
             nonlocal failed
-            found = backward(run, recipe)
+            found = backward(run, recipe, rows)
             if run.step == step:
                 failed = True
                 raise error
