@@ -69,3 +69,23 @@ def test_no_thread_is_left() -> None:
         if thread.name.startswith("feed"):
             thread.join(5)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+
+
+def test_rows_for_a_gpu_are_page_locked_and_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory a copy waits for the host; the calls are recorded where there is no GPU."""
+    calls: list[str] = []
+
+    def pin(rows: torch.Tensor) -> torch.Tensor:
+        calls.append("pin")
+        return rows
+
+    def to(rows: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        calls.append(f"to {device}, non_blocking={non_blocking}")
+        return rows
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    feed = Feed(loader(), torch.device("cuda"))
+    feed.rows(0, 4)
+    feed.close()
+    assert calls == ["pin", "pin", "to cuda, non_blocking=True", "to cuda, non_blocking=True"]

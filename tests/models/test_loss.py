@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.models.common.loss as loss_module
 from fp4train.models.common.loss import chunked_cross_entropy
@@ -119,3 +121,20 @@ def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
 ) -> None:
     """Each chunk reads the head anew: at 65 rows a step of a 1B model would move a terabyte."""
     assert loss_module.chunk_rows(device, vocabulary) == rows
+
+
+def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
+    """A BF16 product per chunk would round as often as there are chunks; the call is recorded on tensors without data."""
+    asked: list[torch.dtype] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype):
+                asked.append(made.dtype)
+            return made
+
+    with FakeTensorMode(), Recorded():
+        grad, h = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (32, 16))
+        assert loss_module._share_of_dw(grad, h).dtype == torch.float32
+    assert asked == [torch.float32]
