@@ -124,7 +124,7 @@ def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
 
 
 def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
-    """A BF16 product per chunk would round as often as there are chunks; the call is recorded on tensors without data."""
+    """A BF16 product per chunk would round once per chunk; the call is recorded on tensors without data."""
     asked: list[torch.dtype] = []
 
     class Recorded(TorchDispatchMode):
