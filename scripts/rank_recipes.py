@@ -61,6 +61,14 @@ CASES = (
         options=(("forks", "6"),),
     ),
     Case(
+        name="policies",
+        run="rank-default",
+        step=200,
+        said="the early checkpoint; every layer in the recipe (`all`), or the last 15 % of the blocks in BF16 "
+        "(`last15`, the default), the first 15 % (`first15`), or both (`ends15`)",
+        options=(("recipe", "bf16,nvfp4,mxfp4"), ("policy", "all,last15,first15,ends15"), ("forks", "6")),
+    ),
+    Case(
         name="annealed",
         run="rank-default",
         step=300,
@@ -163,6 +171,7 @@ def section(case: Case, ranking: dict[str, object]) -> str:
         frozenset((pair["first"], pair["second"])): pair["verdict"]
         for pair in ranking["pairs"]  # type: ignore[attr-defined]
     }
+    reference = ranking["candidates"][0]["name"]  # type: ignore[index]
     words = {"apart": "told apart", "alike": "alike", "open": "not told apart"}
     floor = ranking["floor"]
     lines = [
@@ -170,11 +179,11 @@ def section(case: Case, ranking: dict[str, object]) -> str:
         "",
         f"{ranking['forks']} forks each; FP32 − BF16: {gap(floor)}." if isinstance(floor, dict) else "",
         "",
-        "| recipe | gap to BF16 | evaluated in high precision | from BF16 | group |",
+        "| candidate | gap to BF16 | evaluated in high precision | from BF16 | group |",
         "|---|---|---|---|---|",
     ]
     for name in ranking["order"]:  # type: ignore[attr-defined]
-        verdict = words.get(verdicts.get(frozenset((name, "bf16")), ""), "–")
+        verdict = words.get(verdicts.get(frozenset((name, reference)), ""), "–")
         each = entries[name]
         same = "".join(f", {other}" for other in each["same"])
         lines.append(f"| {name}{same} | {gap(each['gap'])} | {gap(each['gap_high'])} | {verdict} | {each['group']} |")
@@ -208,7 +217,7 @@ def main() -> None:
     )
     for case in (case for case in CASES if case.name in args.cases):
         run = prepare(case, args.runs)
-        out = run / "studies" / f"recipes-{case.step}"
+        out = run / "studies" / case.name
         options = {"recipe": ",".join(recipes), **FORKS, **dict(case.options), **given}
         fp4train("rank", str(run), f"step={case.step}", *(f"{k}={v}" for k, v in options.items()), f"out={out}")
         text += "\n" + section(case, json.loads((out / "rank.json").read_text())) + "\n"
