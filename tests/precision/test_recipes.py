@@ -335,6 +335,13 @@ def test_fp16_activations_bring_loss_scaling_and_others_do_not() -> None:
     assert FP32().torch_dtype == torch.float32
 
 
+def test_a_custom_table_has_a_loss_scale_where_it_asks_for_one() -> None:
+    own = LossScaling(initial=8.0)
+    assert Custom(scaling=own).loss_scaling == own and Custom().loss_scaling is None
+    assert Custom(dtype="float16").loss_scaling == LossScaling()
+    assert Mixed(fprop=BF16(), dgrad=Custom(scaling=own), wgrad=BF16()).loss_scaling == own
+
+
 def test_the_loss_scale_backs_off_and_grows() -> None:
     scaling = LossScaling(initial=8.0, interval=3)
     assert scaling.update(8.0, 2, finite=False) == (4.0, 0)

@@ -29,8 +29,9 @@ class Mixed(Recipe):
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """That of the FP16 part, whose constants may differ from the defaults."""
-        own = [part.loss_scaling for part in (self.fprop, self.dgrad, self.wgrad) if isinstance(part, FP16)]
+        """That of the first part that has constants of its own."""
+        parts = (self.fprop, self.dgrad, self.wgrad)
+        own = [part.scaling for part in parts if isinstance(part, FP16 | Custom) and part.scaling is not None]
         return own[0] if own else super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
@@ -42,12 +43,17 @@ class Mixed(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Recipe):
-    """Any table: the two operands of each GEMM as specs, None for high precision. YAML can define one."""
+    """Any table: the two operands of each GEMM as specs, None for high precision. YAML can define one.
+
+    Args:
+        scaling: dynamic loss scaling, for gradients below the range of their scales; None: none.
+    """
 
     label: str = "Custom"
     fprop: Operands = HIGH_PRECISION
     dgrad: Operands = HIGH_PRECISION
     wgrad: Operands = HIGH_PRECISION
+    scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
         for gemm in GEMMS:
@@ -59,6 +65,10 @@ class Custom(Recipe):
     @property
     def name(self) -> str:
         return self.label + self._exceptions()
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return self.scaling or super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
         return {g: getattr(self, g) for g in GEMMS}
