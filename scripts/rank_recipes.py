@@ -217,7 +217,7 @@ def main() -> None:
     )
     for case in (case for case in CASES if case.name in args.cases):
         run = prepare(case, args.runs)
-        out = run / "studies" / case.name
+        out = run / "studies" / f"recipes-{case.step}"  # cases of one checkpoint share forks
         options = {"recipe": ",".join(recipes), **FORKS, **dict(case.options), **given}
         fp4train("rank", str(run), f"step={case.step}", *(f"{k}={v}" for k, v in options.items()), f"out={out}")
         text += "\n" + section(case, json.loads((out / "rank.json").read_text())) + "\n"
