@@ -262,6 +262,7 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
         folder=place,
         identity="",
         saved_config=b"",
+        inbox=SimpleNamespace(sync=lambda: None),
     )
     run.state = lambda: state(model, optimizer)
     settings = SimpleNamespace(keep=10, every=0, keep_before_cooldown=False, also=folder / "also")
