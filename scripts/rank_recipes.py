@@ -1,6 +1,8 @@
 """Rank all recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
 
-    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [words of `fp4train rank`, e.g. forks=6]
+    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [words of `fp4train rank`: forks=6]
+
+A file that exists keeps its text; the sections of the cases that are ranked are replaced, or added at its end.
 
 Four checkpoints: the default run early (step 200) and annealed (step 300, its end); the early one with outlier channels
 put in; and a run on English text. Runs that are trained and forks that are made already are not repeated, so that the
@@ -17,9 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,6 +202,24 @@ def gap(found: dict[str, float]) -> str:
     return f"{found['mean']:+.5f} ± {(found['high'] - found['low']) / 2:.5f}"
 
 
+def introduction(words: Sequence[str], given: Mapping[str, str]) -> str:
+    """The text before the tables of a new file."""
+    return INTRODUCTION.format(
+        words="".join(f" {word}" for word in words),
+        machine=machine(),
+        torch=torch.__version__,
+        steps=given.get("steps", FORKS["steps"]),
+        slow=", ".join(SLOW),
+    )
+
+
+def with_section(text: str, new: str) -> str:
+    """The file's text with a section in the place of the one of the same case, or at the end."""
+    head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    by_case = {each.partition(":")[0]: each for each in (*sections, new)}
+    return "\n".join(each.strip("\n") + "\n" for each in (head, *by_case.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
@@ -207,20 +229,13 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *SLOW))]
     given = dict(word.split("=", 1) for word in args.words)
-    words = " " + " ".join(args.words) if args.words else ""
-    text = INTRODUCTION.format(
-        words=words,
-        machine=machine(),
-        torch=torch.__version__,
-        steps=given.get("steps", FORKS["steps"]),
-        slow=", ".join(SLOW),
-    )
+    text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
     for case in (case for case in CASES if case.name in args.cases):
         run = prepare(case, args.runs)
         out = run / "studies" / f"recipes-{case.step}"  # cases of one checkpoint share forks
         options = {"recipe": ",".join(recipes), **FORKS, **dict(case.options), **given}
         fp4train("rank", str(run), f"step={case.step}", *(f"{k}={v}" for k, v in options.items()), f"out={out}")
-        text += "\n" + section(case, json.loads((out / "rank.json").read_text())) + "\n"
+        text = with_section(text, section(case, json.loads((out / "rank.json").read_text())))
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
 

@@ -72,3 +72,11 @@ def test_a_ranking_becomes_a_table(script: ModuleType) -> None:
     assert "| nvfp4 | +0.00440 ± 0.00090 | +0.00440 ± 0.00090 | told apart | b |" in text
     assert "| mxfp4 | diverged: step 3: loss is nan | | | |" in text
     assert "bf16" in groups()["recipe"]
+
+
+def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(script: ModuleType) -> None:
+    text = "# Title\n\nWords.\n\n## early: old\n\n| a |\n\n## policies: kept\n\n| b |\n"
+    again = script.with_section(text, "## early: new\n\n| c |")
+    assert again == "# Title\n\nWords.\n\n## early: new\n\n| c |\n\n## policies: kept\n\n| b |\n"
+    assert script.with_section(again, "## English: first") == again + "\n## English: first\n"
+    assert script.with_section("# Title\n", "## early: new") == "# Title\n\n## early: new\n"
