@@ -121,15 +121,13 @@ class StudyRecord:
 def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """ "settings.train.seq_len: 128 there, the default here"; a class by its own name."""
     named = key.endswith("._target_")
-    there, here = (
-        "the default"
-        if key not in values
-        else str(values[key]).rpartition(".")[2]
-        if named
-        else str(values[key])[:LENGTH]
-        for values in (old, new)
-    )
-    return f"{key.removesuffix('._target_')}: {there} there, {here} here"
+
+    def shown(values: Mapping[str, Any]) -> str:
+        if key not in values:
+            return "the default"
+        return str(values[key]).rpartition(".")[2] if named else str(values[key])[:LENGTH]
+
+    return f"{key.removesuffix('._target_')}: {shown(old)} there, {shown(new)} here"
 
 
 @contextmanager
