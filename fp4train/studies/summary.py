@@ -70,12 +70,22 @@ class Report:
         lines.append(f"the parts sum to {sums} of the whole; {verdict}")
         if found.signal is not None:
             lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch")
+        if found.batches > 1 and found.whole.bias2 is None:
+            lines.append("no bias²: |G|², its denominator, is not told from 0 over so few batches; give more")
         chosen, what = trade.chosen, ", ".join(trade.policy.keep) or "nothing"
         time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"
         lines.append(
             f"policy: keep {what}: {chosen.macs:.1%} of the multiply-adds{time}; nMSE {chosen.nmse:.4f} predicted, "
             f"{_with_error(self.measured.nmse, '.4f')} measured, {found.whole.nmse.mean:.4f} with nothing kept"
         )
+        if trade.curve[0].time is not None and trade.curve[0].time >= 1:
+            lines.append(
+                f"with nothing kept these layers take {trade.curve[0].time:.3f} of their time in BF16 on {trade.gpu}: "
+                "for products of this size quantising costs more than it saves"
+            )
+        ends = self.measured.nmse.interval()
+        if trade.policy.keep and ends is not None and ends[1] >= found.whole.nmse.mean:
+            lines.append("this policy is not told apart from keeping nothing: more batches may tell")
         return lines
 
     def as_json(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def test_a_llama_knows_how_many_parameters_it_will_have(changes: dict[str, int])
 
 def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size, "_main_memory", lambda: 25_300_000_000)
-    needed = r"Llama has 16\.7 T parameters.* 66\.9 TB of float32, and this machine has 25\.3 GB\. Choose"
+    needed = r"Llama has 14\.8 T parameters.* 59\.1 TB of float32, and this machine has 25\.3 GB\. Choose"
     with pytest.raises(UserError, match=needed):
         size.check_memory(Llama(layers=100_000_000, hidden=256), vocab_size=257)
     size.check_memory(Llama(), vocab_size=257)
