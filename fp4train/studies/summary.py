@@ -69,9 +69,8 @@ class Report:
         verdict = f"within {NEAR:.0%}" if not far else f"the {' and '.join(far)} interact: predictions are rough"
         lines.append(f"the parts sum to {sums} of the whole; {verdict}")
         if found.signal is not None:
-            lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch")
-        if found.batches > 1 and found.whole.bias2 is None:
-            lines.append("no bias²: |G|², its denominator, is not told from 0 over so few batches; give more")
+            few = "" if found.whole.bias2 is not None else ", not told from 0: no bias² without more batches"
+            lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch{few}")
         chosen, what = trade.chosen, ", ".join(trade.policy.keep) or "nothing"
         time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"
         lines.append(

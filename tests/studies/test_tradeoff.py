@@ -126,7 +126,10 @@ def test_the_conclusions_say_what_the_policy_does_not_show(parts: Parts, error: 
     found = sensitivity(parts, {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04})
     trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
     report = Report(subject=parts.subject, found=found, trade=trade, measured=finding("chosen", 0.04, error))
+    report = replace(report, found=replace(found, signal=ONE))
     said = "\n".join(report._conclusions(len(parts.layers)))
     assert ("this policy is not told apart from keeping nothing" in said) is not told
-    assert "no bias²: |G|², its denominator, is not told from 0" in said
+    assert (
+        "|G|² is 100% ± 0% of the squared gradient of a batch, not told from 0: no bias² without more batches" in said
+    )
     assert "of their time in BF16 on B200: for products of this size quantising costs more" in said
