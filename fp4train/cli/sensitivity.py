@@ -128,7 +128,7 @@ def _written(report: Report, folder: Path) -> list[str]:
         save_figure(picture(report), folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
-            f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes on "
-            "when there is room"
+            f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "
+            "on when there is room"
         ) from error
     return [str(folder / each) for each in ("policy.yaml", "sensitivity.json", "sensitivity.png")]
