@@ -60,9 +60,10 @@ summary{cursor:pointer;padding:.3rem 0}
   .wide{display:block}
   .narrow{display:none}
   .scroll{overflow:visible}
-  table{font-size:8pt}
+  table{font-size:7.5pt}
   td{overflow-wrap:anywhere}
-  th.n,td.n{white-space:normal}
+  td.n{overflow-wrap:normal}
+  th.n{white-space:normal}
   .roomy{min-width:0}
   td,th{padding-right:.4rem}
   figure,tr,h2,h3{break-inside:avoid}
