@@ -32,7 +32,7 @@ BYTES = 4
 class Counted(Protocol):
     """An architecture that knows its size."""
 
-    def parameters(self, *, vocab_size: int) -> int:
+    def parameter_count(self, *, vocab_size: int) -> int:
         """Parameters of the model that `build` gives; tied ones once."""
         ...
 
@@ -41,7 +41,7 @@ def check_memory(shape: object, vocab_size: int) -> None:
     """Raises UserError where the weights of a model are larger than the main memory of this machine."""
     if not isinstance(shape, Counted):
         return
-    count, memory = shape.parameters(vocab_size=vocab_size), _main_memory()
+    count, memory = shape.parameter_count(vocab_size=vocab_size), _main_memory()
     if count * BYTES > memory:
         raise UserError(
             f"{type(shape).__name__} has {_short(count)} parameters, which are drawn in main memory: "
@@ -57,7 +57,7 @@ def told(doing: str, shape: object, vocab_size: int) -> Iterator[None]:
     Args:
         doing: "building the model".
     """
-    whole = shape.parameters(vocab_size=vocab_size) if isinstance(shape, Counted) else None
+    whole = shape.parameter_count(vocab_size=vocab_size) if isinstance(shape, Counted) else None
     began = last = time.monotonic()
     done = 0
 

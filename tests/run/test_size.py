@@ -16,7 +16,7 @@ def test_a_llama_knows_how_many_parameters_it_will_have(changes: dict[str, int])
     shape = Llama(layers=2, **changes)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = shape.build(vocab_size=257, seq_len=16)
-    assert shape.parameters(vocab_size=257) == sum(each.numel() for each in model.parameters())
+    assert shape.parameter_count(vocab_size=257) == sum(each.numel() for each in model.parameters())
 
 
 def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_what_takes_long_to_build_says_how_far_it_is(
     shape = Llama(layers=2)
     with torch.device("meta"), size.told("building the model", shape, 257):
         shape.build(vocab_size=257, seq_len=16)
-    of = size._short(shape.parameters(vocab_size=257))
+    of = size._short(shape.parameter_count(vocab_size=257))
     assert all(f"parameters of {of}, about " in each and each.endswith(" left") for each in caplog.messages)
     assert len(caplog.messages) > 10
     caplog.clear()

@@ -88,7 +88,7 @@ class Llama:
         """The model with weights drawn from torch's default generator, or with `draw: counter` by that one's seed."""
         return LlamaModel(self, self._padded(vocab_size), seq_len)
 
-    def parameters(self, *, vocab_size: int) -> int:
+    def parameter_count(self, *, vocab_size: int) -> int:
         """Parameters of the model; tied ones once."""
         attention = self.width * self.width * 2 + self.width * (self.width // self.heads) * self.kv_heads * 2
         block = attention + 3 * self.width * self.mlp_width + 2 * self.width
