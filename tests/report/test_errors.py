@@ -37,7 +37,7 @@ def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp
         figure.canvas.draw()
         panel = next(axes for axes in figure.axes if axes.get_title(loc="left") == RATIO)
         assert isinstance(panel.images[0].norm, LogNorm)
-        assert np.ma.count_masked(panel.images[0].get_array()) == 1
+        assert np.ma.count_masked(panel.images[0].get_array()) == 1  # type: ignore[no-untyped-call]
         bar = panel.images[0].colorbar
         assert bar is not None and {"10", "1000"} <= {each.get_text() for each in bar.ax.get_yticklabels()}
     without = heat_maps(replace(found, gradient_to_noise=np.zeros_like(ratios)))(WIDE)
