@@ -30,6 +30,11 @@ def _pad(cell: str, width: int, *, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
 
 
+def p_value(p: float) -> str:
+    """ "0.0013", "0.17", "<.0001": as tables show it."""
+    return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The word of `known` most similar to `word`, ignoring case; None if none is similar."""
     by_lower = {each.lower(): each for each in known}

@@ -112,6 +112,14 @@ def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
     return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
 
 
+def gap_limits(gaps: list[Floats]) -> tuple[float, float]:
+    """Axis limits that show 0 and all gaps but the outermost hundredth at either end."""
+    everything = np.concatenate([*(each[np.isfinite(each)] for each in gaps), [0.0]])
+    low, high = np.percentile(everything, [1, 99])
+    margin = 0.15 * (high - low) or 1.0
+    return min(low, 0.0) - margin, max(high, 0.0) + margin
+
+
 def _figure(history: History) -> "Figure":
     figure = new_figure(9.0, 6.0)
     grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))

@@ -10,6 +10,7 @@ from fp4train.analysis.curves import (
     INK,
     QUIET,
     SHADES,
+    gap_limits,
     logarithmic,
     loss_limits,
     new_figure,
@@ -111,14 +112,9 @@ def _draw_gaps(axes: Axes, comparison: Comparison) -> None:
             markersize=4,
             mec="white",
         )
-        for series in (train, validation):
-            values = series.values[len(series) // 10 :]
-            settled.append(values[np.isfinite(values)])
+        settled += [series.values[len(series) // 10 :] for series in (train, validation)]
     style(axes, f"gap to {plain(shortened(comparison.rows[0].name, 48))} (%)")
-    everything = np.concatenate([*settled, [0.0]])
-    low, high = np.percentile(everything, [1, 99])
-    margin = 0.15 * (high - low) or 1.0
-    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
+    axes.set_ylim(*gap_limits(settled))
 
 
 def _gap(series: Series, first: Series) -> Series:

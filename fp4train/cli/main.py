@@ -51,6 +51,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "formats": formats.main,
     "doctor": doctor.main,
 }
+HELP = {"sensitivity": sensitivity.HELP, "rank": rank.HELP, "report": report.HELP}
+"""What --help says of a verb that has options of its own; of the others it shows `USAGE`."""
 COMPOSED = ("train", "plan")
 """Verbs whose configuration Hydra composes; their --help lists its keys."""
 
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         asked = bool({"-h", "--help"} & set(arguments))
         if asked and verb not in COMPOSED:
-            print(USAGE, end="")
+            print(HELP.get(verb, USAGE), end="")
             sys.exit(0)
         if "--version" in arguments:
             print(f"fp4train {__version__}")

@@ -24,6 +24,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fp4train")
 
 USAGE = "fp4train rank RUN recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]"
+HELP = f"""{USAGE}
+
+Which recipe is better, and with what certainty: short forks of one checkpoint on the same batches, their differences
+with intervals and tests (docs/ranking.md). RUN is a run directory.
+
+  recipe=A,B  policy=A,B  phases=A,B    and their keys, recipe.KEY=A,B: every combination is a candidate, the first one
+                   the reference; the default is recipe=bf16,mxfp8,nvfp4,mxfp4
+  step=200         the checkpoint; the default is the newest
+  forks=6          seeds of each candidate, at most
+  steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
+  schedule=linear  the learning rate falls to zero over the steps; own: as the run's would
+  lr=1e-3          that it falls from; the default is that of the checkpoint
+  batches=8        validation batches; the default is the run's
+  margin=0.0005    nats per token; smaller differences do not matter
+  stop=true        stop when every pair is told apart or alike
+  processes=1      forks at the same time, each with a copy of the model
+  plugins=[NAME]   packages of the classes of your own that the run uses
+  out=FOLDER       for the record and the results; the default is a folder in RUN/studies
+
+Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks or candidates too.
+"""
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
 RANKING, PICTURE = "rank.json", "rank.png"

@@ -12,6 +12,13 @@ from fp4train.hardware import find_gpu
 _log = logging.getLogger("fp4train")
 
 USAGE = "fp4train report RUN RUN… [out=report.html] [gpu=B200]"
+HELP = f"""{USAGE}
+
+One HTML file about runs and the studies on them, for screens, phones and paper; it needs no network (docs/report.md).
+
+  out=report.html  the file
+  gpu=B200         with the predicted time of the linear layers on that GPU
+"""
 OPTIONS = ("out", "gpu")
 
 

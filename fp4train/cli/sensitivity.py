@@ -1,19 +1,4 @@
-"""`fp4train sensitivity RUN [recipe=NAME] [step=STEP] [key=value…]`: which layers and operands a recipe harms.
-
-Without RUN, `model=NAME` and any other keys of a run name a model that is studied as it is initialised.
-
-Options of its own:
-
-    batches=8        batches that every part is measured on
-    repeats=4        passes over each with other random bits, where rounding is stochastic
-    budget=5min      instead of batches: spend this time where the intervals are widest
-    cells=true       also one operand of one layer at a time; the policy then chooses single GEMMs
-    keep=0.15        the policy may keep this share of the multiply-adds in high precision
-    cost=0.6         with gpu=B200 and instead of keep: the layers' time relative to BF16 on that GPU
-    step=200         the checkpoint; 0: the model as it was initialised; the default is the newest
-    out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP, without a run
-                     runs/studies/sensitivity-NAME, with NAME as run.name has it: MODEL-RECIPE
-"""
+"""`fp4train sensitivity RUN | model=NAME [recipe=NAME] [key=value…]`: which layers and operands a recipe harms."""
 
 from __future__ import annotations
 
@@ -38,6 +23,25 @@ if TYPE_CHECKING:
 USAGE = (
     "fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
 )
+HELP = f"""{USAGE}
+
+Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md).
+RUN is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
+
+  recipe=NAME      the recipe to study, and recipe.KEY=VALUE; the default is that of the run
+  step=200         the checkpoint; 0: the model as it was initialised; the default is the newest
+  batches=8        batches that every part is measured on; with one there is no interval
+  repeats=4        passes over each with other random bits, where rounding is stochastic
+  budget=5min      instead of batches: spend this time where the intervals are widest
+  cells=true       also one operand of one layer at a time; the policy then chooses single GEMMs
+  keep=0.15        the policy may keep this share of the multiply-adds in high precision
+  gpu=B200         predict times on that GPU
+  cost=0.6         with gpu=, instead of keep=: the longest time of the layers relative to BF16
+  out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP, without a run
+                   runs/studies/sensitivity-MODEL-RECIPE
+
+Writes policy.yaml, sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
+"""
 OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
@@ -124,7 +128,7 @@ def _written(report: Report, folder: Path) -> list[str]:
         save_figure(picture(report), folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
-            f"{folder}: the results cannot be written ({error}); what is measured is kept, and the same command writes "
-            "them when there is room"
+            f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "
+            "on when there is room"
         ) from error
     return [str(folder / each) for each in ("policy.yaml", "sensitivity.json", "sensitivity.png")]

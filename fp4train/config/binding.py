@@ -75,6 +75,13 @@ def complete(node: Any, hint: Any) -> Any:
     return found
 
 
+def flattened(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Plain values by their full keys: {"train": {"steps": 3}} → {"train.steps": 3}."""
+    if isinstance(node, Mapping) and node:
+        return {k: v for key, value in node.items() for k, v in flattened(value, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): list(node) if isinstance(node, tuple) else node}
+
+
 def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
     """The full keys below `node`, whose own key is `path`, that its classes do not have."""
     if not isinstance(node, Mapping):

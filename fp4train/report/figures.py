@@ -12,6 +12,7 @@ from fp4train.analysis.curves import (
     INK,
     QUIET,
     SHADES,
+    gap_limits,
     logarithmic,
     loss_limits,
     new_figure,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 
 HEAT = "YlOrRd"
+RATIO = "gradient / noise"
+"""The map that has a logarithmic scale, because it spans decades, and on which small is bad."""
 LAYERS, COLUMNS = 48, 40
 """Rows and columns of a heat map; of more layers the worst are shown, of more steps evenly chosen ones."""
 BANDS = 3
@@ -114,7 +117,8 @@ def _losses(axes: Axes, groups: Sequence[Group]) -> None:
 
 
 def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
-    first, settled = groups[0], [np.zeros(1)]
+    first = groups[0]
+    settled: list[NDArray[np.float64]] = []
     axes.axhline(0, color=colour_of(0), linewidth=1.1)
     for index, group in enumerate(groups[1:], start=1):
         train, validation = (gap_curve(first, group, key) for key in ("train/loss", "val/loss"))
@@ -131,12 +135,9 @@ def _gaps(axes: Axes, groups: Sequence[Group]) -> None:
         )
         for found in (train, validation):
             bounds = len(found) // 2
-            values = [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
-            settled += [each[np.isfinite(each)] for each in values]
+            settled += [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
     style(axes, "gap to the first, %; bold: validation")
-    low, high = np.percentile(np.concatenate(settled), [1, 99])
-    margin = 0.15 * (high - low) or 1.0
-    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
+    axes.set_ylim(*gap_limits(settled))
 
 
 def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
@@ -170,41 +171,55 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
 
 def heat_maps(errors: Errors) -> Callable[[float], Figure]:
     """By layer and step: relative error and underflow of the layer's worst operand, and its gradient over its noise."""
+    rows = sorted(worst_layers(errors)[:LAYERS])
+    columns = np.unique(np.linspace(0, len(errors.steps) - 1, min(len(errors.steps), COLUMNS)).round().astype(int))
+    steps = [str(errors.steps[i]) for i in columns]
     maps = {
-        "relative error": (worst_operand(errors.relative_error), HEAT),
-        "underflow, %": (100 * worst_operand(errors.values["underflow"]), HEAT),
+        title: values[rows][:, columns]
+        for title, values in (
+            ("relative error", worst_operand(errors.relative_error)),
+            ("underflow, %", 100 * worst_operand(errors.values["underflow"])),
+            (RATIO, np.where(errors.gradient_to_noise > 0, errors.gradient_to_noise, np.nan)),
+        )
     }
-    if np.isfinite(errors.gradient_to_noise).any():
-        maps["gradient / noise"] = (errors.gradient_to_noise, f"{HEAT}_r")
+    if not np.isfinite(maps[RATIO]).any():
+        del maps[RATIO]
 
     def draw(width: float) -> Figure:
-        rows = sorted(worst_layers(errors)[:LAYERS])
-        columns = np.unique(np.linspace(0, len(errors.steps) - 1, min(len(errors.steps), COLUMNS)).round().astype(int))
         narrow = width <= NARROW
         height = 0.75 + max(0.9, 0.15 * len(rows))
         figure = new_figure(width, len(maps) * height if narrow else height)
         panels = figure.subplots(len(maps), 1) if narrow else figure.subplots(1, len(maps), sharey=True)
-        for panel, (title, (values, colours)) in zip(panels, maps.items(), strict=True):
-            steps = [str(errors.steps[i]) for i in columns]
-            _map(panel, values[rows][:, columns], title, colours, steps, every=-(-len(steps) // (5 if narrow else 4)))
+        for panel, (title, values) in zip(panels, maps.items(), strict=True):
+            _map(panel, values, title, steps, every=-(-len(steps) // (5 if narrow else 4)))
             if narrow or panel is panels[0]:
-                names = [shortened(errors.layers[i], 20 if narrow else 34) for i in rows]
+                names = [shortened(errors.layers[i], 22 if narrow else 34) for i in rows]
                 panel.set_yticks(range(len(rows)), names, fontsize=6.5)
         return figure
 
     return draw
 
 
-def _map(
-    axes: Axes, values: NDArray[np.float64], title: str, colours: str, steps: Sequence[str], *, every: int
-) -> None:
-    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=colours, interpolation="none")
+def _map(axes: Axes, values: NDArray[np.float64], title: str, steps: Sequence[str], *, every: int) -> None:
+    from matplotlib.ticker import LogLocator
+
+    ratio = title == RATIO
+    image = axes.imshow(
+        np.ma.masked_invalid(values),
+        aspect="auto",
+        cmap=f"{HEAT}_r" if ratio else HEAT,
+        norm="log" if ratio else None,
+        interpolation="none",
+    )
     axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=7)
     axes.set_xlabel("step", fontsize=8, color=INK)
     axes.set_title(title, fontsize=9, color=INK, loc="left")
     axes.tick_params(length=0, colors=INK)
     axes.spines[:].set_color(LINE)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, format="%g" if ratio else None)
+    if ratio:
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+        bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
     bar.outline.set_visible(False)
 

@@ -10,6 +10,7 @@ from fp4train.report.sources import Source
 from fp4train.report.studies import Candidate, Interval, RankingResult, SensitivityResult
 from fp4train.report.study_figures import ranking, sensitivity
 from fp4train.report.svg import figure
+from fp4train.text import p_value
 
 LISTED = 12
 """Layers in a table, the worst first."""
@@ -48,6 +49,8 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
     )
     header = ["quantised", "nMSE", "bias²", "loss change"]
     caption = "±: 95 % interval over batches" + ("" if found.batches > 1 else "; a single batch has none")
+    if found.batches > 1 and any(part.bias2 is None for part in shown):
+        caption += "; – of bias²: its denominator |G|² is not told from 0 over so few batches"
     return tag("div", tag("h3", title), drawn, table(header, rows, caption=caption, right=(1, 2, 3)))
 
 
@@ -65,7 +68,7 @@ def _ranking(name: str, source: Source, found: RankingResult) -> Html:
             each.name,
             _gap(each, each.gap),
             _gap(each, each.high),
-            "–" if each.p is None else "<.0001" if each.p < 1e-4 else f"{each.p:.2g}",
+            "–" if each.p is None else p_value(each.p),
             "diverged" if each.diverged else VERDICTS.get(each.verdict, "no test below 4 forks"),
             each.group,
         ]

@@ -37,12 +37,14 @@ th{font-weight:600}
 td{max-width:24rem;overflow-wrap:break-word}
 .roomy{min-width:9rem}
 th.n,td.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+th.n+th:not(.n),td.n+td:not(.n){padding-left:.5rem}
 tbody tr:hover{background:var(--soft)}
 code{overflow-wrap:anywhere;font-size:.95em;background:var(--soft);padding:0 .25em;border-radius:.2em}
 .runs{color:var(--quiet)}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1.2rem;padding:0;margin:.4rem 0;font-size:.85rem}
 .legend li{max-width:100%}
 .sample{display:inline-block;vertical-align:middle}
+td:has(.sample){white-space:nowrap}
 .shade{display:inline-block;width:1.6em;height:.9em;vertical-align:-.1em;border:1px solid var(--line)}
 details{margin:.6rem 0}
 summary{cursor:pointer;padding:.3rem 0}
@@ -58,9 +60,10 @@ summary{cursor:pointer;padding:.3rem 0}
   .wide{display:block}
   .narrow{display:none}
   .scroll{overflow:visible}
-  table{font-size:8pt}
+  table{font-size:7.5pt}
   td{overflow-wrap:anywhere}
-  th.n,td.n{white-space:normal}
+  td.n{overflow-wrap:normal}
+  th.n{white-space:normal}
   .roomy{min-width:0}
   td,th{padding-right:.4rem}
   figure,tr,h2,h3{break-inside:avoid}

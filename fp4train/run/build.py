@@ -39,6 +39,7 @@ from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
 from fp4train.run.oscillation import check_oscillation
 from fp4train.run.run import Run
+from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import StepGraph, check_graph, check_plan
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.run.weights import load_init, load_weights
@@ -78,12 +79,15 @@ def choose_device(name: str, place: Place | None = None) -> torch.device:
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
-    with torch.random.fork_rng(devices=[]):
+    if device.type != "meta":
+        check_memory(config.model, vocab_size)
+    with torch.random.fork_rng(devices=[]), told("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
         with torch.device("meta" if device.type == "meta" else "cpu"):
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-    model = convert(model.to(device), backend=config.backend)
+    with told("converting its linear layers", config.model, vocab_size):
+        model = convert(model.to(device), backend=config.backend)
     if config.train.compile and device.type != "meta":
         _compile(model, device)
     return model

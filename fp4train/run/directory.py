@@ -34,7 +34,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files
-from fp4train.config.binding import complete, unknown_keys
+from fp4train.config.binding import complete, flattened, unknown_keys
 from fp4train.config.schema import Config, plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
@@ -263,13 +263,7 @@ def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> l
 
     A missing key counts as its class's default: options that are newer than a saved run did not change it.
     """
-
-    def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
-        if isinstance(cfg, dict) and cfg:
-            return {k: v for key, value in cfg.items() for k, v in flat(value, f"{prefix}{key}.").items()}
-        return {prefix.rstrip("."): cfg}
-
-    a, b = flat(complete(plain(old), Config)), flat(complete(plain(new), Config))
+    a, b = (flattened(complete(plain(each), Config)) for each in (old, new))
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
     gone = set(unknown_keys(plain(old), Config))
     return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]

@@ -28,7 +28,7 @@ from typing import Any
 
 from fp4train import checkpoint, files
 from fp4train.backends import GEMMS
-from fp4train.config.binding import complete
+from fp4train.config.binding import complete, flattened
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
@@ -209,13 +209,7 @@ def steps_done(run: Path) -> int:
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """A plain configuration, its classes' defaults written out, as full key → value."""
-
-    def walk(node: Any, prefix: str) -> dict[str, Any]:
-        if isinstance(node, Mapping) and node:
-            return {k: v for key, value in node.items() for k, v in walk(value, f"{prefix}{key}.").items()}
-        return {prefix.rstrip("."): list(node) if isinstance(node, tuple) else node}
-
-    return walk(complete(config, Config), "")
+    return flattened(complete(config, Config))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

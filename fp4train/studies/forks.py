@@ -12,7 +12,6 @@ and writes no file.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +32,7 @@ from fp4train.run.guard import NonFiniteError, check_evaluation
 from fp4train.run.ledger import Ledger, Values
 from fp4train.run.run import Run
 from fp4train.studies.candidates import Candidate
+from fp4train.studies.identity import digest
 from fp4train.studies.subject import Subject, open_subject
 from fp4train.text import check_choice
 from fp4train.train import blame, step_or_restore, validation_losses
@@ -122,7 +122,7 @@ class Branch:
     @property
     def key(self) -> str:
         """Names its forks in a record, whatever it is called."""
-        return hashlib.sha256(repr(self.signature).encode()).hexdigest()[:16]
+        return digest(self.signature)[:16]
 
 
 def open_checkpoint(source: Path, step: int) -> Subject:

@@ -10,7 +10,6 @@ quantised without the transform; wgrad as a whole has it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +19,7 @@ from fp4train.hardware import Device
 from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import LayerPlan, PlannedStretch, make_plan
+from fp4train.studies.identity import digest
 from fp4train.studies.subject import Subject
 
 EVERY_LAYER = LayerPolicy(first=0, last=0)
@@ -51,7 +51,7 @@ class Part:
         """The name in the record: with a checksum of the policy, if there is one."""
         if self.policy is None:
             return self.name
-        return f"{self.name} {hashlib.sha256(repr(self.policy).encode()).hexdigest()[:12]}"
+        return f"{self.name} {digest(self.policy)[:12]}"
 
     @property
     def kind(self) -> str:

@@ -7,8 +7,6 @@ once more, which then measures nothing. Forks are made seed by seed, all candida
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +23,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.advice import learning_rate, nothing_quantised
 from fp4train.studies.candidates import SECTIONS, candidates
 from fp4train.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
+from fp4train.studies.identity import digest
 from fp4train.studies.progress import StudyProgress
 from fp4train.studies.ranking import Entry, Ranking
 from fp4train.studies.record import StudyRecord, open_record
@@ -186,9 +185,8 @@ def _distinct(branches: Sequence[Branch]) -> tuple[list[Branch], list[list[str]]
 
 
 def _digest(subject: Subject, settings: ForkSettings) -> str:
-    """Names the folder of a ranking: forks of other settings have another one."""
-    text = json.dumps([subject.identity, asdict(settings)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    """Names the folder of a ranking: forks of another checkpoint, or with other settings, have another one."""
+    return digest([{**subject.identity, "settings": None}, settings])[:8]
 
 
 class _Forks:

@@ -13,7 +13,7 @@ from fp4train.studies.candidates import FLOOR
 from fp4train.studies.forks import Fork, ForkSettings
 from fp4train.studies.sequential import ALPHA, Pair, compare, groups, looks
 from fp4train.studies.statistics import Estimate, paired
-from fp4train.text import columns, tabulate
+from fp4train.text import columns, p_value, tabulate
 
 VERDICTS = {"apart": "told apart", "alike": "alike", "open": "not told apart"}
 
@@ -153,7 +153,7 @@ class Ranking:
                 rows.append([str(place), entry.name, f"loss {mean:.4f}", "", "", "", "", self.groups[entry.name]])
                 continue
             gap = self.gap(entry)
-            p = _p(pair.p) if looks(self.forks) else "–"
+            p = p_value(pair.p) if looks(self.forks) else "–"
             verdict = VERDICTS[pair.verdict] if looks(self.forks) else "–"
             cells = [show(gap), show(self.gap(entry, "high")), _t(gap), p, verdict, self.groups[entry.name]]
             rows.append([str(place), entry.name, *cells])
@@ -164,7 +164,7 @@ class Ranking:
         if not looks(self.forks) or len(self.ranked) < 2:
             return []
         rows = [
-            [f"{p.first} < {p.second}", show(p.difference), f"t {_t(p.difference)}", _p(p.p), VERDICTS[p.verdict]]
+            [f"{p.first} < {p.second}", show(p.difference), f"t {_t(p.difference)}", p_value(p.p), VERDICTS[p.verdict]]
             for p in self.neighbours()
         ]
         return ["neighbours in the order", *columns(rows, right=(1,)), ""]
@@ -244,10 +244,6 @@ def show(found: Estimate) -> str:
 
 def _t(found: Estimate) -> str:
     return "–" if found.t is None else f"{found.t:.1f}" if abs(found.t) < 1000 else ">999"
-
-
-def _p(p: float) -> str:
-    return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
 def _plain(found: Estimate) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import __version__
+from fp4train.config.binding import flattened
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run import directory as run_directory
@@ -26,7 +27,10 @@ from fp4train.track.metrics import MetricsLog, read_metrics
 
 MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
-FORMAT = 1
+FORMAT = 2
+"""Raised when an earlier record would be read wrongly."""
+SHOWN, LENGTH = 4, 24
+"""Differences that a message names, and characters of a value in it."""
 
 Values = dict[str, Any]
 """A measurement: plain JSON values, all numbers finite."""
@@ -65,10 +69,18 @@ class StudyRecord:
 
     def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
         found = found if isinstance(found, dict) else {}
-        if other := [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]:
-            was, now = (str(each.get(other[0]))[:60] for each in (found, wanted))
+        was, now = (f"{each.get('fp4train')}, format {each.get('format')}" for each in (found, wanted))
+        if was != now:
             raise UserError(
-                f"{self.path} is the record of another study ({other[0]}: {was} there, {now} here): remove it, or "
+                f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two versions are not compared, "
+                "because the arithmetic of a recipe may have changed between them: go on with that version, remove the "
+                "file to measure anew, or give this study another folder, out=…"
+            )
+        old, new = flattened(found), flattened(wanted)
+        if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
+            shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
+            raise UserError(
+                f"{self.path} is the record of another study ({shown}{'; …' * (len(other) > SHOWN)}): remove it, or "
                 "give this study another folder, out=…"
             )
 
@@ -104,6 +116,18 @@ class StudyRecord:
     def close(self) -> None:
         """Make what is recorded durable, and close the file."""
         self._log.finish()
+
+
+def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """ "settings.train.seq_len: 128 there, the default here"; a class by its own name."""
+    named = key.endswith("._target_")
+
+    def shown(values: Mapping[str, Any]) -> str:
+        if key not in values:
+            return "the default"
+        return str(values[key]).rpartition(".")[2] if named else str(values[key])[:LENGTH]
+
+    return f"{key.removesuffix('._target_')}: {shown(old)} there, {shown(new)} here"
 
 
 @contextmanager

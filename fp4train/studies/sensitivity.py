@@ -16,6 +16,7 @@ from fp4train.errors import UserError
 from fp4train.precision import Recipe
 from fp4train.studies.findings import Finding, Sensitivity, finding, summarise
 from fp4train.studies.gradients import Gradients
+from fp4train.studies.identity import described
 from fp4train.studies.parts import BASELINE, LAYER, WHOLE, Part, Parts
 from fp4train.studies.record import StudyRecord, Values
 from fp4train.studies.statistics import estimate
@@ -56,7 +57,7 @@ class Effort:
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
     """What the record of the study must agree with."""
-    return {"study": "sensitivity", **subject.identity, "recipe": repr(recipe), "repeats": effort.repeats}
+    return {"study": "sensitivity", **subject.identity, "recipe": described(recipe), "repeats": effort.repeats}
 
 
 def groups_of(subject: Subject, effort: Effort) -> list[range]:

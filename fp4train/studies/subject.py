@@ -7,8 +7,8 @@ run's own files: the study may stand beside a process that trains in the same di
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.config import Config, plain
+from fp4train.config import Config
+from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.run import directory as run_directory
 from fp4train.run.belonging import check_belongs
 from fp4train.run.build import assemble, build_timeline, choose_device
-from fp4train.run.history import flat
 from fp4train.run.resume import check_source, find_start
 from fp4train.run.run import Run
 from fp4train.run.weights import load_init, load_weights
+from fp4train.studies.identity import described
 
 STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
@@ -52,7 +53,8 @@ class Subject:
             has not begun: `train_step` may be called on it, checkpoints are not written.
         start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
         weights: checksum of the model's weights.
-        settings: checksum of the keys of the configuration that decide about model, batches and arithmetic.
+        settings: the keys of the configuration that decide about model, batches and arithmetic, where they differ from
+            their defaults.
         trainable: whether the optimizer's moments were asked for.
     """
 
@@ -60,7 +62,7 @@ class Subject:
     run: Run = field(repr=False)
     start: checkpoint.Checkpoint | None = field(repr=False)
     weights: str
-    settings: str
+    settings: Mapping[str, Any] = field(repr=False)
     trainable: bool
 
     @property
@@ -125,7 +127,7 @@ class Subject:
             "run": None if self.source is None else run_directory.identity(self.source),
             "step": self.step,
             "weights": self.weights,
-            "settings": self.settings,
+            "settings": dict(self.settings),
             "data": self.fingerprint,
             "device": str(self.device),
         }
@@ -166,7 +168,7 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         run=run,
         start=start,
         weights=_checksum_of_weights(run.model),
-        settings=_checksum_of(cfg),
+        settings=_settings_of(config),
         trainable=optimizer,
     )
 
@@ -196,6 +198,6 @@ def _checksum_of_weights(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _checksum_of(cfg: DictConfig) -> str:
-    kept = {key: value for key, value in flat(plain(cfg)).items() if not key.startswith(_NOT_OF_THE_SUBJECT)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+def _settings_of(config: Config) -> dict[str, Any]:
+    found = flattened(described(config))
+    return {key: value for key, value in found.items() if not key.startswith(_NOT_OF_THE_SUBJECT)}

@@ -69,13 +69,22 @@ class Report:
         verdict = f"within {NEAR:.0%}" if not far else f"the {' and '.join(far)} interact: predictions are rough"
         lines.append(f"the parts sum to {sums} of the whole; {verdict}")
         if found.signal is not None:
-            lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch")
+            few = "" if found.whole.bias2 is not None else ", not told from 0: no bias² without more batches"
+            lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch{few}")
         chosen, what = trade.chosen, ", ".join(trade.policy.keep) or "nothing"
         time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"
         lines.append(
             f"policy: keep {what}: {chosen.macs:.1%} of the multiply-adds{time}; nMSE {chosen.nmse:.4f} predicted, "
             f"{_with_error(self.measured.nmse, '.4f')} measured, {found.whole.nmse.mean:.4f} with nothing kept"
         )
+        if trade.curve[0].time is not None and trade.curve[0].time >= 1:
+            lines.append(
+                f"with nothing kept these layers take {trade.curve[0].time:.3f} of their time in BF16 on {trade.gpu}: "
+                "for products of this size quantising costs more than it saves"
+            )
+        ends = self.measured.nmse.interval()
+        if trade.policy.keep and ends is not None and ends[1] >= found.whole.nmse.mean:
+            lines.append("this policy is not told apart from keeping nothing: more batches may tell")
         return lines
 
     def as_json(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which verb a command is, what it prints for help, and the code that it exits with."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fp4train
-from fp4train.cli import main
+from fp4train.cli import main, rank, report, sensitivity
 from fp4train.cli.main import USAGE, VERBS
 
 
@@ -25,10 +26,28 @@ def test_every_verb_has_a_file_of_its_name_and_a_line_in_the_usage() -> None:
         assert f"fp4train {verb}" in USAGE or verb == "train"
 
 
-@pytest.mark.parametrize("verb", ["swap", "compare", "report", "formats", "doctor"])
+@pytest.mark.parametrize("verb", ["swap", "compare", "formats", "doctor"])
 def test_help_of_a_verb_that_is_not_composed_is_the_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert capsys.readouterr().out == USAGE
+
+
+@pytest.mark.parametrize(
+    ("verb", "keys"),
+    [
+        ("sensitivity", [*sensitivity.OPTIONS, "recipe", "step", "gpu"]),
+        ("rank", [*rank.OPTIONS, "recipe", "policy", "phases", "plugins"]),
+        ("report", report.OPTIONS),
+    ],
+)
+def test_help_of_a_verb_with_options_of_its_own_lists_each(
+    verb: str, keys: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(verb, "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"fp4train {verb} RUN") and max(map(len, shown.splitlines())) <= 120
+    body = shown.partition("\n\n")[2]
+    assert all(re.search(rf"^  (.*  )?{key}=", body, re.MULTILINE) for key in keys)
 
 
 @pytest.mark.parametrize("verb", [[], ["plan"]])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made import LAYERS, write_run, write_statistics
+from matplotlib.colors import LogNorm
 
 from fp4train.report.errors import read_errors, worst_operand
-from fp4train.report.figures import worst_layers
+from fp4train.report.figures import RATIO, heat_maps, worst_layers
+from fp4train.report.svg import NARROW, WIDE
 from fp4train.track import STATISTICS
 
 
@@ -22,6 +25,23 @@ def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> No
     assert found.relative_error[0, 0, 0] == pytest.approx(10 ** (-19 / 20))
     assert worst_operand(found.relative_error)[:, -1].tolist() == pytest.approx([10**-0.75, 10**-0.65])
     assert worst_layers(found) == [1, 0] and (found.gradient_to_noise == 3.0).all()
+
+
+def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp_path: Path) -> None:
+    found = read_errors(write_run(tmp_path / "a", errors=True))
+    assert found is not None
+    ratios = np.geomspace(0.5, 5000, found.gradient_to_noise.size).reshape(found.gradient_to_noise.shape)
+    ratios.flat[0] = 0.0  # a gradient that vanished has no place on the scale
+    for width in (WIDE, NARROW):
+        figure = heat_maps(replace(found, gradient_to_noise=ratios))(width)
+        figure.canvas.draw()
+        panel = next(axes for axes in figure.axes if axes.get_title(loc="left") == RATIO)
+        assert isinstance(panel.images[0].norm, LogNorm)
+        assert np.ma.count_masked(panel.images[0].get_array()) == 1  # type: ignore[no-untyped-call]
+        bar = panel.images[0].colorbar
+        assert bar is not None and {"10", "1000"} <= {each.get_text() for each in bar.ax.get_yticklabels()}
+    without = heat_maps(replace(found, gradient_to_noise=np.zeros_like(ratios)))(WIDE)
+    assert RATIO not in [axes.get_title(loc="left") for axes in without.axes]
 
 
 def test_what_was_not_measured_is_not_a_number(tmp_path: Path) -> None:

@@ -64,6 +64,16 @@ def test_the_record_of_another_study_is_refused_and_the_difference_is_named(tmp_
             pass
 
 
+def test_the_record_of_another_version_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    monkeypatch.setattr("fp4train.studies.record.__version__", "9.9")
+    with pytest.raises(UserError, match=r"record of fp4train .*; this is 9\.9.*go on with that version.*out="):  # noqa: SIM117
+        with open_record(tmp_path, WHO, 200):
+            pass
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / MEASUREMENTS).write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
     with pytest.raises(UserError, match="line 1"), open_record(tmp_path, WHO, 200):

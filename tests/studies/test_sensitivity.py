@@ -146,7 +146,7 @@ def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
 def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=here").code == 0
     said = cli.raw("sensitivity", "runs/a", *QUICK, "out=here")
-    assert "is the record of another study (recipe:" in said.message and "out=…" in said.message
+    assert "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message and "out=…" in said.message
 
 
 def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:

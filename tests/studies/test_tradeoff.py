@@ -12,6 +12,7 @@ from fp4train.precision import NVFP4
 from fp4train.studies.findings import Finding, Sensitivity
 from fp4train.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, Parts
 from fp4train.studies.statistics import Estimate
+from fp4train.studies.summary import Report
 from fp4train.studies.tradeoff import Unit, as_policy, trade_off
 
 ONE = Estimate(mean=1.0, error=0.0, count=4, freedom=3)
@@ -118,3 +119,17 @@ def test_a_cost_is_a_time_on_a_gpu(parts: Parts) -> None:
     message = rf"cost=0\.5: on .*B200.* the layers take at least {faster.time:.3f} of their time in BF16"
     with pytest.raises(UserError, match=message):
         trade_off(found, keep=None, cost=0.5, gpu=gpu)
+
+
+@pytest.mark.parametrize(("error", "told"), [(0.001, True), (0.05, False)])
+def test_the_conclusions_say_what_the_policy_does_not_show(parts: Parts, error: float, told: bool) -> None:
+    found = sensitivity(parts, {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04})
+    trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
+    report = Report(subject=parts.subject, found=found, trade=trade, measured=finding("chosen", 0.04, error))
+    report = replace(report, found=replace(found, signal=ONE))
+    said = "\n".join(report._conclusions(len(parts.layers)))
+    assert ("this policy is not told apart from keeping nothing" in said) is not told
+    assert (
+        "|G|² is 100% ± 0% of the squared gradient of a batch, not told from 0: no bias² without more batches" in said
+    )
+    assert "of their time in BF16 on B200: for products of this size quantising costs more" in said

@@ -86,8 +86,17 @@ class Llama:
 
     def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
         """The model with weights drawn from torch's default generator, or with `draw: counter` by that one's seed."""
-        padded = -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
-        return LlamaModel(self, padded, seq_len)
+        return LlamaModel(self, self._padded(vocab_size), seq_len)
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model; tied ones once."""
+        attention = self.width * self.width * 2 + self.width * (self.width // self.heads) * self.kv_heads * 2
+        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
+        tables = self._padded(vocab_size) * self.width * (1 if self.tied else 2)
+        return self.layers * block + tables + self.width
+
+    def _padded(self, vocab_size: int) -> int:
+        return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 class MLP(nn.Module):
