@@ -2,6 +2,7 @@
 
 from fp4train.backends.table import GEMMS, Operands, Table
 from fp4train.precision.context import autocast, recompute, recompute_contexts
+from fp4train.precision.outliers import OutlierChannels
 from fp4train.precision.phases import Phase, Swap, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import LossScaling, Recipe
@@ -21,6 +22,7 @@ from fp4train.precision.recipes import (
     Mixed,
     QuartetII,
     TetraJetV2,
+    TetraJetV2Outliers,
 )
 
 __all__ = [
@@ -41,12 +43,14 @@ __all__ = [
     "LossScaling",
     "Mixed",
     "Operands",
+    "OutlierChannels",
     "Phase",
     "QuartetII",
     "Recipe",
     "Swap",
     "Table",
     "TetraJetV2",
+    "TetraJetV2Outliers",
     "Timeline",
     "autocast",
     "recompute",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe
+from fp4train.precision.outliers import OutlierChannels
 from fp4train.quantize import QuantSpec
 from fp4train.text import check_choice, tabulate
 
@@ -47,10 +48,12 @@ class Recipe:
     Args:
         high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions from the recipe.
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
+        outliers: input channels that are multiplied apart, in other operands; None: there are none.
     """
 
     high_precision: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    outliers: OutlierChannels | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -70,8 +73,30 @@ class Recipe:
                     f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
                     f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have the same one"
                 )
+        self._check_outliers(operands)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
+
+    def _check_outliers(self, operands: dict[str, Operands]) -> None:
+        outliers = self.outliers
+        if outliers is None:
+            return
+        if not isinstance(outliers, OutlierChannels) or not isinstance(outliers.recipe, Recipe):
+            raise TypeError(f"outliers={outliers!r} must be OutlierChannels with a recipe, or None")
+        if outliers.recipe.outliers is not None:
+            raise ValueError("outliers.recipe: outlier channels have no outlier channels of their own")
+        if not any(pair.quantised for pair in operands.values()):
+            raise ValueError(f"outliers: {type(self).__name__} quantises nothing, so no channel needs to be kept apart")
+        pairs = [*operands.values(), *outliers.recipe.operands().values()]
+        if any(spec is not None and spec.delayed for pair in pairs for spec in (pair.first, pair.second)):
+            raise ValueError("outliers: delayed scaling has one history per tensor, not one per part of its channels")
+
+    def of_outliers(self) -> Recipe | None:
+        """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None: there are none."""
+        if self.outliers is None:
+            return None
+        part = self.outliers.recipe
+        return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
@@ -120,7 +145,14 @@ class Recipe:
         for gemm, operands in self.table().items():
             for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
                 rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
-        return "\n".join([self.name, *tabulate(rows)])
+        lines = [self.name, *tabulate(rows)]
+        if self.outliers is not None:
+            first, last = self.outliers.start, self.outliers.start + self.outliers.steps - 1
+            lines += [
+                f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen in steps {first}–{last}:",
+                str(self.of_outliers()),
+            ]
+        return "\n".join(lines)
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24
