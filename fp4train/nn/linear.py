@@ -92,7 +92,7 @@ class Handle(metaclass=GraphInput):
             return Route("eager")
         if not gemms.quantised:
             return Route("torch", gemms.dtype)
-        if gemms.together is not None or gemms.plan.recipe.outliers is not None:
+        if gemms.together is not None or gemms.plan.has_outliers:
             return Route("eager")
         return Route("operator", gemms.dtype, gemms.keeps_x)
 
@@ -265,7 +265,7 @@ class Linear(nn.Linear):
                 bias_N = None if bias_N is None else local(bias_N)
             if gemms.device == "meta":
                 return place.shape_of(x_MK, w_NK).to(gemms.dtype)
-        if gemms.plan.recipe.outliers is not None:
+        if gemms.plan.has_outliers:
             if call.parts is not None:
                 return PartsFunction.apply(x_MK, w_NK, bias_N, call.parts)  # type: ignore[no-untyped-call, no-any-return]
             if training and now.replaying is None:
@@ -313,7 +313,7 @@ class Linear(nn.Linear):
             *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
-        if gemms.plan.recipe.outliers is not None:
+        if gemms.plan.has_outliers:
             self._begin_parts(gemms, call, keep=context.step is not None)
         return call
 

@@ -25,8 +25,8 @@ from fp4train.nn.gemms import Gradients, LayerGemms, gradients_of, torch_autocas
 from fp4train.nn.place import Place
 from fp4train.nn.scaling import Position
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.outliers import OutlierChannels
 from fp4train.precision.plan import LayerPlan, apart
+from fp4train.precision.recipe import OutlierChannels
 from fp4train.quantize import Quantized
 
 _SPREAD = 8

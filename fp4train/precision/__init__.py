@@ -2,10 +2,9 @@
 
 from fp4train.backends.table import GEMMS, Operands, Table
 from fp4train.precision.context import autocast, recompute, recompute_contexts
-from fp4train.precision.outliers import OutlierChannels
 from fp4train.precision.phases import Phase, Swap, Timeline
 from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import LossScaling, Recipe
+from fp4train.precision.recipe import LossScaling, OutlierChannels, Recipe
 from fp4train.precision.recipes import (
     BF16,
     FP16,

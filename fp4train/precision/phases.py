@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import GEMMS
-from fp4train.precision.outliers import chosen_from
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import Mixed
 
@@ -90,14 +89,14 @@ class Swap:
 class Stretch:
     """Steps [start, stop) of a run in which `recipe` is in force, and the reason.
 
-    outliers: whether the outlier channels of the recipe are chosen.
+    outliers: whether the outlier channels of the recipe are chosen; None: it has none.
     """
 
     start: int
     stop: int
     recipe: Recipe
     reason: str
-    outliers: bool = False
+    outliers: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +171,10 @@ def _with_outliers(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
         if outliers is None:
             yield each
             continue
-        first = chosen_from(outliers, each.start, recorded)
+        first = outliers.apart_from(each.start, recorded)
         if recorded < outliers.steps:
             recorded += max(0, min(first, each.stop) - max(each.start, outliers.start))
         if first > each.start:
-            yield replace(each, stop=min(first, each.stop), reason=f"{each.reason}; outlier channels not chosen yet")
+            yield replace(each, stop=min(first, each.stop), outliers=False)
         if first < each.stop:
-            yield replace(each, start=first, reason=f"{each.reason}; outlier channels chosen", outliers=True)
+            yield replace(each, start=first, outliers=True)

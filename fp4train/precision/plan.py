@@ -18,7 +18,6 @@ from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Ope
 from fp4train.hardware import Device
 from fp4train.precision.cut import misaligned
 from fp4train.precision.layers import Layer, find_layers
-from fp4train.precision.outliers import APART
 from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
@@ -27,6 +26,10 @@ __all__ = [
     *("Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row"),
     *("apart", "make_plan", "part_of", "plan", "resolve"),
 ]
+
+
+APART = "outlier channels are multiplied apart, which emulate and reference do"
+"""Why other backends do not run a recipe that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,11 @@ class LayerPlan:
     dgrad: Gemm
     wgrad: Gemm
     outliers: LayerPlan | None = None
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether its recipe has outlier channels, chosen or not yet."""
+        return self.recipe.outliers is not None
 
     @property
     def parts(self) -> tuple[LayerPlan, ...]:
@@ -118,11 +126,17 @@ def resolve(
         reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, or the named backend cannot run the recipe.
+        ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the layer is a
+            shard and the recipe has outlier channels.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
+    if own.outliers is not None and layer.cut is not None and own.quantised:
+        raise ValueError(
+            f"{own.name} has outlier channels, which are chosen among all input channels of a layer, and parallel.tp "
+            f"cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
+        )
     divided = misaligned(layer, own.table())
     own = own.with_high_precision(*divided) if divided else own
     table = own.table()
@@ -319,10 +333,13 @@ def make_plan(
             wanted = backend if isinstance(backend, str) else backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
             found[layer.name] = apart(each) if stretch.outliers else each
-        stretches.append(
-            PlannedStretch(
-                start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=stretch.reason, layers=found
+        why = stretch.reason
+        if stretch.outliers is not None:
+            why += (
+                "; outlier channels are multiplied apart" if stretch.outliers else "; outlier channels not chosen yet"
             )
+        stretches.append(
+            PlannedStretch(start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=why, layers=found)
         )
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 

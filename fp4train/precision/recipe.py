@@ -8,12 +8,12 @@ therefore another table (`Custom`), and "forward in BF16 for the cooldown" is `r
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
 
 from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe
-from fp4train.precision.outliers import OutlierChannels
 from fp4train.quantize import QuantSpec
 from fp4train.text import check_choice, tabulate
 
@@ -189,3 +189,65 @@ class LossScaling:
             raise ValueError(f"backoff={self.backoff} must lie between 0 and 1")
         if self.interval < 1:
             raise ValueError(f"interval={self.interval} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierChannels:
+    """Input channels of a layer that are multiplied apart, in operands of their own.
+
+    A few channels of x are much larger than the others in nearly every token. In blocks of 16 they take the range from
+    their neighbours. They are multiplied apart (OutControl of TetraJet-v2, arXiv:2510.27527):
+
+        y = x[:, rest]·w[:, rest]ᵀ + x[:, top]·w[:, top]ᵀ        both parts with operands of their own
+
+    and so in backward: dx and dw are made for each part, dbias once. Which channels are "top" is measured in the run:
+    the norm of each channel over the tokens of a step is summed over `steps` steps, and those with the largest sums are
+    taken. Until then, and in layers too narrow for it, all channels are multiplied together.
+
+    The authors' code sums the norms of single forward calls; here the norm is that of all tokens of the step, so that
+    it does not depend on how a batch is cut into microbatches and over ranks.
+
+    Args:
+        recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe that they belong to.
+        share: of a layer's input channels, between 0 and 1; the number is rounded up to whole multiples.
+        start: optimizer steps before the first one that is recorded.
+        steps: recorded steps; the channels are chosen after the last one.
+        multiple: what the number of channels is a multiple of. 32 is a block of MX; the authors' kernels need 128, and
+            their simulations round to 1.
+    """
+
+    recipe: Recipe
+    share: float = 0.1
+    start: int = 500
+    steps: int = 50
+    multiple: int = 32
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
+            raise TypeError(f"outliers.share={self.share!r} must be a number")
+        if not 0 < self.share < 1:
+            raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
+        for name, least in (("start", 0), ("steps", 1), ("multiple", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"outliers.{name}={value!r} must be a whole number")
+            if value < least:
+                raise ValueError(f"outliers.{name}={value} must be at least {least}")
+
+    def count(self, in_features: int) -> int:
+        """The number of outlier channels of a layer; 0 if it would have no other ones."""
+        # The tolerance keeps 0.1 of 320 channels at 32, although the product may lie above it.
+        count = math.ceil(self.share * in_features / self.multiple - 1e-9) * self.multiple
+        return count if count < in_features else 0
+
+    def apart_from(self, start: int, recorded: int) -> int:
+        """The first step that multiplies them apart, of steps from `start` on.
+
+        Args:
+            recorded: steps that were recorded before.
+        """
+        missing = self.steps - recorded
+        return start if missing <= 0 else max(start, self.start) + missing
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} in {self.recipe.name}"
