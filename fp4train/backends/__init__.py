@@ -80,7 +80,7 @@ def choose(
     for name, together in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
-        why_not = apart or (_WHOLE if cut else together.why_not(table, layer, device))
+        why_not = _WHOLE if cut else together.why_not(table, layer, device) or apart
         if why_not is None:
             return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
@@ -98,8 +98,7 @@ def _choose_gemm(
     if not table[gemm].quantised:
         return Choice("torch", table.name)
     if backend != "auto":
-        why_not = apart if backend == "native" else None
-        why_not = why_not or BACKENDS[backend].why_not(table, gemm, layer, device)
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (apart if backend == "native" else None)
         if why_not is not None:
             raise ValueError(_refusal(table, layer, backend, device, f"{gemm}: {why_not}", cut, apart))
         return Choice(backend, reason)

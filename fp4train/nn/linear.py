@@ -265,10 +265,11 @@ class Linear(nn.Linear):
                 bias_N = None if bias_N is None else local(bias_N)
             if gemms.device == "meta":
                 return place.shape_of(x_MK, w_NK).to(gemms.dtype)
-        if gemms.plan.has_outliers:
+        outliers = gemms.plan.recipe.outliers
+        if outliers is not None:
             if call.parts is not None:
                 return PartsFunction.apply(x_MK, w_NK, bias_N, call.parts)  # type: ignore[no-untyped-call, no-any-return]
-            if training and now.replaying is None:
+            if training and now.replaying is None and self.outliers.due(outliers, (call.seed, call.step)):
                 self.outliers.record(x_MK, (call.seed, call.step))
         y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]
         return y_MN

@@ -59,6 +59,10 @@ class OutlierNorms:
         """Whether calls at `position` (seed and step) multiply outlier channels apart."""
         return self._steps >= outliers.steps and position != self._position
 
+    def due(self, outliers: OutlierChannels, position: Position) -> bool:
+        """Whether calls at `position`, which multiply all channels together, are recorded."""
+        return position[1] >= outliers.start and (self._steps < outliers.steps or position == self._position)
+
     def record(self, x_MK: Tensor, position: Position) -> None:
         """The tokens of one call of the step at `position` enter the norms."""
         squares = x_MK.detach().float().square().sum(0, dtype=torch.float64)
