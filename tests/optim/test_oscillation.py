@@ -99,7 +99,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
             for name, each in model.items()
         ],
     )
-    assert [weight for weight, _ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
+    assert [weight for weight, *_ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
 
 
 def test_what_has_no_fixed_thresholds_is_not_watched() -> None:
