@@ -384,7 +384,7 @@ def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
     if stretch is before:
         return stretch
     run.apply(stretch)
-    if before is None or stretch.recipe != before.recipe:
+    if before is None or (stretch.recipe, stretch.reason) != (before.recipe, before.reason):
         if before is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
         run.tracker.log_event(run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason})

@@ -93,7 +93,7 @@ CASES = (
         said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
-SLOW = ("tetrajet_v2",)
+SLOW = ("tetrajet_v2", "tetrajet_v2_outliers")
 """Recipes without a kernel, whose forks take many times as long; recipe=… may name them."""
 INTRODUCTION = """# Ranking of the recipes
 

@@ -56,7 +56,9 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(table: Table, layer: Shape, backend: str, device: Device, *, cut: bool = False) -> dict[str, Choice]:
+def choose(
+    table: Table, layer: Shape, backend: str, device: Device, *, cut: bool = False, apart: str | None = None
+) -> dict[str, Choice]:
     """The backend of each GEMM of `table` in `layer` on `device`.
 
     "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native products on a GPU that has
@@ -65,6 +67,8 @@ def choose(table: Table, layer: Shape, backend: str, device: Device, *, cut: boo
 
     Args:
         cut: whether the layer is a shard; it then needs collectives between its GEMMs.
+        apart: why the layer's channels are multiplied in parts, which only emulation and the reference do; None: they
+            are not.
 
     Raises:
         ValueError: there is no such backend, or the named one cannot run the table; the message says why.
@@ -76,33 +80,37 @@ def choose(table: Table, layer: Shape, backend: str, device: Device, *, cut: boo
     for name, together in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
-        why_not = _WHOLE if cut else together.why_not(table, layer, device)
+        why_not = _WHOLE if cut else together.why_not(table, layer, device) or apart
         if why_not is None:
             return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
-            raise ValueError(_refusal(table, layer, backend, device, why_not, cut))
+            raise ValueError(_refusal(table, layer, backend, device, why_not, cut, apart))
         reason = f"auto: {why_not}"
-    return {gemm: _choose_gemm(table, gemm, layer, backend, device, reason, cut) for gemm in GEMMS}
+    return {gemm: _choose_gemm(table, gemm, layer, backend, device, reason, cut, apart) for gemm in GEMMS}
 
 
 _WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
 
 
-def _choose_gemm(table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str, cut: bool) -> Choice:
+def _choose_gemm(
+    table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str, cut: bool, apart: str | None
+) -> Choice:
     if not table[gemm].quantised:
         return Choice("torch", table.name)
     if backend != "auto":
-        why_not = BACKENDS[backend].why_not(table, gemm, layer, device)
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (apart if backend == "native" else None)
         if why_not is not None:
-            raise ValueError(_refusal(table, layer, backend, device, f"{gemm}: {why_not}", cut))
+            raise ValueError(_refusal(table, layer, backend, device, f"{gemm}: {why_not}", cut, apart))
         return Choice(backend, reason)
-    if device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None:
+    if apart is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None:
         return Choice("native", "auto: the GPU multiplies these codes")
     return Choice("emulate", reason)
 
 
-def _refusal(table: Table, layer: Shape, backend: str, device: Device, why_not: str, cut: bool) -> str:
-    choices = choose(table, layer, "auto", device, cut=cut).values()
+def _refusal(
+    table: Table, layer: Shape, backend: str, device: Device, why_not: str, cut: bool, apart: str | None
+) -> str:
+    choices = choose(table, layer, "auto", device, cut=cut, apart=apart).values()
     instead = sorted({choice.backend for choice in choices} - {"torch"})
     return (
         f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "

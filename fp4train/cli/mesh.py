@@ -262,6 +262,7 @@ class MeshPlan:
         from fp4train.costs.cluster import cluster_cost
         from fp4train.costs.fit import batch_problem, problems
         from fp4train.costs.shards import find_weights
+        from fp4train.run.outliers import check_outliers
 
         try:
             mesh = self.mesh()
@@ -285,6 +286,7 @@ class MeshPlan:
             sequences -= 1
         mesh = self.mesh(local // sequences)
         plan = self.plan(sequences)
+        check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
         whole = {each.layer_backend for stretch in plan.stretches for each in stretch.layers.values()} - {None}
         if mesh.tensor > 1 and whole:
             self.notes.append(
@@ -297,8 +299,11 @@ class MeshPlan:
     def search(self) -> tuple[list[Candidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
         from fp4train.costs.search import candidates
+        from fp4train.run.outliers import check_outliers
 
         assert self.asked.gpus is not None
+        # It also tries meshes with tensor parallelism and pipelines.
+        check_outliers(self.plan(1), stages=2, tensors=2)
         batch = self.config.train.batch_size
         if not self._batch_given:
             batch = self.asked.gpus

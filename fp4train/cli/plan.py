@@ -100,7 +100,7 @@ def _plan(
 ) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.precision.layers import find_layers
-    from fp4train.run.advice import nothing_quantised, warn_of_schedule
+    from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -108,6 +108,7 @@ def _plan(
         choose_device,
         with_swap,
     )
+    from fp4train.run.outliers import check_outliers
     from fp4train.run.resume import find_source, start_step
 
     chosen, swap = settings(cfg)
@@ -130,7 +131,8 @@ def _plan(
         return _search(mesh_plan, command, as_data) if asked.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
-    if warning := nothing_quantised(plan):
+    check_outliers(plan, stages=1)
+    for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
     if as_data:
         print(as_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))

@@ -109,7 +109,9 @@ def measure_blocks(
     for block in blocks:
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
-        layers_key = tuple((n.removeprefix(prefix), plans[n].gemms, plans[n].layer.in_features) for n in mine)
+        layers_key = tuple(
+            (n.removeprefix(prefix), plans[n].gemms, plans[n].outliers, plans[n].layer.in_features) for n in mine
+        )
         key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
@@ -211,12 +213,25 @@ class _StandIns:
         self._last: tuple[int, QuantSpec, Tensor] | None = None
 
     def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor) -> Tensor:
-        spec = plan.wgrad.operands.second
-        kept = x.to(plan.table.torch_dtype) if spec is None else self._codes(x, spec, plan)
+        if plan.outliers is not None:
+            kept = self._of_parts(x, plan)
+        else:
+            spec = plan.wgrad.operands.second
+            kept = x.to(plan.table.torch_dtype) if spec is None else self._codes(x, spec, plan)
         if self.columnwise[module]:
             self.repeated.add(_storage(kept))
         out: Tensor = _Linear.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
         return out
+
+    @staticmethod
+    def _of_parts(x: Tensor, plan: LayerPlan) -> Tensor:
+        """What is kept of the parts of x; layers do not share it."""
+        size, tokens = 0.0, x.shape[:-1].numel()
+        for part in plan.parts:
+            spec, channels = part.wgrad.operands.second, part.layer.in_features
+            wide = plan.table.torch_dtype.itemsize
+            size += tokens * channels * wide if spec is None else packed_bytes(spec, channels, tokens)
+        return torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
 
     def _codes(self, x: Tensor, spec: QuantSpec, plan: LayerPlan) -> Tensor:
         shares = self.sharing and plan.layer_backend is None

@@ -141,7 +141,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
         costs: list[GemmCost] = []
         for layer in stretch.layers.values():
             costs += layer_costs(layer, gpu, plan.tokens, microbatches)
-            for gemm in layer.gemms:
+            for gemm in (gemm for part in layer.parts for gemm in part.gemms):
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu)
         stretches.append(StretchCost(title=stretch.title, steps=stretch.stop - stretch.start, rows=tuple(costs)))
@@ -156,11 +156,14 @@ def _why_emulated(gemm: Gemm) -> str | None:
 def layer_costs(
     plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int, *, weight_passes: float = 1
 ) -> list[GemmCost]:
-    """The GEMMs of one layer in one stretch.
+    """The GEMMs of one layer in one stretch; of outlier channels that are multiplied apart as rows of their own.
 
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
     """
+    if plan.outliers is not None:
+        parts = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in plan.parts)
+        return [row for rows in parts for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
     weights = layer.in_features * layer.out_features

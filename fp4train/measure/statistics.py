@@ -5,6 +5,9 @@ weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the w
 every recipe. From the samples come the six operands, each quantised with the layer's spec and the whole amax. (With a
 Hadamard transform, or a scale for each row, the amax is that of the sample.) The cost does not grow with the batch.
 
+Of a layer whose outlier channels are multiplied apart (`precision.OutlierChannels`), x and w are those of the other
+channels.
+
 The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
 ‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of tokens. What the forward pass and the
 dgrads of later layers add to dy is not in it.
@@ -129,9 +132,15 @@ class Measured:
     tokens: int
 
 
-def sample(tensor: Tensor) -> Sample:
-    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied."""
+def sample(tensor: Tensor, columns: Tensor | None = None) -> Sample:
+    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied.
+
+    Args:
+        columns: those to sample, int64; None: all.
+    """
     tensor = tensor.detach()
+    if columns is not None:
+        tensor = tensor.index_select(1, columns)
     amax = torch.maximum(tensor.amax(), -tensor.amin()).float()
     rows = tensor.shape[0]
     if rows <= GROUPS * GROUP:
@@ -194,9 +203,11 @@ def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
         if seen.hooked:
             return
         if seen.x is None:
-            seen.x = sample(args[0].reshape(-1, args[0].shape[-1]))
+            apart = getattr(module, "outliers", None)
+            columns = None if apart is None or apart.latest is None else apart.latest[0]
+            seen.x = sample(args[0].reshape(-1, args[0].shape[-1]), columns)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
-            seen.w = sample(module.weight)  # type: ignore[arg-type]
+            seen.w = sample(module.weight, columns)  # type: ignore[arg-type]
         if output.requires_grad:
             seen.hooked = True
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from fp4train.quantize import QuantSpec, RandomKey
 
 if TYPE_CHECKING:
     from fp4train.nn.gemms import LayerGemms
+    from fp4train.nn.outliers import PartsCall
     from fp4train.nn.scaling import DelayedScaling
     from fp4train.nn.weights import PreparedWeights
 
@@ -32,8 +33,8 @@ class Call:
     """
 
     __slots__ = (
-        *("amaxes", "counters", "gemms", "layer_key", "parameter", "scaling", "seed", "step", "token_offset"),
-        *("training", "weights"),
+        *("amaxes", "counters", "gemms", "layer_key", "parameter", "parts", "scaling", "seed", "step"),
+        *("token_offset", "training", "weights"),
     )
 
     def __init__(
@@ -53,7 +54,14 @@ class Call:
         self.weights, self.scaling, self.training = weights, scaling, training
         self.amaxes: dict[str, Tensor] | None = None
         self.parameter: Tensor | None = None
-        """The parameter whose shard w is, if w is a new view of it in each call."""
+        """The parameter whose shard or part w is, if w is new in each call."""
+        self.parts: PartsCall | None = None
+        """The calls of both parts, where outlier channels are multiplied apart."""
+
+    def of_part(self, gemms: LayerGemms, weights: PreparedWeights) -> Call:
+        """The call of a part of the channels, with GEMMs and prepared weights of its own."""
+        position = (self.seed, self.step, self.token_offset, self.layer_key)
+        return Call(gemms, *position, weights, self.scaling, self.training, self.counters)
 
     def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
         """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.

@@ -185,6 +185,7 @@ class LayerGemms:
         device: device type of the layer's tensors.
         place: where the layer's shard lies in the whole layer; None: the layer is whole and alone.
         sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
+        term: whether y is a term of a sum, over parts of the in features: the same.
     """
 
     __slots__ = (
@@ -192,12 +193,14 @@ class LayerGemms:
         *("sent_dy", "sent_x", "together", "w_column", "w_row", "wgrad", "x", "y_dtype"),
     )
 
-    def __init__(self, plan: LayerPlan, device: str, place: Place | None = None, *, sums: bool = False) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, place: Place | None = None, *, sums: bool = False, term: bool = False
+    ) -> None:
         self.plan, self.device, self.place = plan, device, place
         self.quantised, self.together = plan.quantised, plan.layer_backend
         self.dtype = dtype = plan.table.torch_dtype
-        # Partial sums over ranks stay in float32 until they are added.
-        self.y_dtype = torch.float32 if place is not None and place.sums else dtype
+        # Partial sums over ranks, or parts of the channels, stay in float32 until they are added.
+        self.y_dtype = torch.float32 if term or (place is not None and place.sums) else dtype
         self.dx_dtype = torch.float32 if place is not None and place.gathers else dtype
         # A backend that runs layers as a whole does not use these objects.
         backends: list[Backend] = [BACKENDS.get(gemm.backend, BACKENDS["emulate"]) for gemm in plan.gemms]
@@ -240,7 +243,7 @@ class LayerGemms:
         gradients: Gradients,
         context: Context | None,
     ) -> tuple[Tensor, Quantized | Tensor | None]:
-        """(y [M, N] in the recipe's dtype, x for wgrad: q(xᵀ), x in high precision, or None).
+        """(y [M, N] in the recipe's dtype or, of a term, in float32; x for wgrad: q(xᵀ), x in high precision, or None).
 
         Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
         so one copy is saved for backward.
@@ -265,7 +268,7 @@ class LayerGemms:
         if self.place is not None and self.place.sums:
             y_MN = self.place.whole_output(self.fprop.product(made[0], b, out_dtype=self.y_dtype), bias_N, self.dtype)
         else:
-            y_MN = self.fprop.product(made[0], b, out_dtype=self.dtype, bias=bias_N)
+            y_MN = self.fprop.product(made[0], b, out_dtype=self.y_dtype, bias=bias_N)
         return y_MN, x_MK if gradients.w is not None and self.keeps_x else made[1]
 
     def _received(self, part: Prepared | None, *, codes: bool, along_tokens: bool = False) -> Any:

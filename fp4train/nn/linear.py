@@ -22,6 +22,7 @@ from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
 from fp4train.nn.high_precision import HighPrecision
+from fp4train.nn.outliers import NORMS, STEPS, OutlierNorms, Parts, PartsFunction, make_parts
 from fp4train.nn.place import Place, local
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
@@ -48,7 +49,8 @@ class Route(NamedTuple):
 
     kind: Literal["plain", "torch", "operator", "eager"]
     """`plain`: nn.Linear, outside a context; `torch`: a recipe that quantises nothing; `operator`: the custom operator;
-    `eager`: outside the graph, because a backend runs the whole layer or because the call raises an error."""
+    `eager`: outside the graph, because a backend runs the whole layer, because outlier channels are recorded or
+    multiplied apart, or because the call raises an error."""
     dtype: torch.dtype | None = None
     """Dtype of the recipe."""
     keeps_x: bool = False
@@ -90,7 +92,7 @@ class Handle(metaclass=GraphInput):
             return Route("eager")
         if not gemms.quantised:
             return Route("torch", gemms.dtype)
-        if gemms.together is not None:
+        if gemms.together is not None or gemms.plan.has_outliers:
             return Route("eager")
         return Route("operator", gemms.dtype, gemms.keeps_x)
 
@@ -135,6 +137,7 @@ class Linear(nn.Linear):
 
     def _begin(self, layer: Layer, backend: str) -> None:
         self.scaling = DelayedScaling()
+        self.outliers = OutlierNorms()
         self.kernels: dict[str, LayerKernels] = {
             name: found.kernels(
                 in_features=self.in_features,
@@ -183,6 +186,7 @@ class Linear(nn.Linear):
         self._held: tuple[Recipe, LayerPolicy | None, torch.device] | None = None
         self._gemms: LayerGemms | None = None
         self._resolved: dict[_Key, LayerGemms] = {}
+        self._parts: dict[LayerGemms, Parts | None] = {}
 
     def hold(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
         """Use `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
@@ -261,6 +265,12 @@ class Linear(nn.Linear):
                 bias_N = None if bias_N is None else local(bias_N)
             if gemms.device == "meta":
                 return place.shape_of(x_MK, w_NK).to(gemms.dtype)
+        outliers = gemms.plan.recipe.outliers
+        if outliers is not None:
+            if call.parts is not None:
+                return PartsFunction.apply(x_MK, w_NK, bias_N, call.parts)  # type: ignore[no-untyped-call, no-any-return]
+            if training and now.replaying is None and self.outliers.due(outliers, (call.seed, call.step)):
+                self.outliers.record(x_MK, (call.seed, call.step))
         y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]
         return y_MN
 
@@ -300,15 +310,33 @@ class Linear(nn.Linear):
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
-        return Call(
+        call = Call(
             *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
+        if gemms.plan.has_outliers:
+            self._begin_parts(gemms, call, keep=context.step is not None)
+        return call
+
+    def _begin_parts(self, gemms: LayerGemms, call: Call, *, keep: bool) -> None:
+        """Give `call` its parts if the outlier channels are chosen."""
+        self.outliers.latest = None
+        outliers = gemms.plan.recipe.outliers
+        if outliers is None or not self.outliers.begun(outliers, (call.seed, call.step)):
+            return
+        if gemms not in self._parts:
+            self._parts[gemms] = make_parts(
+                gemms.plan, gemms.device, self.place, sums=self._sums, keep_forms=self._keep_forms
+            )
+        parts = self._parts[gemms]
+        if parts is not None:
+            call.parts = parts.call(self.outliers, call, keep=keep)
 
     def keep_forms(self, keep: bool) -> None:
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
         self._keep_forms = keep
         self._weights = PreparedWeights(keep)
+        self._parts.clear()
 
     def sum_gradients(self, sums: bool) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
@@ -327,22 +355,25 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
-        return {**kept, "_held": None, "_gemms": None, "_resolved": {}}
+        return {**kept, "_held": None, "_gemms": None, "_resolved": {}, "_parts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.handle = Handle(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
-        """The amax histories of delayed scaling, saved in a checkpoint beside the state dict; empty without it."""
+        """The amax histories of delayed scaling and the norms by which outlier channels are chosen, saved in a
+        checkpoint beside the state dict; empty without either."""
         of_kernels = {f"{name}.{k}": v for name, each in self.kernels.items() for k, v in each.state().items()}
-        return {**self.scaling.state(), **of_kernels}
+        return {**self.scaling.state(), **self.outliers.state(), **of_kernels}
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         # It records whether the weight's amax has entered the history in this step.
         self._weights = PreparedWeights(self._keep_forms)
+        self._parts.clear()  # with the prepared parts of the weight
         rest = dict(state)
+        self.outliers.load({name: rest.pop(name) for name in (NORMS, STEPS) if name in rest})
         for name, kernels in self.kernels.items():
             mine = [key for key in rest if key.startswith(f"{name}.")]
             kernels.load_state({key.removeprefix(f"{name}."): rest.pop(key) for key in mine})

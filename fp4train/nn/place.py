@@ -17,7 +17,7 @@ bits, counts from the first element of the whole layer. Then the codes of a shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -107,7 +107,7 @@ class Place:
         tensor: ranks that hold the other shards; None: the layer is not cut.
         cut: "out" or "in"; None: not cut.
         sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`.
-        first: index of this rank's first out feature ("out") or in feature ("in").
+        first: index of this rank's first out feature ("out") or in feature ("in"; not cut: that of a part of them).
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
             also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
@@ -149,7 +149,13 @@ class Place:
         """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
         if tensor == "w":
             return (self.first, 0) if self.cut == "out" else (0, self.first)
-        return (0, self.first) if self.cut == ("in" if tensor == "x" else "out") else (0, 0)
+        along = self.cut or "in"
+        return (0, self.first) if along == ("in" if tensor == "x" else "out") else (0, 0)
+
+    def at_feature(self, first: int) -> Place:
+        """The place of a part of the in features of a layer that is not cut, whose first one is `first`."""
+        assert self.cut is None
+        return replace(self, first=first)
 
     def holders(
         self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False

@@ -27,8 +27,8 @@ from fp4train.quantize import QuantSpec, quantizer
 
 SEEN, MOVED, JUMPED = "oscillation_seen", "oscillation_moved", "oscillation_jumped"
 
-Watched = tuple[nn.Parameter, QuantSpec]
-"""A weight and how the forward pass quantises it."""
+Watched = tuple[nn.Parameter, QuantSpec, Tensor | None]
+"""A weight, how the forward pass quantises it, and the columns that it quantises so (int64; None: all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,11 @@ def why_not(spec: QuantSpec) -> str | None:
     return None
 
 
-def values_of(weight: Tensor, spec: QuantSpec) -> Tensor:
-    """Q(w) as the forward pass multiplies it, float32 [N, K]."""
+def values_of(weight: Tensor, spec: QuantSpec, columns: Tensor | None = None) -> Tensor:
+    """Q(w) as the forward pass multiplies it, float32 [N, K]; w itself outside of `columns`, where nothing oscillates
+    then: its ratio is 1."""
+    if columns is not None:
+        return weight.float().index_copy(1, columns, values_of(weight.index_select(1, columns), spec))
     decoded = quantizer(spec, weight.device.type).values(weight)
     values = decoded.values.float()
     return values if decoded.scale is None else values * decoded.scale
@@ -107,7 +110,7 @@ def follow(
     if ending and bool(failed):
         return None
     count, total = torch.zeros((), device=failed.device), 0
-    for weight, spec in watched:
+    for weight, spec, columns in watched:
         state = optimizer.state[weight]
         now = weight.detach()
         if since == 0:
@@ -115,9 +118,9 @@ def follow(
             continue
         if SEEN not in state:  # the watch began in another recipe
             continue
-        value = values_of(now, spec)
+        value = values_of(now, spec, columns)
         state[MOVED] += (now - state[SEEN]).abs_()
-        state[JUMPED] += (value - values_of(state[SEEN], spec)).abs_()
+        state[JUMPED] += (value - values_of(state[SEEN], spec, columns)).abs_()
         state[SEEN].copy_(now)
         if ending:
             # 0 ≥ 0 is no oscillation: a weight that did not move, though its block's scale may have

@@ -205,6 +205,12 @@ class World:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
+    def summed_over_data(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the same layers and other parts of a batch, in place."""
+        if self.data_ranks > 1:
+            dist.all_reduce(tensor, group=self.data)
+        return tensor
+
     def summed_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the parts of the same weights, in place."""
         if self.mesh is not None and self.shards > 1:

@@ -4,7 +4,7 @@ from fp4train.backends.table import GEMMS, Operands, Table
 from fp4train.precision.context import autocast, recompute, recompute_contexts
 from fp4train.precision.phases import Phase, Swap, Timeline
 from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import LossScaling, Recipe
+from fp4train.precision.recipe import LossScaling, OutlierChannels, Recipe
 from fp4train.precision.recipes import (
     BF16,
     FP16,
@@ -21,6 +21,7 @@ from fp4train.precision.recipes import (
     Mixed,
     QuartetII,
     TetraJetV2,
+    TetraJetV2Outliers,
 )
 
 __all__ = [
@@ -41,12 +42,14 @@ __all__ = [
     "LossScaling",
     "Mixed",
     "Operands",
+    "OutlierChannels",
     "Phase",
     "QuartetII",
     "Recipe",
     "Swap",
     "Table",
     "TetraJetV2",
+    "TetraJetV2Outliers",
     "Timeline",
     "autocast",
     "recompute",

@@ -73,6 +73,8 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
 
 def _why_values(plan: LayerPlan, rows: int) -> str | None:
     """Why a weight that `plan` quantises, of which a shard has so many rows, is not sent as codes."""
+    if plan.has_outliers:
+        return "its outlier channels are quantised apart"
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
     if plan.layer_backend is not None and plan.layer.cut is None:
         return f"{plan.layer_backend} quantises the weight itself"

@@ -8,7 +8,7 @@ the recipe that the phases modify.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import GEMMS
@@ -87,12 +87,16 @@ class Swap:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps [start, stop) of a run in which `recipe` is in force, and the reason."""
+    """Steps [start, stop) of a run in which `recipe` is in force, and the reason.
+
+    outliers: whether the outlier channels of the recipe are chosen; None: it has none.
+    """
 
     start: int
     stop: int
     recipe: Recipe
     reason: str
+    outliers: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ class Timeline:
         return recipe, reason
 
     def stretches(self) -> list[Stretch]:
-        """The run, split where its recipe changes."""
+        """The run, split where its recipe changes, and where outlier channels are chosen."""
         starts = {0, *(s.step for s in self.swaps)}
         starts |= {s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None}
         cuts = sorted(s for s in starts if s < max(self.steps, 1))
@@ -151,9 +155,26 @@ class Timeline:
                 found[-1] = replace(found[-1], stop=stop)
             else:
                 found.append(Stretch(start=start, stop=stop, recipe=recipe, reason=reason))
-        return found
+        return list(_with_outliers(found))
 
     def with_swap(self, swap: Swap) -> Timeline:
         """This timeline with one more swap; a later request for the same step replaces the earlier one."""
         others = [s for s in self.swaps if s.step != swap.step]
         return replace(self, swaps=(*others, swap))
+
+
+def _with_outliers(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+    """`stretches`, cut where the outlier channels of their recipes are chosen, as layers do (`nn.outliers`)."""
+    recorded = 0
+    for each in stretches:
+        outliers = each.recipe.outliers if each.recipe.quantised else None
+        if outliers is None:
+            yield each
+            continue
+        first = outliers.apart_from(each.start, recorded)
+        if recorded < outliers.steps:
+            recorded += max(0, min(first, each.stop) - max(each.start, outliers.start))
+        if first > each.start:
+            yield replace(each, stop=min(first, each.stop), outliers=False)
+        if first < each.stop:
+            yield replace(each, start=first, outliers=True)

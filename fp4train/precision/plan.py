@@ -22,7 +22,14 @@ from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 
-__all__ = ["Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row", "make_plan", "part_of", "plan", "resolve"]
+__all__ = [
+    *("Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row"),
+    *("apart", "make_plan", "part_of", "plan", "resolve"),
+]
+
+
+APART = "outlier channels are multiplied apart, which emulate and reference do"
+"""Why other backends do not run a recipe that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,8 @@ class LayerPlan:
         layer: its place in the model.
         recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
+        outliers: what its outlier channels run, as a layer of so many in features; the GEMMs above are then those of
+            the other channels. None: all channels are multiplied together.
     """
 
     layer: Layer
@@ -64,6 +73,20 @@ class LayerPlan:
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
+    outliers: LayerPlan | None = None
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether its recipe has outlier channels, chosen or not yet."""
+        return self.recipe.outliers is not None
+
+    @property
+    def parts(self) -> tuple[LayerPlan, ...]:
+        """The parts of the in features that are multiplied apart, as layers of their own: the outlier channels last."""
+        if self.outliers is None:
+            return (self,)
+        others = self.layer.in_features - self.outliers.layer.in_features
+        return replace(self, layer=replace(self.layer, in_features=others), outliers=None), self.outliers
 
     @property
     def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
@@ -103,11 +126,17 @@ def resolve(
         reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, or the named backend cannot run the recipe.
+        ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the layer is a
+            shard and the recipe has outlier channels.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
+    if own.outliers is not None and layer.cut is not None and own.quantised:
+        raise ValueError(
+            f"{own.name} has outlier channels, which are chosen among all input channels of a layer, and parallel.tp "
+            f"cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
+        )
     divided = misaligned(layer, own.table())
     own = own.with_high_precision(*divided) if divided else own
     table = own.table()
@@ -116,7 +145,8 @@ def resolve(
         own = own.with_high_precision(*GEMMS)
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
-        choices = choose(table, layer, backend, device, cut=layer.cut is not None)
+        why_apart = APART if own.outliers is not None else None
+        choices = choose(table, layer, backend, device, cut=layer.cut is not None, apart=why_apart)
     gemms = {}
     for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
@@ -126,7 +156,28 @@ def resolve(
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)
-    return LayerPlan(layer=layer, recipe=own, **gemms)
+    return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
+
+
+def apart(plan: LayerPlan) -> LayerPlan:
+    """`plan` where the outlier channels of its recipe are chosen; the same if the layer has none."""
+    outliers, recipe = plan.recipe.outliers, plan.recipe.of_outliers()
+    if outliers is None or recipe is None or not plan.quantised:
+        return plan
+    whole, count = plan.layer.in_features, outliers.count(plan.layer.in_features)
+    if not count:
+        why = f"no outlier channels: {outliers.share:.0%} of {whole} in multiples of {outliers.multiple} leave no other"
+        fprop, dgrad, wgrad = (replace(gemm, why=f"{gemm.why}; {why}") for gemm in plan.gemms)
+        return replace(plan, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+    backend = "reference" if any(gemm.backend == "reference" for gemm in plan.gemms) else "emulate"
+    why = f"outlier channels: {count} of {whole}, {recipe.name}"
+    fprop, dgrad, wgrad = (
+        Gemm(name=name, operands=each, dtype=recipe.dtype, backend=backend if each.quantised else "torch", why=why)
+        for name, each in recipe.table().items()
+    )
+    layer = replace(plan.layer, in_features=count)
+    top = LayerPlan(layer=layer, recipe=recipe, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+    return replace(plan, outliers=top)
 
 
 def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
@@ -220,20 +271,21 @@ class Plan:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """One row per GEMM, in the order of steps, layers and GEMMs."""
+        """One row per GEMM, in the order of steps, layers, parts of their channels, and GEMMs."""
         for stretch in self.stretches:
             for each in stretch.layers.values():
-                for gemm in each.gemms:
-                    yield Row(
-                        start=stretch.start,
-                        stop=stretch.stop,
-                        layer=each.layer,
-                        gemm=gemm.name,
-                        size=each.size(gemm.name, self.tokens),
-                        elements=gemm.elements,
-                        backend=gemm.backend,
-                        why=gemm.why,
-                    )
+                for part in each.parts:
+                    for gemm in part.gemms:
+                        yield Row(
+                            start=stretch.start,
+                            stop=stretch.stop,
+                            layer=each.layer,
+                            gemm=gemm.name,
+                            size=part.size(gemm.name, self.tokens),
+                            elements=gemm.elements,
+                            backend=gemm.backend,
+                            why=gemm.why,
+                        )
 
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
@@ -279,11 +331,15 @@ def make_plan(
         found = {}
         for layer in layers:
             wanted = backend if isinstance(backend, str) else backend[layer.name]
-            found[layer.name] = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
-        stretches.append(
-            PlannedStretch(
-                start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=stretch.reason, layers=found
+            each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
+            found[layer.name] = apart(each) if stretch.outliers else each
+        why = stretch.reason
+        if stretch.outliers is not None:
+            why += (
+                "; outlier channels are multiplied apart" if stretch.outliers else "; outlier channels not chosen yet"
             )
+        stretches.append(
+            PlannedStretch(start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=why, layers=found)
         )
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 

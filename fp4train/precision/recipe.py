@@ -8,6 +8,7 @@ therefore another table (`Custom`), and "forward in BF16 for the cooldown" is `r
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +48,12 @@ class Recipe:
     Args:
         high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions from the recipe.
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
+        outliers: input channels that are multiplied apart, in other operands; None: there are none.
     """
 
     high_precision: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    outliers: OutlierChannels | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -70,8 +73,30 @@ class Recipe:
                     f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
                     f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have the same one"
                 )
+        self._check_outliers(operands)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
+
+    def _check_outliers(self, operands: dict[str, Operands]) -> None:
+        outliers = self.outliers
+        if outliers is None:
+            return
+        if not isinstance(outliers, OutlierChannels) or not isinstance(outliers.recipe, Recipe):
+            raise TypeError(f"outliers={outliers!r} must be OutlierChannels with a recipe, or None")
+        if outliers.recipe.outliers is not None:
+            raise ValueError("outliers.recipe: outlier channels have no outlier channels of their own")
+        if not any(pair.quantised for pair in operands.values()):
+            raise ValueError(f"outliers: {type(self).__name__} quantises nothing, so no channel needs to be kept apart")
+        pairs = [*operands.values(), *outliers.recipe.operands().values()]
+        if any(spec is not None and spec.delayed for pair in pairs for spec in (pair.first, pair.second)):
+            raise ValueError("outliers: delayed scaling has one history per tensor, not one per part of its channels")
+
+    def of_outliers(self) -> Recipe | None:
+        """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None: there are none."""
+        if self.outliers is None:
+            return None
+        part = self.outliers.recipe
+        return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
@@ -120,7 +145,14 @@ class Recipe:
         for gemm, operands in self.table().items():
             for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
                 rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
-        return "\n".join([self.name, *tabulate(rows)])
+        lines = [self.name, *tabulate(rows)]
+        if self.outliers is not None:
+            first, last = self.outliers.start, self.outliers.start + self.outliers.steps - 1
+            lines += [
+                f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen in steps {first}–{last}:",
+                str(self.of_outliers()),
+            ]
+        return "\n".join(lines)
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24
@@ -157,3 +189,65 @@ class LossScaling:
             raise ValueError(f"backoff={self.backoff} must lie between 0 and 1")
         if self.interval < 1:
             raise ValueError(f"interval={self.interval} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierChannels:
+    """Input channels of a layer that are multiplied apart, in operands of their own.
+
+    A few channels of x are much larger than the others in nearly every token. In blocks of 16 they take the range from
+    their neighbours. They are multiplied apart (OutControl of TetraJet-v2, arXiv:2510.27527):
+
+        y = x[:, rest]·w[:, rest]ᵀ + x[:, top]·w[:, top]ᵀ        both parts with operands of their own
+
+    and so in backward: dx and dw are made for each part, dbias once. Which channels are "top" is measured in the run:
+    the norm of each channel over the tokens of a step is summed over `steps` steps, and those with the largest sums are
+    taken. Until then, and in layers too narrow for it, all channels are multiplied together.
+
+    The authors' code sums the norms of single forward calls; here the norm is that of all tokens of the step, so that
+    it does not depend on how a batch is cut into microbatches and over ranks.
+
+    Args:
+        recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe that they belong to.
+        share: of a layer's input channels, between 0 and 1; the number is rounded up to whole multiples.
+        start: optimizer steps before the first one that is recorded.
+        steps: recorded steps; the channels are chosen after the last one.
+        multiple: what the number of channels is a multiple of. 32 is a block of MX; the authors' kernels need 128, and
+            their simulations round to 1.
+    """
+
+    recipe: Recipe
+    share: float = 0.1
+    start: int = 500
+    steps: int = 50
+    multiple: int = 32
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
+            raise TypeError(f"outliers.share={self.share!r} must be a number")
+        if not 0 < self.share < 1:
+            raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
+        for name, least in (("start", 0), ("steps", 1), ("multiple", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"outliers.{name}={value!r} must be a whole number")
+            if value < least:
+                raise ValueError(f"outliers.{name}={value} must be at least {least}")
+
+    def count(self, in_features: int) -> int:
+        """The number of outlier channels of a layer; 0 if it would have no other ones."""
+        # The tolerance keeps 0.1 of 320 channels at 32, although the product may lie above it.
+        count = math.ceil(self.share * in_features / self.multiple - 1e-9) * self.multiple
+        return count if count < in_features else 0
+
+    def apart_from(self, start: int, recorded: int) -> int:
+        """The first step that multiplies them apart, of steps from `start` on.
+
+        Args:
+            recorded: steps that were recorded before.
+        """
+        missing = self.steps - recorded
+        return start if missing <= 0 else max(start, self.start) + missing
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} in {self.recipe.name}"

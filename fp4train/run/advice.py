@@ -57,6 +57,20 @@ def nothing_quantised(plan: Plan) -> str | None:
     )
 
 
+def never_chosen(plan: Plan) -> str | None:
+    """The warning of a run that ends before the outlier channels of a recipe are chosen; None: all is well."""
+    having = [stretch for stretch in plan.stretches if stretch.recipe.quantised and stretch.recipe.outliers is not None]
+    if not having or any(part.outliers for stretch in having for part in stretch.layers.values()):
+        return None
+    outliers, last = having[-1].recipe.outliers, having[-1].stop
+    assert outliers is not None
+    return (
+        f"outlier channels are never chosen: {outliers.steps} steps are recorded from step {outliers.start} on, and "
+        f"{having[-1].recipe.name} ends after step {last - 1}; all channels are multiplied together (outliers.start, "
+        "outliers.steps)"
+    )
+
+
 def warn_of_schedule(config: Config) -> None:
     """Say what a schedule cannot do in so few steps."""
     steps = config.train.steps

@@ -33,11 +33,12 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
-from fp4train.run.advice import nothing_quantised, warn_of_schedule
+from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
 from fp4train.run.oscillation import check_oscillation
+from fp4train.run.outliers import check_outliers
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import StepGraph, check_graph, check_plan
@@ -223,7 +224,7 @@ def build(
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    if warning := nothing_quantised(run.plan):
+    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan))):
         _log.warning("%s", warning)
     with world.together():
         if world.lead:
@@ -280,6 +281,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         layers = find_layers(model)
         plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
         check_oscillation(config, plan, world)
+        check_outliers(plan, stages=world.stages)
         cut = None if world.stages == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)

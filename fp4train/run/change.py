@@ -15,6 +15,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run import history
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
+from fp4train.run.outliers import check_outliers
 from fp4train.run.run import Run
 from fp4train.run.swaps import Entry, as_swap, read_entries, sealed, with_entry, write_entries
 
@@ -100,6 +101,7 @@ def cancel_swap(run: Run, step: int) -> None:
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
     plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.data_ranks)
+    check_outliers(plan, stages=run.world.stages)
     return plan.since(run.step)
 
 

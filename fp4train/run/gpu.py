@@ -90,8 +90,9 @@ def _smaller(run: Run) -> str:
 
 def _kept(layer: LayerPlan, tokens: int) -> float:
     """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
-    elements = layer.wgrad.elements.rpartition("·")[2]
-    return tokens * layer.layer.in_features * stored_bytes(elements)
+    return sum(
+        tokens * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2]) for part in layer.parts
+    )
 
 
 def _there(run: Run, how: str = "") -> str:

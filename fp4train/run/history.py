@@ -324,7 +324,7 @@ def _expanded(node: Mapping[str, Any]) -> Stretch:
         rows=tuple(
             (str(name), gemm, *kinds[index])
             for name, indices in node["layers"].items()
-            for gemm, index in zip(GEMMS, indices, strict=True)
+            for gemm, index in zip(GEMMS * (len(indices) // len(GEMMS)), indices, strict=True)
         ),
         macs=tuple(math.prod(sizes[index]) for indices in node["layers"].values() for index in indices),
     )

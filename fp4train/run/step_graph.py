@@ -286,6 +286,8 @@ def why_not(stretch: PlannedStretch) -> str | None:
     if stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
     for name, layer in stretch.layers.items():
+        if layer.has_outliers and layer.quantised:
+            return f"recipe {layer.recipe.name}, {name}: the host counts the steps by which outlier channels are chosen"
         for gemm in layer.gemms:
             for operand, spec in zip(_OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
                 if spec is None:

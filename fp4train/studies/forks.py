@@ -113,10 +113,14 @@ class Branch:
     def signature(self) -> tuple[object, ...]:
         """What is computed, whatever the recipes are called: equal for candidates whose forks are equal."""
         return tuple(
-            (s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend)
+            (
+                *(s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend),
+                *((layer.recipe.outliers, part.layer.in_features) if layer.recipe.outliers is not None else ()),
+            )
             for s in self.plan.stretches
             for name, layer in s.layers.items()
-            for gemm in layer.gemms
+            for part in layer.parts
+            for gemm in part.gemms
         )
 
     @property

@@ -80,6 +80,11 @@ class Parts:
                 f"recipe={recipe.name} quantises nothing: there is no part of it to measure. Name the recipe to study, "
                 "recipe=nvfp4"
             )
+        if recipe.outliers is not None:
+            raise UserError(
+                f"recipe={recipe.name} has outlier channels, whose operands are others than those of the rest: no part "
+                "of it is one operand. Study it without them: recipe.outliers=null"
+            )
         self.subject, self.recipe, self.repeats = subject, recipe, repeats
         self._layers = list(find_layers(subject.model).values())
         config = subject.config.train

@@ -17,7 +17,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.precision import BF16, FP16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe, autocast, compile_context
+from fp4train.precision import (
+    BF16,
+    FP16,
+    MXFP8,
+    NVFP4,
+    FP8Delayed,
+    LayerPolicy,
+    OutlierChannels,
+    Recipe,
+    autocast,
+    compile_context,
+)
 from fp4train.precision.context import activation_dtype, current
 from fp4train.quantize import Quantized
 
@@ -428,3 +439,21 @@ def test_settings_changed_after_compiling_are_seen() -> None:
     step(compiled, model, NVFP4(), x)
     f4.convert(model, backend="reference")
     assert same(step(compiled, model, NVFP4(), x), step(model, model, NVFP4(), x))
+
+
+def test_layers_that_record_or_split_outlier_channels_run_outside_with_the_same_bits() -> None:
+    recipe = NVFP4(outliers=OutlierChannels(recipe=MXFP8(), start=1, steps=1))
+    eager = f4.convert(nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 32)))
+    other = copy.deepcopy(eager)
+    compiled = torch.compile(other, backend="aot_eager")
+    for at in range(4):
+        x, found = torch.randn(64, 96, generator=torch.Generator().manual_seed(at)), []
+        for module, model in ((eager, eager), (compiled, other)):
+            model.zero_grad()
+            with autocast(recipe, step=at):
+                y = module(x)
+            y.sum().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), at
+        layers = [m for model in (eager, other) for m in model if isinstance(m, f4.nn.Linear)]
+        assert [m.outliers.latest is not None for m in layers] == [at >= 2] * 4, at

@@ -41,7 +41,7 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
     share = None
     for done in range(10, 17):  # the watch begins after step 10 and ends after step 16
         own.data.copy_(weights[done])
-        share = follow(SETTINGS, optimizer, [(own, SPEC)], done, GOOD)
+        share = follow(SETTINGS, optimizer, [(own, SPEC, None)], done, GOOD)
         assert (share is None) == (done < 16)
     path_w, path_q = np.zeros((4, 256), np.float32), np.zeros((4, 256), np.float32)
     q = [quantize(w, SPEC).dequantize().numpy() for w in weights]
@@ -70,8 +70,8 @@ def test_between_watches_and_before_the_first_nothing_is_kept(done: int) -> None
     own = nn.Parameter(torch.randn(2, 128))
     optimizer = torch.optim.SGD([own], lr=0.1)
     before = own.detach().clone()
-    assert follow(SETTINGS, optimizer, [(own, SPEC)], done, GOOD) is None
-    assert follow(OscillationReset(), optimizer, [(own, SPEC)], 10, GOOD) is None, "off is the default"
+    assert follow(SETTINGS, optimizer, [(own, SPEC, None)], done, GOOD) is None
+    assert follow(OscillationReset(), optimizer, [(own, SPEC, None)], 10, GOOD) is None, "off is the default"
     assert not optimizer.state and torch.equal(own, before)
 
 
@@ -81,7 +81,7 @@ def test_a_failed_step_resets_nothing_and_keeps_what_was_watched() -> None:
     optimizer = torch.optim.SGD([own], lr=0.1)
     for done in range(10, 17):
         own.data.copy_(weights[done])
-        follow(SETTINGS, optimizer, [(own, SPEC)], done, torch.tensor(done == 16))
+        follow(SETTINGS, optimizer, [(own, SPEC, None)], done, torch.tensor(done == 16))
     assert torch.equal(own.detach(), weights[16])
     assert set(optimizer.state[own]) == {SEEN, MOVED, JUMPED}
 
@@ -94,9 +94,12 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
         model=model,
         step=10,
         plan=Namespace(at=lambda step: Namespace(layers=layers)),
-        linears=lambda: [Namespace(layer=Namespace(name=name), weight=each.weight) for name, each in model.items()],
+        linears=lambda: [
+            Namespace(layer=Namespace(name=name), weight=each.weight, outliers=Namespace(latest=None))
+            for name, each in model.items()
+        ],
     )
-    assert [weight for weight, _ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
+    assert [weight for weight, *_ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
 
 
 def test_what_has_no_fixed_thresholds_is_not_watched() -> None:

@@ -20,6 +20,16 @@ CASES = {
         *("recipe=tetrajet_v2", "phases=none"),
         *("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.5"),
     ],
+    "outlier channels in the middle of their recording": [
+        *("recipe=tetrajet_v2_outliers", "policy=all", "phases=none", "recipe.outliers.multiple=8"),
+        *("recipe.outliers.start=1", "recipe.outliers.steps=4", "model.recompute=true", "train.microbatch=2"),
+        "model.layers=1",
+    ],
+    "outlier channels that are chosen": [
+        *("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8", "eval.errors_every=2"),
+        *("recipe.outliers.start=0", "recipe.outliers.steps=2", "model.layers=1"),
+        *("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.5"),
+    ],
     "bf16 of everything in the cooldown": ["phases=cooldown_bf16", "schedule.cooldown=3"],
 }
 

@@ -9,7 +9,7 @@ from fp4train.precision.recipes.mixed import Custom, Mixed
 from fp4train.precision.recipes.mx import MXFP4, MXFP6, MXFP8
 from fp4train.precision.recipes.nvfp4 import NVFP4
 from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.precision.recipes.tetrajet import TetraJetV2
+from fp4train.precision.recipes.tetrajet import TetraJetV2, TetraJetV2Outliers
 
 __all__ = [
     "BF16",
@@ -27,4 +27,5 @@ __all__ = [
     "Mixed",
     "QuartetII",
     "TetraJetV2",
+    "TetraJetV2Outliers",
 ]

@@ -16,8 +16,9 @@ class TetraJetV2(Recipe):
     Forward: x and w to nearest. Backward: "aligned" x and w, that is, the values that the forward pass multiplied, and
     dy, all turned by a random Hadamard transform of 16 and rounded stochastically, x and w anew.
 
-    OsciReset, which works on the weights between steps, is `optim.oscillation`. Of OutControl this has the
-    random transform; its channels of x that are kept in MXFP8 are not included: an operand here has one format.
+    OsciReset, which works on the weights between steps, is `optim.oscillation`. OutControl is the random transform and
+    `outliers=OutlierChannels(recipe=TetraJetV2Outliers())`.
+
     A gradient block below 2⁻¹⁰ of the smallest scale becomes zero; the authors' kernels (github.com/thu-ml/
     TetraJet-v2-NVFP4Training) give it the smallest scale.
 
@@ -42,4 +43,31 @@ class TetraJetV2(Recipe):
             "fprop": Operands(first=forward, second=forward),
             "dgrad": Operands(first=dy, second=again),
             "wgrad": Operands(first=dy, second=again),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TetraJetV2Outliers(Recipe):
+    """The operands of TetraJet-v2's outlier channels: MXFP8 in fprop and wgrad, NVFP4 in dgrad.
+
+    fprop and wgrad are rounded to nearest: E4M3 with an E8M0 scale, rounded up, per 1×32. wgrad takes x as fprop
+    rounded it. dgrad, in which channels are the rows of wᵀ, is that of `TetraJetV2`, of w as fprop rounded it.
+
+    Args:
+        aligned, hadamard, guard: as in `TetraJetV2`.
+    """
+
+    aligned: bool = True
+    hadamard: int = 16
+    guard: float = 1.0
+
+    def operands(self) -> dict[str, Operands]:
+        forward = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", scale_rounding="rceil", global_scale=None)
+        others = TetraJetV2(hadamard=self.hadamard, guard=self.guard).operands()
+        dy = others["dgrad"].first
+        assert dy is not None
+        return {
+            "fprop": Operands(first=forward, second=forward),
+            "dgrad": Operands(first=dy, second=replace(dy, requantises=forward) if self.aligned else dy),
+            "wgrad": Operands(first=forward, second=replace(forward, requantises=forward) if self.aligned else forward),
         }
