@@ -1,4 +1,5 @@
-"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine.
+"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine. For the
+same reason no example of a property test has a deadline.
 
 Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with --long; else they are deselected, and
 the last line says how many.
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 LEFT_OUT = pytest.StashKey[int]()
 

@@ -55,7 +55,7 @@ def test_every_tie_and_its_neighbours_round_to_even(fmt: ElementFormat) -> None:
 
 
 @formats
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_float32_encodes_as_in_ml_dtypes(fmt: ElementFormat, data: st.DataObject) -> None:
     values = st.one_of(st.floats(width=32, allow_nan=False), st.floats(-2 * fmt.max, 2 * fmt.max, width=32))

@@ -39,7 +39,7 @@ def test_ue5m3_has_the_published_values() -> None:
     assert torch.equal(fmt.decode(2 * torch.arange(124, dtype=torch.uint8)), e5m2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.floats(0, 2.0**17, width=32))
 def test_ue5m3_rounds_to_nearest_and_ties_to_even(x: float) -> None:
     fmt = get_scale_format("ue5m3")

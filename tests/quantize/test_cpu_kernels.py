@@ -136,7 +136,7 @@ def draw_layout(layout: str, x: Tensor) -> Tensor:
     return x
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600, derandomize=True)
 @given(
     spec=specs(),
     rows=st.sampled_from((1, 2, 15, 16, 17, 40, 130)),

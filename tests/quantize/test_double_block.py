@@ -49,7 +49,7 @@ def test_values_equal_decoded_codes_and_carry_no_scale_of_the_product() -> None:
         assert coded.amax is not None and coded.amax.shape == (9, 2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(-30, 30), st.integers(0, 7), st.integers(0, 1 << 20))
 def test_an_outer_block_is_quantised_by_itself(exponent: int, at: int, seed: int) -> None:
     """Scaling one outer block by a power of two scales its values and no others: what one scale per tensor cannot."""

@@ -45,7 +45,7 @@ def shards(x: Tensor, spec: QuantSpec, axis: int, extent: int) -> list[tuple[Ten
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}-{bool(s.hadamard)}")
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     axis=st.sampled_from([0, 1]),
     parts=st.sampled_from([2, 4]),
