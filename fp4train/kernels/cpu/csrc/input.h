@@ -71,6 +71,9 @@ RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[
 INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
 }
+INLINE int rows_inside(const Matrix *x, int64_t row) {
+    return x->stride_col == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
+}
 
 RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
 
@@ -96,11 +99,12 @@ INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0,
     return copy;
 }
 
-/* Prefetch a share of the next rectangle into L2: the columns of group `group` of `groups`. */
+/* Prefetch a share of the next rectangle into L2: the columns of group `group` of `groups`. Rows are adjacent in memory, or
+ * the hardware prefetches. */
 INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, int64_t ahead,
                            int64_t group, int64_t groups) {
     const int64_t size = wide ? 4 : 2, share = (col1 - col0 + groups - 1) / groups;
-    if (!ahead) return;
+    if (!ahead || x->stride_row != 1) return;
     for (int64_t col = col0 + group * share; col < col0 + (group + 1) * share && col < col1; col++) {
         const uintptr_t at = (uintptr_t)x->data + (uintptr_t)((row0 + col * x->stride_col) * size + ahead);
         for (int64_t i = 0; i < (row1 - row0) * size; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i), 0, 2);
