@@ -89,8 +89,6 @@ CASES = (
         said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
-SLOW = ("tetrajet_v2",)
-"""Recipes without a kernel, whose forks take many times as long; recipe=… may name them."""
 INTRODUCTION = """# Ranking of the recipes
 
 Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
@@ -99,8 +97,7 @@ loss in the recipe minus that of BF16, in nats per token. By `python scripts/ran
 
 What it shows: which formats cost how much on these checkpoints in {steps} steps, with every layer of every block
 quantised. What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at
-this size, and what adds up over a long run is not seen in {steps} steps. Not ranked: {slow}, for which there is no
-kernel on a CPU.
+this size, and what adds up over a long run is not seen in {steps} steps.
 """
 
 
@@ -205,7 +202,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
-    recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *SLOW))]
+    recipes = ["bf16", *(name for name in groups()["recipe"] if name != "bf16")]
     given = dict(word.split("=", 1) for word in args.words)
     words = " " + " ".join(args.words) if args.words else ""
     text = INTRODUCTION.format(
@@ -213,7 +210,6 @@ def main() -> None:
         machine=machine(),
         torch=torch.__version__,
         steps=given.get("steps", FORKS["steps"]),
-        slow=", ".join(SLOW),
     )
     for case in (case for case in CASES if case.name in args.cases):
         run = prepare(case, args.runs)
