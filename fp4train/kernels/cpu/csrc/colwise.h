@@ -72,13 +72,11 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
 /* A block of sixteen or thirty-two columns of sixteen rows. */
 typedef struct {
     F x[MAX_COLUMN_BLOCK];
-    I largest;
     Scale scale;
 } Block;
 
-/* Load and transform a block, and find its maxima. */
-INLINE void load_block(const Job *job, int64_t row, int64_t col, int inside, const Signs *signs, Block *block,
-                       ColumnVariant v) {
+/* Load and transform a block. Returns its maxima, as float bits. */
+INLINE I load_block(const Job *job, int64_t row, int64_t col, int inside, const Signs *signs, Block *block, ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I largest = i_set(0);
     for (int j = 0; j < tiles; j++) {
@@ -92,13 +90,12 @@ INLINE void load_block(const Job *job, int64_t row, int64_t col, int inside, con
             block->x[16 * j + i] = tile[i];
         }
     }
-    block->largest = largest;
+    return largest;
 }
 
 INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, const Signs *signs,
                           Block *block, ColumnVariant v) {
-    load_block(job, row, col, inside, signs, block, v);
-    block->scale = block_scale(job, block->largest, global);
+    block->scale = block_scale(job, load_block(job, row, col, inside, signs, block, v), global, 0);
 }
 
 /* `at`: the position of the block in the chunk. */
@@ -154,13 +151,14 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
 
 /* The blocks of a chunk, which is one outer block: all are loaded before the first is rounded. */
 _Static_assert((int)CHUNK == (int)OUTER_COLUMNS, "a chunk is an outer block");
-INLINE void outer_chunk(const Job *job, int64_t row, int64_t col, int64_t coded, int inside, const Signs *signs, Block *blocks,
-                        Columns *out, ColumnVariant v) {
+INLINE void outer_chunk(const Job *job, int64_t row, int64_t col, int64_t coded, int inside, const Signs *signs, Columns *out,
+                        ColumnVariant v) {
     const int64_t block = job->block_cols;
-    I largest = i_set(0);
+    Block blocks[CHUNK / 16];
+    I maxima[CHUNK / 16], largest = i_set(0);
     for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
-        load_block(job, row, col + at, inside, signs, &blocks[i], v);
-        largest = i_max(largest, blocks[i].largest);
+        maxima[i] = load_block(job, row, col + at, inside, signs, &blocks[i], v);
+        largest = i_max(largest, maxima[i]);
     }
     if (job->outer_amax) {
         int32_t lanes[16];
@@ -170,7 +168,7 @@ INLINE void outer_chunk(const Job *job, int64_t row, int64_t col, int64_t coded,
     }
     const Global global = global_scale(job, f_bits(largest));
     for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
-        blocks[i].scale = block_scale(job, blocks[i].largest, global);
+        blocks[i].scale = block_scale(job, maxima[i], global, 1);
         round_block(job, row, col + at, at, &blocks[i], out, v);
     }
 }
@@ -182,7 +180,7 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     const int64_t padded = (width + block - 1) / block * block;
     const int64_t end = col1 < job->x.cols ? col1 : padded, real = col1 < job->x.cols ? col1 : width;
     Columns out;
-    Block blocks[CHUNK / 16]; /* all with outer blocks, else two */
+    Block blocks[2];
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     Job local = *job;
     const Matrix *x = &job->x;
@@ -199,7 +197,7 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
         for (int64_t col = col0; col < end; col += CHUNK) {
             const int64_t coded = end - col < CHUNK ? end - col : CHUNK;
             if (!v.nvfp4 && job->outer) {
-                outer_chunk(job, row, col, coded, inside, &signs, blocks, &out, v);
+                outer_chunk(job, row, col, coded, inside, &signs, &out, v);
             } else {
                 prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
                 for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */

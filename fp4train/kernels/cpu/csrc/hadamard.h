@@ -55,14 +55,6 @@ INLINE I hadamard_16_max(F *x, const Signs *signs) {
 }
 #undef STAGE
 
-/* The same where the columns are adjacent in memory, and all exist. */
-RARE void transpose_rows(const Matrix *x, int64_t row, int64_t col, int wide, float lanes[16][16]) {
-    I rows[16];
-    for (int n = 0; n < 16; n++) rows[n] = i_bits(load_floats(x->data, (row + n) * x->stride_row + col, wide));
-    i_store_columns(rows, 8, (uint8_t *)lanes[0], sizeof lanes[0]);
-    i_store_columns(rows + 8, 8, (uint8_t *)(lanes[0] + 8), sizeof lanes[0]);
-}
-
 /* Sixteen columns from `col` of sixteen rows, one column per vector; rounded to BF16 if a transform follows.
  * `inside`: the rows exist and are adjacent in memory. */
 INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
@@ -70,9 +62,8 @@ INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, in
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) tile[i] = load_floats(x->data, row + (col + i) * x->stride_col, wide);
     } else {
-        float lanes[16][16] __attribute__((aligned(64)));
-        if (rows_inside(x, row) && col + 16 <= x->cols) transpose_rows(x, row, col, wide, lanes);
-        else gather_columns(x, row, col, lanes);
+        float lanes[16][16];
+        gather_columns(x, row, col, lanes);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) tile[i] = f_load(lanes[i]);
     }

@@ -62,17 +62,27 @@ INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t wid
     return stage;
 }
 
-/* Columns col.. of sixteen rows one by one, if some do not exist or are not adjacent in memory. */
+/* Columns col.. of sixteen rows whose columns are adjacent in memory. */
+INLINE void transpose_rows(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    I rows[16];
+    for (int n = 0; n < 16; n++)
+        rows[n] = i_bits(load_floats(x->data, (row + n) * x->stride_row + col, x->input != INPUT_BF16));
+    i_store_columns(rows, 8, (uint8_t *)lanes[0], sizeof lanes[0]);
+    i_store_columns(rows + 8, 8, (uint8_t *)(lanes[0] + 8), sizeof lanes[0]);
+}
+
+/* Columns col.. of sixteen rows, if some do not exist or the rows are not adjacent in memory: then one by one, or transposed. */
 RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    if (x->stride_col == 1 && x->input != INPUT_F16 && row + 16 <= x->rows && col + 16 <= x->cols) {
+        transpose_rows(x, row, col, lanes);
+        return;
+    }
     for (int i = 0; i < 16; i++)
         for (int n = 0; n < 16; n++)
             lanes[i][n] = row + n < x->rows && col + i < x->cols ? element_at(x, row + n, col + i) : 0.0f;
 }
 INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
-}
-INLINE int rows_inside(const Matrix *x, int64_t row) {
-    return x->stride_col == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
 }
 
 RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }

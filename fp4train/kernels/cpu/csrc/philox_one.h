@@ -6,8 +6,8 @@
 enum { ROUNDS = 10 };
 static const uint64_t multiplier0 = 0xD2511F53u, multiplier1 = 0xCD9E8D57u;
 
-static inline uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
-static inline uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
+static inline __attribute__((always_inline)) uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
+static inline __attribute__((always_inline)) uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
 
 static inline void philox_one(uint32_t c[4], uint64_t seed) {
     for (int round = 0; round < ROUNDS; round++) {

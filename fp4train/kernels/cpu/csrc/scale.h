@@ -42,13 +42,13 @@ INLINE Global global_scale(const Job *job, F amax) {
     return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
 }
 
-INLINE Scale scale_e4m3(const Job *job, F amax, Global global) {
+INLINE Scale scale_e4m3(const Job *job, F amax, Global global, int outer) {
     const Element e4m3 = element_of(E4M3);
     const F wanted = job->formula == FORMULA_TE_2_13 ? f_mul(f_div(amax, f_set(job->largest)), global.encode)
                                                      : f_mul(amax, global.block);
     const Rounded s = round_nearest(wanted, e4m3);
     const F decode = f_mul(s.value, global.decode), encode = f_div(f_set(1.0f), decode);
-    return (Scale){s.code, f_min(encode, f_set(float_max)), job->outer ? decode : s.value};
+    return (Scale){s.code, f_min(encode, f_set(float_max)), outer ? decode : s.value};
 }
 
 INLINE Scale scale_ue5m3(const Job *job, F amax) {
@@ -90,11 +90,11 @@ INLINE Scale scale_float(const Job *job, F amax) {
     return (Scale){i_bits(decode), encode, decode};
 }
 
-/* `amax`: of each lane's block. `global`: of the tensor or the lane's row or outer block, with SCALE_E4M3. */
-INLINE Scale block_scale(const Job *job, I amax, Global global) {
+/* `amax`: of each lane's block. `global`: of the tensor or the lane's row or, if `outer`, outer block, with SCALE_E4M3. */
+INLINE Scale block_scale(const Job *job, I amax, Global global, int outer) {
     report(job, not_finite(amax));
+    if (job->scale == SCALE_E4M3) return scale_e4m3(job, f_bits(amax), global, outer); /* first: faster than a jump table */
     switch (job->scale) {
-    case SCALE_E4M3: return scale_e4m3(job, f_bits(amax), global);
     case SCALE_E8M0: return scale_e8m0(job, f_bits(amax));
     case SCALE_UE5M3: return scale_ue5m3(job, f_bits(amax));
     case SCALE_GIVEN: return (Scale){i_set(0), global.encode, f_set(1.0f)};

@@ -55,7 +55,8 @@ INLINE Global outer_scale(const Job *job, I largest, int64_t row, int64_t col) {
 
 /* `largest`: the maxima of the strip. `global`: the scale of the tensor or the row. */
 INLINE Scale strip_scale(const Job *job, I largest, Global global, int64_t row, int64_t col) {
-    return block_scale(job, largest, job->outer ? outer_scale(job, largest, row, col) : global);
+    if (job->outer) return block_scale(job, largest, outer_scale(job, largest, row, col), 1);
+    return block_scale(job, largest, global, 0);
 }
 
 INLINE void store_line(void *to, I x, int stream) {
