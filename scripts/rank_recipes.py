@@ -93,8 +93,8 @@ CASES = (
         said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
-SLOW = ("tetrajet_v2", "tetrajet_v2_outliers")
-"""Recipes without a kernel, whose forks take many times as long; recipe=… may name them."""
+NOT_RANKED = ("tetrajet_v2_outliers",)
+"""Recipes that are another one for longer than a fork: their outlier channels are chosen after hundreds of steps."""
 INTRODUCTION = """# Ranking of the recipes
 
 Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
@@ -103,8 +103,8 @@ loss in the recipe minus that of BF16, in nats per token. By `python scripts/ran
 
 What it shows: which formats cost how much on these checkpoints in {steps} steps, with every layer of every block
 quantised. What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at
-this size, and what adds up over a long run is not seen in {steps} steps. Not ranked: {slow}, for which there is no
-kernel on a CPU.
+this size, and what adds up over a long run is not seen in {steps} steps. Not ranked: {others}, whose outlier channels
+are chosen after more steps than a fork has.
 """
 
 
@@ -209,7 +209,7 @@ def introduction(words: Sequence[str], given: Mapping[str, str]) -> str:
         machine=machine(),
         torch=torch.__version__,
         steps=given.get("steps", FORKS["steps"]),
-        slow=", ".join(SLOW),
+        others=", ".join(NOT_RANKED),
     )
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
-    recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *SLOW))]
+    recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *NOT_RANKED))]
     given = dict(word.split("=", 1) for word in args.words)
     text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
     for case in (case for case in CASES if case.name in args.cases):

@@ -1,5 +1,5 @@
-"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine. For the
-same reason no example of a property test has a deadline.
+"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine. For
+the same reason no example of a property test has a deadline.
 
 Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with --long; else they are deselected, and
 the last line says how many.

@@ -2,19 +2,21 @@
 
 The kernels work on finite numbers. They report a tensor with a NaN or an infinity, and the reference then quantises it:
 this is rare, and the rules for such values exist only there. Transposed views are read in place; a tensor with other
-strides that a kernel cannot use is copied first.
+strides that a kernel cannot use is copied first. A spec with `requantises` is two quantizers one after the other.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu
 from fp4train.kernels.cpu import adapter
 from fp4train.quantize.quantized import Decoded, Quantized
-from fp4train.quantize.quantizer import PLAIN, Quantizer
+from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import element_range
 from fp4train.quantize.spec import QuantSpec
@@ -30,7 +32,6 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "rounding": tuple(adapter.ROUNDINGS),
     "global_scale": tuple(adapter.EXTENTS),
     "four_over_six": (None,),
-    "requantises": (None,),
 }
 """The values of each spec field that the kernels support."""
 
@@ -52,25 +53,35 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     if spec.hadamard is not None:
         if not isinstance(spec.hadamard, Hadamard):
             return f"hadamard={spec.hadamard!r} has no C kernel"
-        if spec.hadamard.signs == "step":
-            return "hadamard.signs='step' has no C kernel"
         if spec.hadamard.size != 16:
             return f"hadamard.size={spec.hadamard.size}: the kernel transforms 16"
         if spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS:
             return f"hadamard with block={spec.block!r}: the kernel has (1, 16) and (1, 32)"
-    return None
+    return None if spec.requantises is None else _why_not_first(spec, spec.requantises, device_type)
 
 
-def make(spec: QuantSpec) -> CpuQuantizer:
+def _why_not_first(spec: QuantSpec, first: QuantSpec, device_type: str) -> str | None:
+    """Why the kernels cannot round x by `first`, which `spec` requantises, before they quantise it, or None."""
+    if first.hadamard is not None:
+        return f"requantises with hadamard={first.hadamard!r} has no C kernel: none undoes the transform"
+    if not spec.scale_format.is_byte:
+        return f"requantises with scale={spec.scale!r} has no C kernel: an infinite scale depends on the dtype of x"
+    reason = why_not(first, device_type)
+    return None if reason is None else f"requantises: {reason}"
+
+
+def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | CpuRequantizer:
     """The quantizer of a spec for which `why_not` gives None."""
-    return CpuQuantizer(spec)
+    return CpuQuantizer(spec, machine) if spec.requantises is None else CpuRequantizer(spec, machine)
 
 
 def scheme_of(spec: QuantSpec) -> cpu.Scheme:
     """The spec as the scheme of a kernel."""
     whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
-    signs = None
-    if isinstance(spec.hadamard, Hadamard):
+    signs: int | str | None = None
+    if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
+        signs = "step"
+    elif isinstance(spec.hadamard, Hadamard):
         signs = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
     return cpu.Scheme(
         element=spec.element,
@@ -81,6 +92,7 @@ def scheme_of(spec: QuantSpec) -> cpu.Scheme:
         whole=whole,
         amax=spec.global_scale or whole,
         measures=spec.delayed is None,
+        float32=not spec.exact_in_bf16,
         largest=element_range(spec),
         bound=spec.global_bound * element_range(spec),
         margin=2.0**spec.delayed.margin if spec.delayed else 1.0,
@@ -90,13 +102,17 @@ def scheme_of(spec: QuantSpec) -> cpu.Scheme:
 
 
 class CpuQuantizer(Quantizer):
-    """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference."""
+    """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference.
+
+    `to_bf16`: the kernels round values to BF16 where that is not exact.
+    """
 
     kernel = "cpu"
 
-    def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> None:
+    def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE, *, to_bf16: bool = False) -> None:
         super().__init__(spec)
-        self._kernels = kernels = cpu.Kernels(scheme_of(spec), machine)
+        scheme = scheme_of(spec)
+        self._kernels = kernels = cpu.Kernels(replace(scheme, float32=False) if to_bf16 else scheme, machine)
         self._run, self._run_decode = kernels.run, kernels.run_decode
         self._isa, self._threads = kernels.isa, kernels.threads
         self._transposable = spec.transposable
@@ -124,7 +140,8 @@ class CpuQuantizer(Quantizer):
         spec, (rows, cols), codes, scales, amax = quantized
         if spec is not self.spec:
             self._check_spec(quantized)
-        if rows and cols and codes.is_cpu and codes.is_contiguous() and scales.is_contiguous():
+        contiguous = codes.is_contiguous() and scales.is_contiguous() and (amax is None or amax.is_contiguous())
+        if rows and cols and codes.is_cpu and contiguous:
             job, values, factor = self._kernels.decode(codes, scales, amax, cols)
             self._run_decode(job, self._threads(), self._isa)
             return _new(Decoded, (values, factor, self._transposable))
@@ -171,6 +188,39 @@ class CpuQuantizer(Quantizer):
         if self._run(*jobs, self._threads(), self._isa):
             return None
         return results[0], results[1]
+
+
+class CpuRequantizer(Quantizer):
+    """Of a spec with `requantises`: x rounded by that spec, along its other axis, then quantised by the rest."""
+
+    kernel = "cpu"
+
+    def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> None:
+        super().__init__(spec)
+        assert spec.requantises is not None
+        self._first = CpuQuantizer(spec.requantises, machine, to_bf16=True)
+        self._last = CpuQuantizer(replace(spec, requantises=None), machine)
+
+    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+        """Codes and scales of x."""
+        rounded = self._rounded(check_input(x_RC, self.spec, key, amax))
+        return self._last.codes(rounded, key, amax)._replace(spec=self.spec)
+
+    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
+        """`codes(...).decoded()` to the bit, without the codes."""
+        rounded = self._rounded(check_input(x_RC, self.spec, key, amax))
+        return self._last.values(rounded, key, amax)._replace(transpose_ok=self.spec.transposable)
+
+    def decode(self, quantized: Quantized) -> Decoded:
+        """`quantized.decoded()` to the bit, in one pass."""
+        self._check_spec(quantized)
+        decoded = self._last.decode(quantized._replace(spec=self._last.spec))
+        return decoded._replace(transpose_ok=self.spec.transposable)
+
+    def _rounded(self, x_RC: Tensor) -> Tensor:
+        """x as `requantises` rounds it, BF16 [R, C]."""
+        values, scale, _ = self._first.values(x_RC.T)
+        return (values if scale is None else values * scale).to(torch.bfloat16).T
 
 
 def pair(row: Quantizer, column: Quantizer) -> tuple[CpuQuantizer, CpuQuantizer] | None:

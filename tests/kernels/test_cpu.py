@@ -24,12 +24,14 @@ NVFP4 = Scheme(
     whole=None,
     amax="tensor",
     measures=True,
+    float32=False,
     largest=6.0,
     bound=448.0 * 6.0,
     margin=1.0,
     stochastic=False,
     signs=None,
 )
+JOB_BYTES, DECODE_BYTES = 184, 160
 MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instruction_sets() for threads in (1, 2, 3)]
 
 
@@ -162,7 +164,7 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 
 def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
-    for layout in (None, (adapter.LAYOUT + 1, 176, 152)):
+    for layout in (None, (adapter.LAYOUT + 1, JOB_BYTES, DECODE_BYTES)):
         stale = ModuleType("_cpu")
         if layout is not None:
             stale.layout = layout
@@ -171,12 +173,12 @@ def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
 
 def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
     extension = adapter._cpu()
-    with pytest.raises(ValueError, match="a packed job has 176 bytes"):
-        extension.quantize(bytes(175), None, 1, 0)
+    with pytest.raises(ValueError, match=f"a packed job has {JOB_BYTES} bytes"):
+        extension.quantize(bytes(JOB_BYTES - 1), None, 1, 0)
     with pytest.raises(ValueError, match="a packed job has"):
         extension.decode(bytes(9), 1, 0)
     with pytest.raises(TypeError, match="takes 4 arguments, not 2"):
-        extension.quantize(bytes(176), None)
+        extension.quantize(bytes(JOB_BYTES), None)
     with pytest.raises(TypeError, match="bytes-like"):
         extension.quantize((1, 2), None, 1, 0)
 
@@ -185,11 +187,11 @@ def test_an_address_of_zero_is_refused_instead_of_read() -> None:
     """The address of a tensor without memory, such as DTensor or FakeTensor."""
     extension = adapter._cpu()
     with pytest.raises(TypeError, match="no memory of its own"):
-        extension.quantize(bytes(176), None, 1, 0)
+        extension.quantize(bytes(JOB_BYTES), None, 1, 0)
     with pytest.raises(TypeError, match="no memory of their own"):
-        extension.decode(bytes(152), 1, 0)
+        extension.decode(bytes(DECODE_BYTES), 1, 0)
 
 
 def test_refuses_an_instruction_set_by_number() -> None:
     with pytest.raises(ValueError, match="lacks the instruction set"):
-        adapter._cpu().decode(bytes(152), 1, 9)
+        adapter._cpu().decode(bytes(DECODE_BYTES), 1, 9)

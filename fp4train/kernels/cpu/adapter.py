@@ -26,25 +26,27 @@ INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 # The supported names: others have no kernel. The numbers are those of csrc/job.h.
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
-SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3}
+SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "ue5m3": 4}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
 ROUNDINGS: Final = {"nearest": 0, "stochastic": 1}
-EXTENTS: Final = {None: 0, "tensor": 1, "row": 2}
+EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
 COLUMN_BLOCKS: Final = (16, 32)
 """Widths of blocks along the strided axis of x.T."""
+OUTER_COLUMNS: Final = 128
+"""Columns of a row that share a float32 scale of extent "block"."""
 PAIR_ROWS: Final = 128
 """Rows per work item when both forms of a tensor are made; a multiple of block_rows."""
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT: Final = 1
-_SCHEME: Final = Struct("=4i2i2i2iI3fq")
-"""element, scale, scale rounding, formula; block; whole, amax of rows; stochastic, Hadamard size; signs; largest,
-bound, margin; stream bytes."""
+LAYOUT: Final = 2
+_SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
+"""element, scale, scale rounding, formula; block; whole, extent of the amax; stochastic, Hadamard size; signs; whether
+they are drawn instead, whether values are float32; largest, bound, margin; stream bytes."""
 _JOB: Final = Struct(f"={_SCHEME.size}s24s6Q4q2i")
 """scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
 _DECODE: Final = Struct(f"={_SCHEME.size}s5Q6q")
@@ -132,11 +134,14 @@ class Scheme:
 
     whole: "tensor" or "row" if one float scale applies to all of it; blocks are then only a unit of work. None: one
         scale per block.
-    amax: extent of the amax that must be known before the blocks: "tensor", "row", or None.
+    amax: extent of the amax that scales need besides those of blocks: "tensor" or "row", which must be known before the
+        blocks; "block", an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements; or None.
     measures: whether the amax is computed from x if it is not given.
+    float32: whether values are written as float32 instead of BF16, to which the kernels round.
     largest: the magnitude that a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax.
     margin: divisor of `whole` scales.
-    signs: a Hadamard transform of sixteen columns, where bit i negates column i; None for no transform.
+    signs: a Hadamard transform of sixteen columns, where bit i negates column i; "step" if the random words draw them;
+        None for no transform.
     """
 
     element: str
@@ -147,11 +152,12 @@ class Scheme:
     whole: str | None
     amax: str | None
     measures: bool
+    float32: bool
     largest: float
     bound: float
     margin: float
     stochastic: bool
-    signs: int | None
+    signs: int | str | None
 
     def packed(self) -> bytes:
         """The struct for the extension. KeyError for an unsupported name."""
@@ -162,10 +168,12 @@ class Scheme:
             FORMULAS[self.formula],
             *self.block,
             EXTENTS[self.whole],
-            self.amax == "row",
+            EXTENTS[self.amax],
             self.stochastic,
             0 if self.signs is None else 16,
-            self.signs or 0,
+            self.signs if isinstance(self.signs, int) else 0,
+            self.signs == "step",
+            self.float32,
             self.largest,
             self.bound,
             self.margin,
@@ -177,7 +185,7 @@ class Kernels:
     """The kernels of one scheme on one machine: they make jobs, which `run` and `run_decode` execute.
 
     The makers return None for calls that the extension does not support: not two dimensions, another dtype, no
-    elements, no random words for stochastic rounding, an amax of the wrong size, or none where it must be given.
+    elements, no random words where some are drawn, an amax of the wrong size, or none where it must be given.
     Besides the job they return the tensors that it fills and, last, x as it is read, which must stay alive until the
     job is done.
     """
@@ -193,14 +201,14 @@ class Kernels:
         self._block_rows, self._block_cols = scheme.block
         self._whole = scheme.whole is not None
         self._row_amax = scheme.amax == "row"
-        self._amax = scheme.amax is not None
+        self._amax = scheme.amax in ("tensor", "row")
+        self._outer = scheme.amax == "block"
         self._measures = scheme.measures
-        self._decode = scheme.amax is not None and not self._whole
         self._packed = scheme.element == "e2m1"
         self._width = 1 if scheme.signs is None else 16
-        self._no_random = None if scheme.stochastic else NO_RANDOM
-        self._new_values = _new_float32 if scheme.scale == "fp32" and not self._whole else _new_bfloat16
-        self._new_scales = _new_uint8 if scheme.scale in ("e4m3", "e8m0") else _new_float32
+        self._no_random = None if scheme.stochastic or scheme.signs == "step" else NO_RANDOM
+        self._new_values = _new_float32 if scheme.float32 else _new_bfloat16
+        self._new_scales = _new_uint8 if scheme.scale in ("e4m3", "e8m0", "ue5m3") else _new_float32
         self.reads_columns = scheme.block[0] == 1 and scheme.block[1] in COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
 
@@ -260,7 +268,7 @@ class Kernels:
         self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
     ) -> tuple[bytes, Tensor, Tensor, Tensor | None, Tensor] | None:
         """A job, the codes uint8 [R, Cp] or, packed, [R, Cp/2], the scales, uint8 or float32, one per block, row
-        or tensor, and the amax (float32, 0-d or [R, 1]) or None."""
+        or tensor, and the amax (float32, 0-d, [R, 1], or one per outer block) or None."""
         shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
         if len(shape) != 2 or dtype is None:
             return None
@@ -282,6 +290,8 @@ class Kernels:
         elif self._amax:
             amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
             measure = True
+        elif self._outer:
+            amax = _new_float32(rows, -(-cols // OUTER_COLUMNS))
         if self._whole:
             coded = cols + cols % 2 if self._packed else cols
             scales = _new_float32(rows if self._row_amax else 1, 1)
@@ -323,6 +333,8 @@ class Kernels:
         factor, address, factor_address, amaxes = None, 0, 0, 0
         if self._whole:
             factor = scales if self._row_amax else scales.view(())
+        elif self._outer and amax is not None:
+            address = amax.data_ptr()
         elif amax is not None:
             factor = _empty_like(amax)
             address, factor_address, amaxes = amax.data_ptr(), factor.data_ptr(), amax.numel()

@@ -21,7 +21,7 @@ typedef struct {
 
 /* Compile-time constants. */
 typedef struct {
-    int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
+    int nvfp4; /* see is_nvfp4 */
     int wide, stochastic, hadamard, values, codes;
 } ColumnVariant;
 
@@ -29,14 +29,14 @@ typedef struct {
 INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *random, int64_t at, Columns *out,
                        ColumnVariant v) {
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
-    const int packed = v.nvfp4 || job->element == E2M1, e4m3_scale = v.nvfp4 || job->scale == SCALE_E4M3;
-    const int f32 = !v.nvfp4 && job->values_f32, exact = e4m3_scale || f32 || job->scale == SCALE_GIVEN;
+    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || f32 || exact_in_bf16(job->scale, job->outer);
     I values[16], codes[4] = {i_set(0), i_set(0), i_set(0), i_set(0)};
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
         F t0 = f_mul(x[i], scale->encode), t1 = f_mul(x[i + 1], scale->encode);
         Rounded even, odd;
-        if (e4m3_scale) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
+        if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
         if (v.stochastic) {
             const I low = random_low(random[i / 2]), high = random_high(random[i / 2]);
             even = v.nvfp4 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
@@ -69,14 +69,14 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
     else if (v.codes) i_store_columns(codes, 4, out->codes[0] + at, sizeof out->codes[0]);
 }
 
-/* Load and transform a block of sixteen or thirty-two columns of sixteen rows, and compute its scales. */
+/* A block of sixteen or thirty-two columns of sixteen rows. */
 typedef struct {
     F x[MAX_COLUMN_BLOCK];
     Scale scale;
 } Block;
 
-INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, const Signs *signs,
-                          Block *block, ColumnVariant v) {
+/* Load and transform a block. Returns its maxima, as float bits. */
+INLINE I load_block(const Job *job, int64_t row, int64_t col, int inside, const Signs *signs, Block *block, ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I largest = i_set(0);
     for (int j = 0; j < tiles; j++) {
@@ -90,7 +90,12 @@ INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global globa
             block->x[16 * j + i] = tile[i];
         }
     }
-    block->scale = block_scale(job, largest, global);
+    return largest;
+}
+
+INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global global, int inside, const Signs *signs,
+                          Block *block, ColumnVariant v) {
+    block->scale = block_scale(job, load_block(job, row, col, inside, signs, block, v), global, 0);
 }
 
 /* `at`: the position of the block in the chunk. */
@@ -144,6 +149,30 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
     }
 }
 
+/* The blocks of a chunk, which is one outer block: all are loaded before the first is rounded. */
+_Static_assert((int)CHUNK == (int)OUTER_COLUMNS, "a chunk is an outer block");
+INLINE void outer_chunk(const Job *job, int64_t row, int64_t col, int64_t coded, int inside, const Signs *signs, Columns *out,
+                        ColumnVariant v) {
+    const int64_t block = job->block_cols;
+    Block blocks[CHUNK / 16];
+    I maxima[CHUNK / 16], largest = i_set(0);
+    for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
+        maxima[i] = load_block(job, row, col + at, inside, signs, &blocks[i], v);
+        largest = i_max(largest, maxima[i]);
+    }
+    if (job->outer_amax) {
+        int32_t lanes[16];
+        i_store(lanes, largest);
+        for (int n = 0; n < 16 && row + n < job->x.rows; n++)
+            memcpy(job->outer_amax + (row + n) * job->outer_stride + col / OUTER_COLUMNS, lanes + n, 4);
+    }
+    const Global global = global_scale(job, f_bits(largest));
+    for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
+        blocks[i].scale = block_scale(job, maxima[i], global, 1);
+        round_block(job, row, col + at, at, &blocks[i], out, v);
+    }
+}
+
 INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                          ColumnVariant v) {
     const int64_t block = job->block_cols;
@@ -167,10 +196,14 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
         const Global global = row_scale(job, f_load(given));
         for (int64_t col = col0; col < end; col += CHUNK) {
             const int64_t coded = end - col < CHUNK ? end - col : CHUNK;
-            prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
-            for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
-                if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &signs, &blocks[i ^ 1], v);
-                round_block(job, row, col + at, at, &blocks[i], &out, v);
+            if (!v.nvfp4 && job->outer) {
+                outer_chunk(job, row, col, coded, inside, &signs, &out, v);
+            } else {
+                prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
+                for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
+                    if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &signs, &blocks[i ^ 1], v);
+                    round_block(job, row, col + at, at, &blocks[i], &out, v);
+                }
             }
             flush_columns(job, row, col, real - col < CHUNK ? real - col : CHUNK, coded, &out);
         }
@@ -180,9 +213,8 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
 
 static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
     const int wide = job->x.input != INPUT_BF16, s = job->stochastic;
-    const int nvfp4 = job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16;
     const int values = job->values != NULL, codes = job->codes != NULL, h = job->hadamard != 0;
-    if (!wide && nvfp4) {
+    if (!wide && is_nvfp4(job)) {
 #define CASE(s, h, v, c)                                                                                               \
     if (job->stochastic == s && !job->hadamard == !h && values == v && codes == c)                                     \
         return columns_with(job, row0, row1, col0, col1, ahead, (ColumnVariant){1, 0, s, h, v, c});

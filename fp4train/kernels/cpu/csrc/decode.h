@@ -12,7 +12,21 @@ INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) 
         return f_bits(i_load(words));
     }
     memcpy(bytes, (const uint8_t *)scales + at, (size_t)count);
-    return scale == SCALE_E4M3 ? element_value(i_load_u8(bytes), E4M3) : e8m0_value(i_load_u8(bytes));
+    switch (scale) {
+    case SCALE_E4M3: return element_value(i_load_u8(bytes), E4M3);
+    case SCALE_UE5M3: return element_value(i_load_u8(bytes), UE5M3);
+    default: return e8m0_value(i_load_u8(bytes));
+    }
+}
+
+/* 1 / S_enc of the outer blocks of a strip of a row, for each of its blocks. */
+INLINE F outer_decode(const DecodeJob *job, int64_t row, int64_t col) {
+    const int64_t blocks = OUTER_COLUMNS / job->block_cols;
+    float amax[16] = {0};
+    for (int64_t i = 0; i < 16 && col / OUTER_COLUMNS + i / blocks < job->outer_stride; i++)
+        amax[i] = job->outer_amax[row * job->outer_stride + col / OUTER_COLUMNS + i / blocks];
+    const F each = f_load(amax), encode = global_encode(job->bound, each);
+    return f_div(f_set(1.0f), f_pick(not_finite(magnitude_bits(each)), f_bits(i_set(0x7fc00000)), encode));
 }
 
 /* Thirty-two E2M1 codes in sixteen bytes to BF16; even codes are in the low nibbles. */
@@ -30,7 +44,7 @@ INLINE F decoded(const uint8_t *codes, int64_t at, const Strip *s, int64_t block
 }
 
 INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int element) {
-    const int packed = element == E2M1, f32 = job->values_f32, exact = job->scale == SCALE_E4M3 || job->scale == SCALE_GIVEN;
+    const int packed = element == E2M1, f32 = job->values_f32, exact = exact_in_bf16(job->scale, job->outer_amax != NULL);
     const int64_t block = job->block_cols, width = 16 * block, value_size = f32 ? 4 : 2;
     Strip s;
     for (int64_t row = row0; row < row1; row++)
@@ -45,8 +59,9 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
                 memset(s.codes, 0, sizeof s.codes);
                 codes = memcpy(s.codes, codes, (size_t)(packed ? coded / 2 : coded));
             }
-            const F factors = scale_factor(job->scale, job->scales, row / job->block_rows * job->scales_stride + col / block,
+            F factors = scale_factor(job->scale, job->scales, row / job->block_rows * job->scales_stride + col / block,
                                            (coded + block - 1) / block);
+            if (job->outer_amax) factors = f_mul(factors, outer_decode(job, row, col));
             f_store(s.decode, factors);
             for (int64_t i = 0; i < width; i += 32) {
                 if (packed && !f32) store_line(values + 2 * i, decoded_pairs(codes + i / 2, factors, &s, i, block, exact), stream);

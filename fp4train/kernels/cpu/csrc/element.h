@@ -24,6 +24,7 @@ INLINE Element element_of(int element) {
     case E2M3: return (Element){3, 0x3f800000, 7.5f, 2, 26};
     case E3M2: return (Element){2, 0x3e800000, 28.0f, 4, 26};
     case E4M3: return (Element){3, 0x3c800000, 448.0f, 8, 24};
+    case UE5M3: return (Element){3, 0x38800000, 114688.0f, 16, 23}; /* the sign would be bit 8; scales have none */
     default: return (Element){2, 0x38800000, 57344.0f, 15, 24};
     }
 }
@@ -107,6 +108,7 @@ INLINE F element_value(I code, int element) {
     const I subnormal = i_bits(f_mul(f_of_i(magnitude), quantum));
     I value = i_pick(i_gt(i_set(1 << e.mantissa), magnitude), subnormal, normal);
     if (element == E4M3) value = i_pick(i_eq(magnitude, i_set(0x7f)), i_set(0x7fc00000), value);
+    if (element == UE5M3) value = i_pick(i_eq(magnitude, i_set(0xff)), i_set(0x7fc00000), value);
     if (element == E5M2) value = i_pick(i_gt(magnitude, i_set(0x7b)),
                                         i_add(i_set(0x7f800000), i_shl(i_sub(magnitude, i_set(0x7c)), 21)), value);
     return f_bits(i_or(value, sign));

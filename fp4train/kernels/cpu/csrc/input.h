@@ -62,8 +62,21 @@ INLINE const void *row_of(const Matrix *x, int64_t row, int64_t col, int64_t wid
     return stage;
 }
 
-/* Columns col.. of sixteen rows one by one, if some do not exist or are not adjacent in memory. */
+/* Columns col.. of sixteen rows whose columns are adjacent in memory. */
+INLINE void transpose_rows(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    I rows[16];
+    for (int n = 0; n < 16; n++)
+        rows[n] = i_bits(load_floats(x->data, (row + n) * x->stride_row + col, x->input != INPUT_BF16));
+    i_store_columns(rows, 8, (uint8_t *)lanes[0], sizeof lanes[0]);
+    i_store_columns(rows + 8, 8, (uint8_t *)(lanes[0] + 8), sizeof lanes[0]);
+}
+
+/* Columns col.. of sixteen rows, if some do not exist or the rows are not adjacent in memory: then one by one, or transposed. */
 RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+    if (x->stride_col == 1 && x->input != INPUT_F16 && row + 16 <= x->rows && col + 16 <= x->cols) {
+        transpose_rows(x, row, col, lanes);
+        return;
+    }
     for (int i = 0; i < 16; i++)
         for (int n = 0; n < 16; n++)
             lanes[i][n] = row + n < x->rows && col + i < x->cols ? element_at(x, row + n, col + i) : 0.0f;
@@ -96,11 +109,12 @@ INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0,
     return copy;
 }
 
-/* Prefetch a share of the next rectangle into L2: the columns of group `group` of `groups`. */
+/* Prefetch a share of the next rectangle into L2: the columns of group `group` of `groups`. Rows are adjacent in memory, or
+ * the hardware prefetches. */
 INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, int64_t ahead,
                            int64_t group, int64_t groups) {
     const int64_t size = wide ? 4 : 2, share = (col1 - col0 + groups - 1) / groups;
-    if (!ahead) return;
+    if (!ahead || x->stride_row != 1) return;
     for (int64_t col = col0 + group * share; col < col0 + (group + 1) * share && col < col1; col++) {
         const uintptr_t at = (uintptr_t)x->data + (uintptr_t)((row0 + col * x->stride_col) * size + ahead);
         for (int64_t i = 0; i < (row1 - row0) * size; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i), 0, 2);

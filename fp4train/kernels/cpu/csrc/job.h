@@ -9,10 +9,12 @@
 #include <stdint.h>
 
 enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
-enum { E2M1, E2M3, E3M2, E4M3, E5M2 };
-enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_GIVEN };
+enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3 }; /* UE5M3: scales only */
+enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_GIVEN };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13 };
+enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER };
+enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a float32 scale, which multiplies the elements */
 
 typedef struct {
     const void *data;
@@ -27,6 +29,9 @@ typedef struct {
     float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
     float *global_decode; /* SCALE_E4M3: output for 1 / S_enc, one per amax; or NULL */
+    int outer;            /* SCALE_E4M3: the amaxes are those of outer blocks, which the kernel measures */
+    float *outer_amax;    /* output for them, [rows, outer_stride]; or NULL */
+    int64_t outer_stride;
     float largest;     /* the magnitude that an amax is scaled to: the largest element, for NVFP4 times the guard */
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
     float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
@@ -57,17 +62,18 @@ typedef struct {
 
 /* --- Structs packed by Python with struct ("=": native order, no padding); adapter.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
-enum { LAYOUT = 1 };
-enum { WHOLE_NO, WHOLE_TENSOR, WHOLE_ROWS };
+enum { LAYOUT = 2 };
 
 /* The same for every call of a scheme. */
 typedef struct {
     int32_t element, scale, scale_rounding, formula;
     int32_t block_rows, block_cols;
-    int32_t whole;      /* one scale per tensor or row: SCALE_F32 or SCALE_POW2; blocks are then a unit of work */
-    int32_t amax_rows;  /* scales need one amax per row */
+    int32_t whole;      /* extent of the only scale, SCALE_F32 or SCALE_POW2; blocks are then a unit of work */
+    int32_t amax;       /* extent of the amax that scales need besides those of blocks */
     int32_t stochastic, hadamard;
     uint32_t signs;
+    int32_t draws_signs; /* the signs are those of the seed, step and layer instead */
+    int32_t values_f32;  /* values are written as float32, not as BF16 */
     float largest, bound, margin; /* margin: divisor of `whole` scales */
     int64_t stream_bytes;         /* larger outputs bypass the caches */
 } PackedScheme;
@@ -87,7 +93,7 @@ typedef struct {
     int64_t rows, cols, code_bytes, codes_stride, scales_stride, amaxes;
 } PackedDecode;
 
-_Static_assert(sizeof(PackedScheme) == 64 && sizeof(PackedJob) == 64 + 24 + 48 + 32 + 8 && sizeof(PackedDecode) == 64 + 40 + 48,
+_Static_assert(sizeof(PackedScheme) == 72 && sizeof(PackedJob) == 72 + 24 + 48 + 32 + 8 && sizeof(PackedDecode) == 72 + 40 + 48,
                "no padding: Python packs none");
 
 typedef struct {
@@ -97,6 +103,9 @@ typedef struct {
     int64_t codes_stride, code_cols;
     const void *scales;
     int64_t scales_stride;
+    const float *outer_amax; /* of outer blocks, [rows, outer_stride], whose scales multiply the elements; or NULL */
+    int64_t outer_stride;
+    float bound;
     void *values;
     int values_f32;
     int64_t values_stride;

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "job.h"
+#include "philox_one.h"
 #include "threads.h"
 
 enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 17, TILES_A_THREAD = 4 };
@@ -143,12 +144,12 @@ static int unpack_form(PyObject *object, Form *form) {
         return 0;
     }
     const PackedScheme *s = &p.scheme;
-    const int given = s->whole != WHOLE_NO;
+    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER;
     if (!p.x) {
         PyErr_SetString(PyExc_TypeError, "x has no memory of its own; pass the tensor that holds its data");
         return 0;
     }
-    if ((!p.values && !p.codes) || (p.codes && !p.scales) || (given && !p.scales) || (!p.amax && !p.measure && (given || s->scale == SCALE_E4M3))) {
+    if ((!p.values && !p.codes) || (p.codes && !p.scales) || (given && !p.scales) || (!p.amax && !p.measure && s->amax != EXTENT_NONE && !outer)) {
         PyErr_SetString(PyExc_ValueError, "quantize: an address is missing");
         return 0;
     }
@@ -159,12 +160,12 @@ static int unpack_form(PyObject *object, Form *form) {
     const int64_t wide = s->hadamard ? ceil_div(p.cols, 16) * 16 : p.cols, packed = s->element == E2M1;
     const int64_t coded = given ? p.cols + (packed && p.cols % 2) : ceil_div(wide, s->block_cols) * s->block_cols;
     static const float largest_of[] = {[INPUT_BF16] = 0x1.fep127f, [INPUT_F32] = FLT_MAX, [INPUT_F16] = 65504.0f};
-    form->amaxes = s->amax_rows ? p.rows : 1;
+    form->amaxes = s->amax == EXTENT_ROW ? p.rows : 1;
     form->measure = p.measure;
     form->whole = given;
     form->pow2 = s->scale == SCALE_POW2;
     form->margin = s->margin;
-    form->amax = (float *)p.amax;
+    form->amax = outer ? NULL : (float *)p.amax;
     form->inverse = given ? (float *)p.scales : NULL;
     form->many = NULL;
     const int64_t floats = form->amaxes * (given + (!p.amax && p.measure));
@@ -184,8 +185,11 @@ static int unpack_form(PyObject *object, Form *form) {
         .block_rows = s->block_rows,
         .block_cols = s->block_cols,
         .amax = given ? room : form->amax,
-        .amax_stride = s->amax_rows,
+        .amax_stride = s->amax == EXTENT_ROW,
         .global_decode = (float *)p.decode,
+        .outer = outer,
+        .outer_amax = outer ? (float *)p.amax : NULL,
+        .outer_stride = ceil_div(p.cols, OUTER_COLUMNS),
         .largest = s->largest,
         .bound = s->bound,
         .scale_limit = largest_of[p.input],
@@ -196,9 +200,9 @@ static int unpack_form(PyObject *object, Form *form) {
         .step_operand = p.step_operand,
         .layer = p.layer,
         .hadamard = s->hadamard,
-        .signs = s->signs,
+        .signs = s->draws_signs ? drawn_signs(p.seed, p.step_operand, p.layer) : s->signs,
         .values = (void *)p.values,
-        .values_f32 = !given && s->scale == SCALE_F32,
+        .values_f32 = s->values_f32,
         .values_stride = wide,
         .codes = (uint8_t *)p.codes,
         .codes_stride = packed ? coded / 2 : coded,
@@ -223,12 +227,13 @@ static int64_t rows_together(int64_t rows, int64_t cols, int64_t block) {
 static void join_narrow_rows(Job *job) {
     const int64_t cols = job->x.cols, together = rows_together(job->x.rows, cols, job->block_cols);
     if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1 || job->amax_stride) return;
-    if (job->x.stride_col != 1 || job->x.stride_row != cols) return;
+    if (job->x.stride_col != 1 || job->x.stride_row != cols || (job->outer && cols % OUTER_COLUMNS)) return;
     if (job->stochastic) job->own_cols = cols;
     job->x.rows /= together;
     job->x.cols = job->x.stride_row = job->values_stride = job->code_cols = cols * together;
     job->codes_stride *= together;
     job->scales_stride *= together;
+    job->outer_stride *= together;
 }
 
 /* Compute the amaxes that are not given. One pass serves two forms that need the same amax. */
@@ -328,11 +333,12 @@ static void join_narrow_coded_rows(DecodeJob *job) {
     const int64_t cols = job->cols, together = rows_together(job->rows, cols, job->block_cols);
     if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1) return;
     if (job->code_cols != cols || job->codes_stride != (job->element == E2M1 ? cols / 2 : cols)) return;
-    if (job->scales_stride != cols / job->block_cols) return;
+    if (job->scales_stride != cols / job->block_cols || (job->outer_amax && cols % OUTER_COLUMNS)) return;
     job->rows /= together;
     job->cols = job->code_cols = job->values_stride = cols * together;
     job->codes_stride *= together;
     job->scales_stride *= together;
+    job->outer_stride *= together;
 }
 
 PyDoc_STRVAR(decode_doc, "decode(job, threads, isa): run a packed job");
@@ -349,8 +355,8 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     PyBuffer_Release(&view);
     if (!fits) return PyErr_Format(PyExc_ValueError, "decode: a packed job has %zu bytes", sizeof p);
     const PackedScheme *s = &p.scheme;
-    const int given = s->whole != WHOLE_NO, f32 = !given && s->scale == SCALE_F32;
-    if (!p.codes || !p.values || (!given && !p.scales) || !p.amax != !p.decode) {
+    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER;
+    if (!p.codes || !p.values || (!given && !p.scales) || (!outer && !p.amax != !p.decode)) {
         PyErr_SetString(PyExc_TypeError, "codes and scales have no memory of their own; pass the tensors that hold their data");
         return NULL;
     }
@@ -366,16 +372,19 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
         .code_cols = p.code_bytes * (s->element == E2M1 ? 2 : 1),
         .scales = given ? NULL : (const void *)p.scales,
         .scales_stride = given ? 0 : p.scales_stride,
+        .outer_amax = outer ? (const float *)p.amax : NULL,
+        .outer_stride = ceil_div(p.cols, OUTER_COLUMNS),
+        .bound = s->bound,
         .values = (void *)p.values,
-        .values_f32 = f32,
+        .values_f32 = s->values_f32,
         .values_stride = p.cols,
-        .stream = p.rows * p.cols * (f32 ? 4 : 2) >= s->stream_bytes,
+        .stream = p.rows * p.cols * (s->values_f32 ? 4 : 2) >= s->stream_bytes,
     };
     join_narrow_coded_rows(&job);
     Call call = {.kernels = kernels, .decode = &job};
     call.grid = wide_grid(job.rows, job.cols, 1, threads);
     run(decode_tile, &call, threads);
-    if (p.amax) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->bound);
+    if (p.decode) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->bound);
     Py_RETURN_NONE;
 }
 

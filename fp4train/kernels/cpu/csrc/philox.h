@@ -7,9 +7,7 @@
 #ifndef FP4_PHILOX_H
 #define FP4_PHILOX_H
 #include "job.h"
-
-enum { ROUNDS = 10 };
-static const uint64_t multiplier0 = 0xD2511F53u, multiplier1 = 0xCD9E8D57u;
+#include "philox_one.h"
 
 typedef struct { Q w[4]; } Counters; /* eight counters */
 
@@ -18,9 +16,6 @@ typedef struct {
     uint32_t w0, w1;
     Q w2, w3;
 } Half;
-
-INLINE uint32_t round_key0(uint64_t seed, int round) { return (uint32_t)seed + (uint32_t)round * 0x9E3779B9u; }
-INLINE uint32_t round_key1(uint64_t seed, int round) { return (uint32_t)(seed >> 32) + (uint32_t)round * 0xBB67AE85u; }
 
 /* All rounds from `round` on for four times eight counters: a single vector would wait for its multiplies. */
 INLINE void philox_rounds(Counters *c, uint64_t seed, int round) {

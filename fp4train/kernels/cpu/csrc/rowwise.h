@@ -33,8 +33,8 @@ INLINE void store_values(char *to, F a, F b, int f32, int exact, int stream) {
 
 INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wide, Variant v) {
     const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block, value_size = job->values_f32 ? 4 : 2;
-    const int packed = v.nvfp4 || job->element == E2M1, e4m3_scale = v.nvfp4 || job->scale == SCALE_E4M3;
-    const int f32 = !v.nvfp4 && job->values_f32, exact = e4m3_scale || job->scale == SCALE_GIVEN;
+    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || exact_in_bf16(job->scale, job->outer);
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
     const void *x = row_of(&job->x, row, col, width, wide, s->input);
     const Target out = target_of(job, row, col, width, s);
@@ -46,7 +46,7 @@ INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wi
         for (int half = 0; half < 2; half++) {
             const int64_t at = i + 16 * half, b = at / block;
             F t = f_mul(load_floats(x, at, wide), f_set(s->encode[b]));
-            if (e4m3_scale) t = f_add(t, f_set(0.0f)); /* -0 is coded as 0 */
+            if (positive_zero) t = f_add(t, f_set(0.0f)); /* -0 is coded as 0 */
             const Rounded q = v.stochastic ? round_stochastic(t, random_low(i_load_u16(s->bits + at)), e)
                               : v.nvfp4    ? round_nearest_e2m1(t, v.codes)
                                            : round_nearest(t, e);
@@ -65,7 +65,7 @@ INLINE void rows_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, 
         const int64_t rows = row1 - row < job->block_rows ? row1 - row : job->block_rows;
         const Global global = row_scale(job, f_set(job->amax ? job->amax[row * job->amax_stride] : 0.0f));
         for (int64_t col = col0; col < col1; col += 16 * job->block_cols) {
-            const Scale scale = block_scale(job, strip_maxima(job, row, rows, col, wide, &s, v), global);
+            const Scale scale = strip_scale(job, strip_maxima(job, row, rows, col, wide, &s, v), global, row, col);
             store_scales(job, row, col, &scale, &s);
             for (int64_t r = row; r < row + rows; r++) strip_row(job, r, col, &s, wide, v);
         }
@@ -75,7 +75,7 @@ INLINE void rows_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, 
 
 static void FN(quantize_rows)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
     const int wide = job->x.input != INPUT_BF16, values = job->values != NULL, codes = job->codes != NULL;
-    if (!wide && !job->values_f32) return quantize_rows_bf16(job, row0, row1, col0, col1);
+    if (!wide && !(values && job->values_f32)) return quantize_rows_bf16(job, row0, row1, col0, col1);
     if (wide && is_nvfp4(job) && !job->stochastic && !codes) return rows_with(job, row0, row1, col0, col1, 1, (Variant){1, 0, 1, 0});
     if (wide && job->stochastic) return rows_with(job, row0, row1, col0, col1, 1, (Variant){0, 1, values, codes});
     if (wide) return rows_with(job, row0, row1, col0, col1, 1, (Variant){0, 0, values, codes});

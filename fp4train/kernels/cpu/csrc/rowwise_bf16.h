@@ -11,7 +11,7 @@
 
 /* Compile-time constants. */
 typedef struct {
-    int nvfp4; /* E2M1, blocks of sixteen, E4M3 scales */
+    int nvfp4; /* see is_nvfp4 */
     int stochastic, values, codes;
 } Variant;
 
@@ -44,8 +44,8 @@ INLINE I pair_maxima(const Job *job, int64_t row, int64_t rows, int64_t col, int
 INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant v) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
-    const int packed = v.nvfp4 || job->element == E2M1, e4m3_scale = v.nvfp4 || job->scale == SCALE_E4M3;
-    const int exact = e4m3_scale || job->scale == SCALE_GIVEN;
+    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int exact = v.nvfp4 || exact_in_bf16(job->scale, job->outer);
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
     const I high = i_set((int32_t)0xffff0000);
     const uint16_t *x = row_of(&job->x, row, col, width, 0, s->input);
@@ -67,7 +67,7 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant
             decode = f_set(s->decode[i / block]);
         }
         F t0 = f_mul(f_bits(i_shl(words, 16)), encode), t1 = f_mul(f_bits(i_and(words, high)), encode);
-        if (e4m3_scale) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
+        if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
         if (v.stochastic) {
             const I bits = i_load((const int32_t *)(s->bits + i));
             even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_stochastic(t0, random_low(bits), e);
@@ -89,7 +89,7 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant
 
 INLINE Scale scale_at(const Job *job, Place p, int64_t block, Global *global, Strip *s) {
     if (job->amax_stride) *global = row_scale(job, f_set(job->amax[p.row]));
-    return block_scale(job, pair_maxima(job, p.row, p.rows, p.col, block, s), *global);
+    return strip_scale(job, pair_maxima(job, p.row, p.rows, p.col, block, s), *global, p.row, p.col);
 }
 
 /* The scales of the next strip are computed before the current strip is rounded: they are a chain of dependent instructions, twice

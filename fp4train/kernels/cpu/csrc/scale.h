@@ -2,7 +2,8 @@
  *
  * NVFP4  S_enc = bound / amax, at most FLT_MAX, 1 for amax = 0; S_dec = 1 / S_enc
  *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
- *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s
+ *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s, or s * S_dec if S_dec is that of an outer block
+ * UE5M3  s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
  * MX     byte = biased exponent of amax_b / largest rounded up, or of amax_b less the element's, rounded as named
  *        encode = 2^(127 - byte), decode = 2^(byte - 127)
  * FP8    encode = largest / amax_b, decode = 1 / encode (stored)
@@ -16,7 +17,7 @@
 static const float float_max = 0x1.fffffep127f;
 
 typedef struct {
-    F encode, decode; /* of the tensor or of each lane's row */
+    F encode, decode; /* of the tensor, or of each lane's row or outer block */
     F block;          /* S_enc * (1 / largest): from a block's amax to its scale */
 } Global;
 
@@ -30,20 +31,29 @@ INLINE void report(const Job *job, K bad) {
 }
 INLINE K not_finite(I magnitude) { return i_gt(magnitude, i_set(0x7f7fffff)); }
 
-INLINE Global global_scale(const Job *job, F amax) {
+INLINE F global_encode(float bound, F amax) {
     const K zero = i_eq(i_bits(amax), i_set(0));
-    const F encode = f_pick(zero, f_set(1.0f), f_min(f_div(f_set(job->bound), amax), f_set(float_max)));
+    return f_pick(zero, f_set(1.0f), f_min(f_div(f_set(bound), amax), f_set(float_max)));
+}
+
+INLINE Global global_scale(const Job *job, F amax) {
+    const F encode = global_encode(job->bound, amax);
     report(job, not_finite(i_and(i_bits(amax), i_set(INT32_MAX))));
     return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
 }
 
-INLINE Scale scale_e4m3(const Job *job, F amax, Global global) {
+INLINE Scale scale_e4m3(const Job *job, F amax, Global global, int outer) {
     const Element e4m3 = element_of(E4M3);
     const F wanted = job->formula == FORMULA_TE_2_13 ? f_mul(f_div(amax, f_set(job->largest)), global.encode)
                                                      : f_mul(amax, global.block);
     const Rounded s = round_nearest(wanted, e4m3);
-    const F encode = f_div(f_set(1.0f), f_mul(s.value, global.decode));
-    return (Scale){s.code, f_min(encode, f_set(float_max)), s.value};
+    const F decode = f_mul(s.value, global.decode), encode = f_div(f_set(1.0f), decode);
+    return (Scale){s.code, f_min(encode, f_set(float_max)), outer ? decode : s.value};
+}
+
+INLINE Scale scale_ue5m3(const Job *job, F amax) {
+    const Rounded s = round_nearest(f_div(amax, f_set(job->largest)), element_of(UE5M3));
+    return (Scale){s.code, f_min(f_div(f_set(1.0f), s.value), f_set(float_max)), s.value};
 }
 
 /* 2^(byte - 127); byte 0 is a float subnormal. */
@@ -80,12 +90,13 @@ INLINE Scale scale_float(const Job *job, F amax) {
     return (Scale){i_bits(decode), encode, decode};
 }
 
-/* `amax`: of each lane's block. `global`: of the tensor or the lane's row, with SCALE_E4M3. */
-INLINE Scale block_scale(const Job *job, I amax, Global global) {
+/* `amax`: of each lane's block. `global`: of the tensor or the lane's row or, if `outer`, outer block, with SCALE_E4M3. */
+INLINE Scale block_scale(const Job *job, I amax, Global global, int outer) {
     report(job, not_finite(amax));
+    if (job->scale == SCALE_E4M3) return scale_e4m3(job, f_bits(amax), global, outer); /* first: faster than a jump table */
     switch (job->scale) {
-    case SCALE_E4M3: return scale_e4m3(job, f_bits(amax), global);
     case SCALE_E8M0: return scale_e8m0(job, f_bits(amax));
+    case SCALE_UE5M3: return scale_ue5m3(job, f_bits(amax));
     case SCALE_GIVEN: return (Scale){i_set(0), global.encode, f_set(1.0f)};
     default: return scale_float(job, f_bits(amax));
     }
@@ -96,5 +107,13 @@ INLINE Global row_scale(const Job *job, F given) {
     if (job->scale == SCALE_E4M3) return global_scale(job, given);
     return (Global){given, f_set(1.0f), f_set(1.0f)};
 }
-INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCALE_E8M0; }
+INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_E8M0; }
+/* Bytes with a mantissa, under which a negative zero is coded as zero. */
+INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3; }
+/* Whether decoded values are exact in BF16: elements and such scales have at most four significant bits each. */
+INLINE int exact_in_bf16(int scale, int outer) { return (scale_has_mantissa(scale) && !outer) || scale == SCALE_GIVEN; }
+/* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these. */
+INLINE int is_nvfp4(const Job *job) {
+    return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer;
+}
 #endif

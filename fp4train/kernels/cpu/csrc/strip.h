@@ -33,7 +33,31 @@ INLINE Place next_place(Place p, const Job *job, int64_t row1, int64_t col0, int
     return first_place(job, p.row + p.rows, row1, col0);
 }
 
-INLINE int is_nvfp4(const Job *job) { return job->element == E2M1 && job->scale == SCALE_E4M3 && job->block_cols == 16; }
+/* The largest lane of each `lanes` (1, 2, 4 or 8) neighbours, in all of them. */
+INLINE I i_group_max(I x, int64_t lanes) {
+    static const int32_t identity[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int32_t other = 1; other < lanes; other *= 2)
+        x = i_max(x, i_bits(f_lanes(f_bits(x), i_xor(i_load(identity), i_set(other)))));
+    return x;
+}
+
+/* The global scales of a strip with outer blocks, from its maxima. A strip has whole ones, since sixteen blocks are a
+ * multiple of OUTER_COLUMNS. */
+INLINE Global outer_scale(const Job *job, I largest, int64_t row, int64_t col) {
+    const int64_t blocks = OUTER_COLUMNS / job->block_cols, first = col / OUTER_COLUMNS;
+    const I amax = i_group_max(largest, blocks);
+    int32_t lanes[16];
+    i_store(lanes, amax);
+    for (int64_t i = 0; job->outer_amax && i * blocks < 16 && first + i < job->outer_stride; i++)
+        memcpy(job->outer_amax + row * job->outer_stride + first + i, lanes + i * blocks, 4);
+    return global_scale(job, f_bits(amax));
+}
+
+/* `largest`: the maxima of the strip. `global`: the scale of the tensor or the row. */
+INLINE Scale strip_scale(const Job *job, I largest, Global global, int64_t row, int64_t col) {
+    if (job->outer) return block_scale(job, largest, outer_scale(job, largest, row, col), 1);
+    return block_scale(job, largest, global, 0);
+}
 
 INLINE void store_line(void *to, I x, int stream) {
     if (stream) i_stream(to, x);
