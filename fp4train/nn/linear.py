@@ -314,7 +314,7 @@ class Linear(nn.Linear):
             *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
-        if gemms.plan.has_outliers:
+        if gemms.plan.recipe.outliers is not None:
             self._begin_parts(gemms, call, keep=context.step is not None)
         return call
 
