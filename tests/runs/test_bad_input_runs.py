@@ -62,7 +62,7 @@ WRONG = {
     "steps beyond counting": (["train.steps=99999999999999999999"], "must be at most 1000000000000"),
     "an unknown GPU": (["gpu=H1000"], "gpu='H1000' is not a GPU whose peak rates are known; did you mean 'H100'?"),
     "a device without kernels": (["device=meta"], "device='meta' is not one of auto, cpu, cuda"),
-    "a model beyond the memory": (["model.width=1000000", "model.heads=2"], "the memory is not enough: "),
+    "a model beyond the memory": (["model.width=1000000", "model.heads=2"], "of float32, and this machine has "),
     "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
     "a launcher that is not there": (["hydra/launcher=joblib"], "hydra/launcher=joblib: Hydra has no such setting"),
@@ -101,6 +101,15 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments
     assert message in ended.message
     assert not Path("runs/a/config.yaml").exists(), "the name is free for the command as it was meant"
     assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path("runs/config.yaml").exists()
+
+
+def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp4train.run.build.check_memory", lambda shape, vocab_size: None)
+    ended = cli("run.name=a", "model.width=1000000", "model.heads=2")
+    assert ended.code == 1 and "the memory is not enough: " in ended.message
+    assert not Path("runs/a/config.yaml").exists()
 
 
 @pytest.mark.parametrize(
