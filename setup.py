@@ -7,15 +7,34 @@ optional=True: where there is no compiler, or it fails, the package installs wit
 reference is used. No torch headers: the kernels take pointers, so one build serves every torch version.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 CSRC = Path("fp4train/kernels/cpu/csrc")
+
+
+class BuildSideBySide(build_ext):
+    """Compile the files of an extension at the same time: those of an instruction set take a minute each."""
+
+    def build_extensions(self) -> None:
+        compile_all = self.compiler.compile
+
+        def compile_each(sources, *args, **kwargs):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return [o for found in pool.map(lambda s: compile_all([s], *args, **kwargs), sources) for o in found]
+
+        self.compiler.compile = compile_each
+        super().build_extensions()
+
 
 setup(
     packages=[*find_packages(include=["fp4train*"]), "fp4train.configs", "fp4train.recipes"],
     package_dir={"fp4train.configs": "configs", "fp4train.recipes": "recipes"},
+    cmdclass={"build_ext": BuildSideBySide},
     ext_modules=[
         Extension(
             "fp4train.kernels.cpu._cpu",

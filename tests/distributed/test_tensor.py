@@ -9,6 +9,9 @@ import torch
 
 Ranks = Any
 
+RARE = 5e-4
+"""Sums of another order round to other neighbours now and then: BF16 numbers in backward, codes of float32 numbers in
+forward too. How often depends on the CPU. Amaxes of single ranks differ by more, see below."""
 PROGRAM = """
 import json
 
@@ -85,13 +88,10 @@ def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(ranks: Ranks, 
 def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world: int) -> None:
     recipes = ["bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_row", "fp8_delayed", "mxfp8_fp32"]
     recipes = recipes if world == 2 else ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
-    # Sums of another order round to other neighbours now and then: BF16 numbers in backward, codes of float32 numbers
-    # in forward too. How often depends on the CPU. Amaxes of single ranks differ by more, see below.
-    rare = 5e-4
     for ours, one in trained(ranks, world, recipes):
-        losses = rare if ours["recipe"].endswith("fp32") else 1e-6
+        losses = RARE if ours["recipe"].endswith("fp32") else 1e-6
         assert llama_steps.difference(ours, one, "losses", 0) <= losses, ours
-        assert llama_steps.difference(ours, one, "norms", 0) <= rare, ours
+        assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
 
 
 @pytest.mark.long
@@ -129,8 +129,9 @@ def test_grouped_queries_and_an_untied_head_are_cut_too(ranks: Ranks) -> None:
 @pytest.mark.long
 def test_fsdp_over_two_and_tensors_over_two(ranks: Ranks) -> None:
     for ours, one in trained(ranks, 4, ["fp32", "mxfp8_fp32"], data=2):
-        assert llama_steps.difference(ours, one, "losses", 1) <= 1e-6, ours
-        assert llama_steps.difference(ours, one, "norms", 0) <= 1e-6, ours
+        limit = 1e-6 if ours["recipe"] == "fp32" else RARE
+        assert llama_steps.difference(ours, one, "losses", 1) <= limit, ours
+        assert llama_steps.difference(ours, one, "norms", 0) <= limit, ours
 
 
 @pytest.mark.long
