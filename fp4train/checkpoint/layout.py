@@ -1,12 +1,9 @@
 """The names and marks of a checkpoint's files, shared by what writes and what reads them."""
 
-import hashlib
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fp4train import files
 from fp4train.files import Folder
@@ -36,8 +33,3 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
 
 def directory_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def checksum_of(body: Mapping[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS, checksum_of
+from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS
 from fp4train.checkpoint.ranks import Ranks
 from fp4train.checkpoint.stored import File, StoredTensors, status_of
 from fp4train.checkpoint.tensors import checksum, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import checksum as checksum_of
 
 
 class Unusable(Exception):

@@ -1,14 +1,21 @@
-"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run."""
+"""Whether a checkpoint and the records beside it are of the same run, and these as the checkpoint saw them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.run import directory as run_directory
+from fp4train.run.directory import HISTORY
+from fp4train.run.history import Record
 from fp4train.run.swaps import check_record
+from fp4train.sealed import unlike
+from fp4train.track.statistics import LIMIT, STATISTICS
 
 _log = logging.getLogger(__name__)
 
@@ -47,3 +54,18 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             check_record(source, start.step, entries, mend=mend)  # type: ignore[arg-type]
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{start.path} holds no record of swaps: {error}") from error
+
+
+def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
+    """What of the statistics and the history in `folder` is not as a checkpoint saw it, a sentence each.
+
+    Args:
+        state: of the checkpoint. records: of the history.
+    """
+    found = []
+    mark = state.get("metrics")
+    if changed := unlike(folder, STATISTICS, mark.get("statistics") if isinstance(mark, dict) else None, LIMIT):
+        found.append(f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing")
+    if (last := state.get("history")) and last not in {record.sum for record in records}:
+        found.append(f"{folder.path / HISTORY} is cut off, or is of another run: what ran before is not on record")
+    return found

@@ -22,7 +22,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -30,29 +29,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train import files
+from fp4train import files, sealed
 from fp4train.config.binding import complete, flattened, unknown_keys
 from fp4train.config.schema import Config, plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
 from fp4train.track.statistics import STATISTICS
 
-CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
-CONFIG_LIMIT = 1 << 22
-"""Bytes of a configuration that are read."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
 
 CONTINUED = (
     "run.name",
@@ -170,18 +166,7 @@ def read_config(run: Path) -> DictConfig:
             of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
-    found, body = _parts(path)
-    if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
-        raise UserError(
-            f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
-            "line to take the file as it stands"
-        )
-    try:
-        saved = _PlainLoader(body).get_single_data()
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
-    if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
-        raise UserError(f"{path} cannot be read as a configuration: it has no section run")
+    saved = saved_config(path)
     try:
         check_targets(saved)
     except UserError as error:
@@ -202,7 +187,7 @@ def identity(run: Path) -> str | None:
         UserError: its configuration cannot be read.
     """
     path = run / CONFIG
-    found = _parts(path)[0] if path.is_file() else None
+    found = config_parts(path)[0] if path.is_file() else None
     return None if found is None else found[0]
 
 
@@ -213,7 +198,7 @@ def new_identity() -> str:
 
 def config_checksum(run: Path) -> str:
     """Of the saved configuration, without its first line."""
-    return hashlib.sha256(_parts(run / CONFIG)[1]).hexdigest()
+    return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
 
 
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
@@ -221,29 +206,6 @@ def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
     body = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
     checksum = hashlib.sha256(body.encode()).hexdigest()
     write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
-
-
-def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
-    """The (identity, checksum) that a configuration says it has, and the rest of it."""
-    try:
-        data = files.read(path, CONFIG_LIMIT)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a configuration: {error}") from error
-    header = _HEADER.match(data)
-    if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
-        raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
-    if header is None:
-        return None, data
-    return (header[1].decode(), header[2].decode()), data[header.end() :]
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without anchors: a few of them make gigabytes, or a structure without an end."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an anchor and an alias; a saved configuration has plain values only")
-        return super().compose_node(parent, index)
 
 
 def _leaves(node: Any) -> Iterator[Any]:
@@ -363,7 +325,7 @@ def check_restart(run: Path, every: int) -> None:
             saved, logged = None, 0
             if folder.has_file(HEARTBEAT):
                 with suppress(ValueError, AttributeError):
-                    saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
+                    saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
             elif folder.has_file(METRICS) and every:
                 logged = max((line["step"] for line in read_metrics(run / METRICS) if "event" not in line), default=0)
     except OSError as error:

@@ -24,6 +24,7 @@ from fp4train.checkpoint.tensors import DTYPES
 from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import checksum
 
 ONE = {"w": torch.arange(6.0)}
 
@@ -242,7 +243,7 @@ def reseal(file: Path, change: Callable[[Any], None]) -> None:
     body = json.loads(file.read_text())
     change(body)
     body.pop("sha256")
-    file.write_text(json.dumps({**body, "sha256": checkpoint.layout.checksum_of(body)}))
+    file.write_text(json.dumps({**body, "sha256": checksum(body)}))
 
 
 def truncate(path: Path) -> None:

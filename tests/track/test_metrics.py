@@ -65,7 +65,7 @@ def test_nan_and_infinity_survive_strict_readers(path: Path) -> None:
     assert math.isnan(line["train/loss"]) and line["train/grad_norm"] == -math.inf and "nonfinite" not in line
 
 
-@pytest.mark.parametrize("key", ["step", "event", "nonfinite", "crc"])
+@pytest.mark.parametrize("key", ["step", "event", "nonfinite", "after", "crc"])
 def test_reserved_keys_are_refused(path: Path, key: str) -> None:
     log = MetricsLog(path)
     with pytest.raises(ValueError, match=key):
@@ -104,7 +104,7 @@ def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> 
     log.log(3, {})
     log.finish()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
-    assert path.read_bytes().startswith(whole + b'{"step": 3, "crc"')
+    assert path.read_bytes().startswith(whole + b'{"step": 3, "after"')
 
 
 def test_no_flipped_bit_changes_a_number_in_silence(path: Path, caplog: pytest.LogCaptureFixture) -> None:
