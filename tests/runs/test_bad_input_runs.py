@@ -222,7 +222,6 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     assert said.startswith("unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks")
 
 
-
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=1").code == 0
     Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
