@@ -43,7 +43,7 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
-    return torch.stack([torch.stack([_square(p) for p in g.reshape(-1).split(_PIECE)]).sum() for g in gradients])
+    return torch.stack([torch.stack([_square(p) for p in torch.split(g.reshape(-1), _PIECE)]).sum() for g in gradients])
 
 
 def _square(piece: Tensor) -> Tensor:
