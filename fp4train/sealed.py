@@ -54,7 +54,12 @@ def checksum(body: Mapping[str, Any]) -> str:
 
 
 def sealed(body: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """`body` in JSON with its checksum."""
+    """`body` in JSON with its checksum.
+
+    Raises:
+        ValueError: a number in it is not finite.
+    """
+    body = json.loads(json.dumps(body, allow_nan=False))  # as it will be read back
     return json.dumps({**body, "sha256": checksum(body)}, indent=indent).encode() + b"\n"
 
 

@@ -20,8 +20,9 @@ class Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
-def read(folder: Folder, step: int, ranks: Ranks) -> tuple[StoredTensors, dict[str, JSON]]:
-    """The checkpoint in `folder`, of whose files this rank verifies a part; nothing here waits for another rank."""
+def read(folder: Folder, step: int, ranks: Ranks | None) -> tuple[StoredTensors, dict[str, JSON]]:
+    """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
+    here waits for another rank."""
     try:
         body = json.loads(folder.read(STATE, STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -41,7 +42,7 @@ def read(folder: Folder, step: int, ranks: Ranks) -> tuple[StoredTensors, dict[s
             raise Unusable(f"{STATE} holds no state")
         files = described["files"] if version == SHARDED else {TENSORS: described}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        verified = set(largest_first[ranks.rank :: ranks.size])
+        verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
         return StoredTensors(folder, read, described["aliases"]), state
     except FileNotFoundError as error:

@@ -55,7 +55,7 @@ def begin(
         run.folder.remove(STATISTICS)
     else:
         run.saver.saved = None if branching else start.step
-        lost = lost_records(run.folder, start.state, history.read_history(directory))
+        lost = list(lost_records(run.folder, start.state, history.read_history(directory)).values())
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])

@@ -56,16 +56,15 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
         raise UserError(f"{start.path} holds no record of swaps: {error}") from error
 
 
-def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
-    """What of the statistics and the history in `folder` is not as a checkpoint saw it, a sentence each.
+def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> dict[str, str]:
+    """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a sentence.
 
     Args:
         state: of the checkpoint. records: of the history.
     """
-    found = []
-    mark = state.get("metrics")
-    if changed := unlike(folder, STATISTICS, mark.get("statistics") if isinstance(mark, dict) else None, LIMIT):
-        found.append(f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing")
+    found, marks = {}, state.get("metrics")
+    if changed := unlike(folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT):
+        found[STATISTICS] = f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
     if (last := state.get("history")) and last not in {record.sum for record in records}:
-        found.append(f"{folder.path / HISTORY} is cut off, or is of another run: what ran before is not on record")
+        found[HISTORY] = f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not all on record"
     return found
