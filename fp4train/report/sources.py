@@ -163,7 +163,7 @@ def _config(path: Path, records: Sequence[run_history.Record], problems: list[st
     """As the history has it, or else the file, which is checked in any case."""
     known = run_history.configuration(records)
     if known is not None:
-        _try(lambda: saved_config(path / run_directory.CONFIG), problems, {})
+        _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)
         return known
     return run_history.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
 

@@ -44,8 +44,8 @@ LIMIT = 1 << 28
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 
-MOST_SIZE, MOST_DIMENSIONS = 10**12, 8
-"""Of a GEMM; larger ones are damage, and take long to multiply."""
+MOST_DIMENSIONS = 8
+"""Of a GEMM: many take long to multiply."""
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -326,8 +326,8 @@ def _compact(plan: Plan) -> list[dict[str, Any]]:
 
 def _expanded(node: Mapping[str, Any]) -> Stretch:
     sizes = [tuple(map(int, size)) for size, *_ in node["kinds"]]
-    if any(len(size) > MOST_DIMENSIONS or max(size, default=0) > MOST_SIZE for size in sizes):
-        raise ValueError("a GEMM of an impossible size")
+    if any(len(size) > MOST_DIMENSIONS for size in sizes):
+        raise ValueError("a GEMM of too many dimensions")
     macs = [math.prod(size) for size in sizes]
     kinds = [("×".join(map(str, size)), *map(str, kind[1:])) for size, kind in zip(sizes, node["kinds"], strict=True)]
     return Stretch(
