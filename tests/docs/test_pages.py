@@ -1,4 +1,4 @@
-"""The pages of docs/: links lead somewhere, names exist; those without a test of their own: commands and tables, too."""
+"""The pages of docs: links lead somewhere and names exist; pages without a test of their own: commands and tables."""
 
 import importlib
 import json
