@@ -36,8 +36,8 @@ _AFTER = b', "after": "%08x"'
 _LINKED = len(_AFTER % 0) + _CRC_BYTES
 
 CONFIG = "config.yaml"
-CONFIG_LIMIT = 1 << 18
-"""Bytes of a configuration that are read: YAML is read at 0.1 MB/s."""
+CONFIG_LIMIT = 1 << 19
+"""Bytes of a configuration that are read, and written: YAML is read at 0.1 MB/s."""
 _HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
 """The first line of a configuration: the run's identity, and the checksum of the rest."""
 

@@ -13,7 +13,7 @@ VERSION, SHARDED = 1, 2
 """Of a checkpoint that one rank wrote, and of one that several wrote."""
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
-STATE_LIMIT = 1 << 28
+STATE_LIMIT = 1 << 26
 """Bytes of a state that are read; the largest of fp4train's own have some hundred thousand."""
 
 NAME = re.compile(r"step_(\d{8,18})", re.ASCII)

@@ -206,9 +206,23 @@ def config_checksum(run: Path) -> str:
     return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
 
 
+def config_text(cfg: DictConfig) -> str:
+    """The resolved configuration in YAML.
+
+    Raises:
+        UserError: it is too long to be read again.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    if len(text) > sealed.CONFIG_LIMIT - 200:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
+        )
+    return text
+
+
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
     """Save the resolved configuration."""
-    body = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    body = config_text(cfg)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
 
@@ -314,7 +328,7 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
         with Folder.open(source) as old, Folder.open(run) as new:
             for name in names:
                 if old.status(name) is not None:
-                    new.write(name, old.read(name, METRICS_LIMIT))
+                    new.write(name, old.pieces(name, METRICS_LIMIT))
     except OSError as error:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
 

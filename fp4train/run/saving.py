@@ -277,13 +277,11 @@ class Saver:
             there = run_directory.identity(place)
             if there not in (None, run.identity):
                 raise UserError(f"{place} holds another run ({there}): nothing is written there")
-            copies = {run_directory.CONFIG: run.saved_config}
+            if run.saved_config is not None:
+                also.write(run_directory.CONFIG, run.saved_config)
             for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
-                    copies[name] = run.folder.read(name, METRICS_LIMIT)
-            for name, data in copies.items():
-                if data is not None:
-                    also.write(name, data)
+                    also.write(name, run.folder.pieces(name, METRICS_LIMIT))
         except BaseException:
             also.close()
             raise
