@@ -1,16 +1,44 @@
-"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run."""
+"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run, and of this user."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from fp4train import checkpoint
+from fp4train.config import plain
+from fp4train.config.overrides import as_typed
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.seal import outside_paths
 from fp4train.run.swaps import check_record
 
 _log = logging.getLogger(__name__)
+
+
+def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
+    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not.
+
+    Args:
+        cfg: the saved configuration of that run with a command's overrides.
+        named: the keys, or sections, that the command line gives.
+
+    Raises:
+        UserError: there are some; it says what the command line would have to name.
+    """
+    if not cfg.resume:
+        return
+    run, given = Path(str(cfg.resume)), tuple(named)
+    outside = outside_paths(plain(cfg), run)
+    asked = [key for key in outside if not any(key == each or key.startswith(f"{each}.") for each in given)]
+    if asked and (why := run_directory.why_foreign(run)) is not None:
+        raise UserError(
+            f"{run / run_directory.CONFIG} names paths outside of the run and {why}; nothing was read or written "
+            f"there. Add what is right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
+        )
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str | None:

@@ -1,7 +1,8 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
-                      line holds the run's identity and the checksum of the rest
+                      line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
+                      the run the seal of the user who named them (`seal`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
@@ -20,7 +21,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -40,10 +43,13 @@ from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.run.seal import outside_paths, seal
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
 from fp4train.track.statistics import STATISTICS
+
+_log = logging.getLogger(__name__)
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
@@ -52,7 +58,7 @@ PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 CONFIG_LIMIT = 1 << 22
 """Bytes of a configuration that are read."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: seal ([0-9a-f]{64}))?\n")
 
 CONTINUED = (
     "run.name",
@@ -217,14 +223,39 @@ def config_checksum(run: Path) -> str:
 
 
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration."""
-    body = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
+    """Save the resolved configuration, with this user's seal where it names paths outside of the run."""
+    values = plain(cfg)
+    body = OmegaConf.to_yaml(OmegaConf.create(values))
+    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
+    if outside := outside_paths(values, run):
+        try:
+            head += f" seal {seal(identity, body.encode(), create=True)}"
+        except OSError as error:
+            names = ", ".join(outside)
+            _log.warning("%s cannot be sealed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+    write_text(run / CONFIG, f"{head}\n{body}")
 
 
-def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
-    """The (identity, checksum) that a configuration says it has, and the rest of it."""
+def why_foreign(run: Path) -> str | None:
+    """Why the configuration of a run counts as somebody else's; None: this user wrote it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    found, body = _parts(run / CONFIG)
+    if found is None or found[2] is None:
+        return "has no seal: an older fp4train wrote it, or somebody else"
+    try:
+        same = hmac.compare_digest(seal(found[0], body), found[2])
+    except FileNotFoundError:  # nothing is sealed on this machine yet
+        same = False
+    except OSError as error:
+        return f"cannot be told to be yours ({error})"
+    return None if same else "has the seal of another user or another machine"
+
+
+def _parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
+    """The (identity, checksum, seal) that a configuration says it has, and the rest of it."""
     try:
         data = files.read(path, CONFIG_LIMIT)
     except OSError as error:
@@ -234,7 +265,8 @@ def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
         raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data
-    return (header[1].decode(), header[2].decode()), data[header.end() :]
+    seal_of_user = None if header[3] is None else header[3].decode()
+    return (header[1].decode(), header[2].decode(), seal_of_user), data[header.end() :]
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -197,7 +197,7 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
         assert said.startswith("runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out")
     path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
     assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
-    assert cli("resume=runs/a", "train.steps=2").code == 0
+    assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
 
 
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
@@ -244,7 +244,8 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
     assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
     config = Path("runs/a/config.yaml")
     config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
-    assert "does not fit this model: embed.weight has shape [" in cli("resume=runs/a", "train.steps=2").message
+    said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
+    assert "does not fit this model: embed.weight has shape [" in said
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 

@@ -115,7 +115,7 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     innocent = config.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     config.write_text(innocent.replace("plugins: []", "plugins: [evil]"))
     assert "evil" in config.read_text()
-    assert cli("resume=runs/a", "train.steps=2").code == 0, "the names are information"
+    assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0, "the names are information"
     assert "evil" not in config.read_text(), "and say what this command named"
     hostile = innocent.replace("plugins: []", "plugins: [evil]").replace("fp4train.models.llama.Llama", "evil.Model")
     config.write_text(hostile)
