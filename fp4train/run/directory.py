@@ -43,6 +43,7 @@ from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.parallel.config import DROPPED
 from fp4train.run.seal import outside_paths, seal
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
@@ -198,6 +199,8 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
         if not isinstance(value, str | int | float | bool | None):
             raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
+    if isinstance(saved.get("parallel"), dict):
+        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
     return OmegaConf.create(saved)
 
 
