@@ -37,8 +37,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files
-from fp4train.config.binding import complete, flattened, unknown_keys
-from fp4train.config.schema import Config, plain
+from fp4train.config.schema import plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
@@ -291,17 +290,6 @@ def _leaves(node: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield node
-
-
-def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
-
-    A missing key counts as its class's default: options that are newer than a saved run did not change it.
-    """
-    a, b = (flattened(complete(plain(each), Config)) for each in (old, new))
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
-    gone = set(unknown_keys(plain(old), Config))
-    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
 
 
 def workplace_of(run: Path, *, aside: bool) -> Path:

@@ -212,7 +212,7 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     line = json.loads(record.read_text())
     line["config"]["parallel"]["norm"] = "auto"
     record.write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
-    ended = cli("resume=runs/a", "train.steps=2")
+    ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
     assert ended.code == 0, ended.message
     assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
     assert "norm:" not in path.read_text()
