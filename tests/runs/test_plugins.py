@@ -126,7 +126,7 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     config.write_text(innocent)
     recipe = {"_target_": "evil.Recipe"}
     Path("runs/a/swap_requests/1.json").write_text(json.dumps({"recipe": recipe, "name": "x", "at": None}))
-    assert cli("resume=runs/a", "train.steps=3").code == 0
+    assert cli("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
     Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 3}]))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
