@@ -20,7 +20,7 @@ settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True, scope="session")
 def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs are sealed with a key of the tests' own, which their processes share, and not with the user's."""
+    """Runs are signed with a key of the tests' own, which their processes share, and not with the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp4train.config import plain
 from fp4train.config.overrides import as_typed
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
-from fp4train.run.seal import outside_paths
+from fp4train.run.signature import outside_paths, signature
 from fp4train.run.swaps import check_record
 
 _log = logging.getLogger(__name__)
@@ -34,11 +35,29 @@ def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
     run, given = Path(str(cfg.resume)), tuple(named)
     outside = outside_paths(plain(cfg), run)
     asked = [key for key in outside if not any(key == each or key.startswith(f"{each}.") for each in given)]
-    if asked and (why := run_directory.why_foreign(run)) is not None:
+    if asked and (why := _why_foreign(run)) is not None:
         raise UserError(
             f"{run / run_directory.CONFIG} names paths outside of the run and {why}; nothing was read or written "
             f"there. Add what is right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
         )
+
+
+def _why_foreign(run: Path) -> str | None:
+    """Why the configuration of a run counts as somebody else's; None: this user wrote it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    found, body = run_directory.config_parts(run / run_directory.CONFIG)
+    if found is None or found[2] is None:
+        return "has no signature: an older fp4train wrote it, or somebody else"
+    try:
+        same = hmac.compare_digest(signature(found[0], body), found[2])
+    except FileNotFoundError:  # nothing is signed on this machine yet
+        same = False
+    except OSError as error:
+        return f"cannot be told to be yours ({error})"
+    return None if same else "has the signature of another user or another machine"
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str | None:

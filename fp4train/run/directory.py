@@ -2,7 +2,7 @@
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
                       line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
-                      the run the seal of the user who named them (`seal`)
+                      the run the signature of the user who named them (`signature`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
-from fp4train.run.seal import outside_paths, seal
+from fp4train.run.signature import outside_paths, signature
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
@@ -60,7 +59,7 @@ PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 CONFIG_LIMIT = 1 << 22
 """Bytes of a configuration that are read."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: seal ([0-9a-f]{64}))?\n")
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
 
 CONTINUED = (
     "run.name",
@@ -178,7 +177,7 @@ def read_config(run: Path) -> DictConfig:
             of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
-    found, body = _parts(path)
+    found, body = config_parts(path)
     if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
         raise UserError(
             f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
@@ -212,7 +211,7 @@ def identity(run: Path) -> str | None:
         UserError: its configuration cannot be read.
     """
     path = run / CONFIG
-    found = _parts(path)[0] if path.is_file() else None
+    found = config_parts(path)[0] if path.is_file() else None
     return None if found is None else found[0]
 
 
@@ -223,43 +222,25 @@ def new_identity() -> str:
 
 def config_checksum(run: Path) -> str:
     """Of the saved configuration, without its first line."""
-    return hashlib.sha256(_parts(run / CONFIG)[1]).hexdigest()
+    return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
 
 
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration, with this user's seal where it names paths outside of the run."""
+    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
     values = plain(cfg)
     body = OmegaConf.to_yaml(OmegaConf.create(values))
     head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
     if outside := outside_paths(values, run):
         try:
-            head += f" seal {seal(identity, body.encode(), create=True)}"
+            head += f" signed {signature(identity, body.encode(), create=True)}"
         except OSError as error:
             names = ", ".join(outside)
-            _log.warning("%s cannot be sealed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
     write_text(run / CONFIG, f"{head}\n{body}")
 
 
-def why_foreign(run: Path) -> str | None:
-    """Why the configuration of a run counts as somebody else's; None: this user wrote it.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    found, body = _parts(run / CONFIG)
-    if found is None or found[2] is None:
-        return "has no seal: an older fp4train wrote it, or somebody else"
-    try:
-        same = hmac.compare_digest(seal(found[0], body), found[2])
-    except FileNotFoundError:  # nothing is sealed on this machine yet
-        same = False
-    except OSError as error:
-        return f"cannot be told to be yours ({error})"
-    return None if same else "has the seal of another user or another machine"
-
-
-def _parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
-    """The (identity, checksum, seal) that a configuration says it has, and the rest of it."""
+def config_parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
+    """The (identity, checksum, signature) that a configuration says it has, and the rest of it."""
     try:
         data = files.read(path, CONFIG_LIMIT)
     except OSError as error:
@@ -269,8 +250,8 @@ def _parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
         raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data
-    seal_of_user = None if header[3] is None else header[3].decode()
-    return (header[1].decode(), header[2].decode(), seal_of_user), data[header.end() :]
+    mac = None if header[3] is None else header[3].decode()
+    return (header[1].decode(), header[2].decode(), mac), data[header.end() :]
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -59,15 +59,15 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
-    header, sealed = good.index(b"\n"), good.index(b" seal ")
+    header, signed = good.index(b"\n"), good.index(b" signed ")
     for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
         bad = bytearray(good)
         bad[place] ^= 1
         path.write_bytes(bad)
-        ended = cli.raw("resume=runs/a", "train.steps=2", *(cli.paths if place < sealed else ()))
+        ended = cli.raw("resume=runs/a", "train.steps=2", *(cli.paths if place < signed else ()))
         assert ended.code == 1, place
         told = "was changed after the run had written it" in ended.message
-        other = "has the seal of another user" if place > sealed else "is a checkpoint of run"
+        other = "has the signature of another user" if place > signed else "is a checkpoint of run"
         assert told or (place < header and other in ended.message), place
     path.write_bytes(good)
     assert cli("resume=runs/a", "train.steps=2").code == 0

@@ -116,7 +116,7 @@ def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
     before = untouched(cli.folder)
     opened.clear()
     said = cli.raw(*VERBS[verb]).message
-    assert said.startswith("runs/a/config.yaml names paths outside of the run and has no seal")
+    assert said.startswith("runs/a/config.yaml names paths outside of the run and has no signature")
     assert set(said.rpartition("to the command: ")[2].split()) == {f"{key}={value}" for key, value in HOSTILE.items()}
     assert not leading_out(opened) and untouched(cli.folder) == before
     reseal_config(foreign, lambda values: put(values, "data.path", "runs/a/text.txt"))
@@ -137,7 +137,7 @@ def test_verbs_that_only_show_a_foreign_run_follow_none_of_its_paths(
         assert "its time on B200 is not estimated: runs/a/config.yaml names paths outside of the run" in ended.err
 
 
-def test_a_command_that_names_the_paths_goes_on_and_seals_them(cli: Cli, foreign: Path) -> None:
+def test_a_command_that_names_the_paths_goes_on_and_signs_them(cli: Cli, foreign: Path) -> None:
     reseal_config(foreign, lambda values: put(values, "checkpoint.also", "home"))
     assert "checkpoint.also=home" in cli.raw("resume=runs/a", "train.steps=3", *cli.paths).message
     assert cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=null", *cli.paths).code == 0
@@ -157,7 +157,7 @@ def test_a_run_of_another_machine_says_what_to_add(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("other machine")))
     said = cli.raw("resume=runs/a", "train.steps=3").message
-    assert "has the seal of another user or another machine" in said
+    assert "has the signature of another user or another machine" in said
     assert set(said.rpartition("to the command: ")[2].split()) == set(cli.paths)
     assert cli.raw("resume=runs/a", "train.steps=3", *cli.paths).code == 0
 
@@ -201,6 +201,6 @@ def test_without_a_place_for_the_key_a_run_trains_and_says_so_once(
     else:
         monkeypatch.setenv("HOME", home)
     ended = cli("run.name=a", "train.steps=1", *STEADY)
-    assert ended.code == 0 and ended.err.count("cannot be sealed as yours") == 1
+    assert ended.code == 0 and ended.err.count("cannot be signed as yours") == 1
     assert "a resume must name data.path, data.cache_dir again" in ended.err
-    assert "has no seal" in cli.raw("resume=runs/a", "train.steps=2").message
+    assert "has no signature" in cli.raw("resume=runs/a", "train.steps=2").message

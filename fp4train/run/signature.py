@@ -1,6 +1,6 @@
-"""Who wrote a configuration: a seal that only this user can make, on what it names outside of its run.
+"""Who wrote a configuration: a signature that only this user can make, on what it names outside of its run.
 
-The seal is HMAC-SHA256 over the run's identity and the configuration, with 32 random bytes that are kept in
+The signature is HMAC-SHA256 over the run's identity and the configuration, with 32 random bytes that are kept in
 $XDG_STATE_HOME/fp4train/key (~/.local/state/fp4train/key), readable by the user alone, and made when they are first
 needed. A run directory that was made by somebody else, on a machine with another home, or by hand cannot carry it. It
 says that this user named these paths for this run; it says nothing about the rest of the directory.
@@ -34,8 +34,8 @@ def outside_paths(values: Mapping[str, Any], run: Path) -> dict[str, str]:
     return {key: each for key, each in found.items() if key not in _OF_THE_COMMAND and not lies_in(each, run)}
 
 
-def seal(identity: str, body: bytes, *, create: bool = False) -> str:
-    """The user's seal on a configuration; `create` makes the key where there is none.
+def signature(identity: str, body: bytes, *, create: bool = False) -> str:
+    """The user's signature of a configuration; `create` makes the key where there is none.
 
     Raises:
         OSError: there is no key, it cannot be read or made, or others can read it.
