@@ -14,6 +14,7 @@ For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,21 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.nn.place import Place, Ranks
+from fp4train.nn.place import Place, Ranks, amax_over
 from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, RandomKey, measure_amax, quantizer
+from fp4train.quantize import (
+    Decoded,
+    PairQuantizer,
+    Quantized,
+    QuantSpec,
+    RandomKey,
+    measure_amax,
+    quantizer,
+    requantised,
+)
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
@@ -71,7 +81,20 @@ class Form:
     """
 
     __slots__ = (
-        *("codes", "column", "delayed", "direct", "feature", "holders", "make", "operand", "pure", "rank", "spec"),
+        *(
+            "before",
+            "codes",
+            "column",
+            "delayed",
+            "direct",
+            "feature",
+            "holders",
+            "make",
+            "operand",
+            "pure",
+            "rank",
+            "spec",
+        ),
         *("stochastic", "tensor"),
     )
 
@@ -95,12 +118,15 @@ class Form:
         self.feature = 0 if place is None else place.starts(tensor)[1]
         self.rank = place.tensor.rank if tokens and place is not None and place.tensor is not None else 0
         self.holders: tuple[Ranks, ...] = ()
+        self.before: tuple[Ranks, ...] = ()
+        """Of the amax of what the spec requantises."""
         if place is not None and spec is not None:
             self.holders = place.holders(tensor, spec, transposed=column, tokens=tokens)
-        self.direct = self.pure and not self.holders
+            self.before = place.holders_before(tensor, spec, transposed=column, tokens=tokens)
+        self.direct = self.pure and not self.holders and not self.before
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
-            chosen = quantizer(spec, device)
+            chosen = quantizer(replace(spec, requantises=None) if self.before else spec, device)
             self.make = chosen.codes if codes else chosen.values
 
     def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
@@ -111,7 +137,10 @@ class Form:
             return Decoded(x_MK, None)
         if self.direct:
             return self.make(x_MK)
-        return self.make(x_MK, self.key(call, x_MK.shape[1 if self.column else 0]), self.amax(x_MK, call))
+        key = self.key(call, x_MK.shape[1 if self.column else 0])
+        if self.before and self.spec.requantises is not None:
+            x_MK = requantised(x_MK, self.spec, amax_over(self.before, x_MK.T, self.spec.requantises))
+        return self.make(x_MK, key, self.amax(x_MK, call, key))
 
     def key(self, call: Call, tokens: int) -> RandomKey | None:
         """What selects the random bits of a tensor of so many tokens."""
@@ -119,16 +148,13 @@ class Form:
             return None
         return call.key(self.operand, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
 
-    def amax(self, x: Tensor, call: Call) -> Tensor | None:
+    def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
         if self.delayed and self.spec is not None:
             return call.amax(self.tensor, self.spec, x)
         if not self.holders or self.spec is None:
             return None
-        amax = measure_amax(x, self.spec)
-        for ranks in self.holders:
-            amax = ranks.largest(amax)
-        return amax
+        return amax_over(self.holders, x, self.spec, key)
 
 
 class Forms:
@@ -145,7 +171,7 @@ class Forms:
         self.joined = row.holders if row.holders == column.holders else ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
-        if row.spec is not None and column.spec is not None:
+        if row.spec is not None and column.spec is not None and not row.before and not column.before:
             self.pair = PairQuantizer(
                 quantizer(row.spec, device),
                 quantizer(column.spec, device),
@@ -160,17 +186,22 @@ class Forms:
         if row and column and self.pair is not None:
             if self.direct:
                 return self.pair(x_MK)
-            row_amax, column_amax = (None, None) if self.plain else self._amaxes(x_MK, call)
-            tokens = x_MK.shape[0]
-            return self.pair(x_MK, self.row.key(call, tokens), row_amax, self.column.key(call, tokens), column_amax)
+            keys = self.row.key(call, x_MK.shape[0]), self.column.key(call, x_MK.shape[0])
+            row_amax, column_amax = (None, None) if self.plain else self._amaxes(x_MK, call, *keys)
+            return self.pair(x_MK, keys[0], row_amax, keys[1], column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
-    def _amaxes(self, x_MK: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    def _amaxes(
+        self, x_MK: Tensor, call: Call, row_key: RandomKey | None, column_key: RandomKey | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The amaxes of both forms, if they are not those of x."""
         if not self.joined:
-            return self.row.amax(x_MK, call), self.column.amax(x_MK.T, call)
+            return self.row.amax(x_MK, call, row_key), self.column.amax(x_MK.T, call, column_key)
         assert self.row.spec is not None and self.column.spec is not None
-        own = measure_amax(x_MK, self.row.spec), measure_amax(x_MK.T, self.column.spec)
+        own = (
+            measure_amax(x_MK, self.row.spec, row_key),
+            measure_amax(x_MK.T, self.column.spec, column_key),
+        )
         both = torch.cat([amax.reshape(-1) for amax in own])
         for ranks in self.joined:
             both = ranks.largest(both)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.quantize import QuantSpec, amax_extent
+from fp4train.quantize import QuantSpec, RandomKey, amax_extent, measure_amax
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
@@ -183,6 +183,14 @@ class Place:
         """Over how many ranks the tokens of a microbatch are cut."""
         return self.tensor.size if self.tensor is not None and self.sequence else 1
 
+    def holders_before(
+        self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
+    ) -> tuple[Ranks, ...]:
+        """The same for the amax of what `spec.requantises` rounds, along the other axis."""
+        if spec.requantises is None:
+            return ()
+        return self.holders(tensor, spec.requantises, transposed=not transposed, tokens=tokens)
+
     def whole_input(self, x_MK: Tensor) -> Tensor:
         """x of all tokens, before fprop."""
         ranks = self.gathers
@@ -212,6 +220,14 @@ class Place:
         x_MK = x_MK.repeat(tokens, 1) if self.cut == "out" else x_MK
         y_MN = torch.nn.functional.linear(x_MK, w_NK.to(x_MK.dtype))
         return y_MN.narrow(0, 0, y_MN.shape[0] // tokens) if self.cut == "in" else y_MN
+
+
+def amax_over(holders: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
+    """The amax of a tensor of which this rank holds x: `measure_amax` on all of `holders`."""
+    amax = measure_amax(x_RC, spec, key)
+    for ranks in holders:
+        amax = ranks.largest(amax)
+    return amax
 
 
 def local(parameter: Tensor) -> Tensor:
