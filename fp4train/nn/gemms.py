@@ -28,11 +28,7 @@ from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import (
-    Decoded,
-    Quantized,
-    quantizer,
-)
+from fp4train.quantize import Decoded, Quantized, quantizer
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 

@@ -47,7 +47,10 @@ _CUT_AXIS: dict[tuple[str, str | None], str] = {
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks:
     """The ranks that hold the parts of something, and this rank's index among them. Every method but `part` is a
-    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only."""
+    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only.
+
+    torch 2.13 has new names for two of its collectives and warns of the old ones.
+    """
 
     group: Any
     rank: int
@@ -76,14 +79,16 @@ class Ranks:
         self._divides(x_MD.shape[0])
         part = x_MD.new_empty(x_MD.shape[0] // self.size, *x_MD.shape[1:])
         if not x_MD.is_meta:
-            dist.reduce_scatter_tensor(part, x_MD.contiguous(), group=self.group)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(part, x_MD.contiguous(), group=self.group)
         return part
 
     def gather_rows(self, x_MD: Tensor) -> Tensor:
         """The rows of all ranks [size · M, D], in the order of the ranks."""
         whole = x_MD.new_empty(x_MD.shape[0] * self.size, *x_MD.shape[1:])
         if not x_MD.is_meta:
-            dist.all_gather_into_tensor(whole, x_MD.contiguous(), group=self.group)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(whole, x_MD.contiguous(), group=self.group)
         return whole
 
     def part(self, x_MD: Tensor) -> Tensor:
