@@ -38,8 +38,8 @@ _LINKED = len(_AFTER % 0) + _CRC_BYTES
 CONFIG = "config.yaml"
 CONFIG_LIMIT = 1 << 19
 """Bytes of a configuration that are read, and written: YAML is read at 0.1 MB/s."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
-"""The first line of a configuration: the run's identity, and the checksum of the rest."""
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
+"""The first line of a configuration: the run's identity, the checksum of the rest, and its user's signature."""
 
 
 def checksum(body: Mapping[str, Any]) -> str:
@@ -143,8 +143,12 @@ def _almost_sealed(raw: bytes, end: bytes) -> bool:
     return sum(a == b for a, b in zip(raw[-_CRC_BYTES:], end, strict=False)) >= len(end) - 3
 
 
-def split_config(data: bytes) -> tuple[tuple[str, str] | None, bytes]:
-    """The (identity, checksum) that a saved configuration says it has, and the rest of it.
+Header = tuple[str, str, str | None]
+"""Identity, checksum, and signature or None, as the first line of a configuration says them."""
+
+
+def split_config(data: bytes) -> tuple[Header | None, bytes]:
+    """The first line of a saved configuration, and the rest of it.
 
     Raises:
         ValueError: its first line is damaged.
@@ -152,10 +156,13 @@ def split_config(data: bytes) -> tuple[tuple[str, str] | None, bytes]:
     header = _HEADER.match(data)
     if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
         raise ValueError("was changed after the run had written it (its first line is damaged)")
-    return (None, data) if header is None else ((header[1].decode(), header[2].decode()), data[header.end() :])
+    if header is None:
+        return None, data
+    signed = None if header[3] is None else header[3].decode()
+    return (header[1].decode(), header[2].decode(), signed), data[header.end() :]
 
 
-def config_parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
+def config_parts(path: Path) -> tuple[Header | None, bytes]:
     """`split_config` of the file `path`.
 
     Raises:

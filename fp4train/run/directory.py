@@ -1,7 +1,8 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
-                      line holds the run's identity and the checksum of the rest
+                      line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
+                      the run the signature of the user who named them (`signature`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
@@ -21,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import time
@@ -32,18 +34,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files, sealed
-from fp4train.config.binding import complete, flattened, unknown_keys
-from fp4train.config.schema import Config, plain
+from fp4train.config.schema import plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
+from fp4train.run.signature import outside_paths, signature
 from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
 from fp4train.track.statistics import STATISTICS
+
+_log = logging.getLogger(__name__)
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
@@ -221,10 +225,16 @@ def config_text(cfg: DictConfig) -> str:
 
 
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration."""
+    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
     body = config_text(cfg)
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
+    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
+    if outside := outside_paths(plain(cfg), run):
+        try:
+            head += f" signed {signature(identity, body.encode(), create=True)}"
+        except OSError as error:
+            names = ", ".join(outside)
+            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+    write_text(run / CONFIG, f"{head}\n{body}")
 
 
 def _leaves(node: Any) -> Iterator[Any]:
@@ -237,17 +247,6 @@ def _leaves(node: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield node
-
-
-def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
-
-    A missing key counts as its class's default: options that are newer than a saved run did not change it.
-    """
-    a, b = (flattened(complete(plain(each), Config)) for each in (old, new))
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
-    gone = set(unknown_keys(plain(old), Config))
-    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
 
 
 def workplace_of(run: Path, *, aside: bool) -> Path:
