@@ -305,7 +305,10 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
                 materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
             except ValueError as error:
                 raise UserError(f"the weights cannot be drawn: {error}") from error
-    optimizer = config.optim.build(model)
+    try:
+        optimizer = config.optim.build(model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
