@@ -247,9 +247,11 @@ class Linear(nn.Linear):
         if (place is None or place.tensor is None) and (
             not gemms.quantised or gemms.device == "meta"
         ):  # for meta tensors the shape is enough
-            return self.by_torch(x_MK, gemms.dtype)
+            once_per_step = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
+            cast = self.new_call(context, gemms, torch.is_grad_enabled()) if once_per_step else None
+            return self.by_torch(x_MK, gemms.dtype, cast)
         if gemms.together is not None:
-            whole = self.weight.clone() if isinstance(self.weight, Gathered) else self.weight
+            whole = self.weight.copied() if isinstance(self.weight, Gathered) else self.weight
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
             return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
@@ -294,12 +296,14 @@ class Linear(nn.Linear):
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
-    def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
+    def by_torch(self, x_MK: Tensor, dtype: torch.dtype, call: Call | None = None) -> Tensor:
+        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16. With a `call` the
+        weight is rounded once per step."""
         bias = None if self.bias is None else self.bias.to(dtype)
         sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
         if sums or isinstance(self.weight, Gathered):
-            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias, sums)  # type: ignore[no-untyped-call]
+            arguments = (x_MK.to(dtype), self.weight, bias, sums, call)
+            y_MN: Tensor = HighPrecision.apply(*arguments)  # type: ignore[no-untyped-call]
             return y_MN
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 

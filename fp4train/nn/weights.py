@@ -13,6 +13,7 @@ model on every rank.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class WeightForm:
         place: where the weight lies in the whole layer's; None: it is whole.
     """
 
-    __slots__ = ("decode", "dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
+    __slots__ = ("decode", "dtype", "holders", "key", "make", "operand", "requantise", "spec", "start", "transposed")
 
     def __init__(
         self,
@@ -48,8 +49,10 @@ class WeightForm:
     ) -> None:
         self.spec, self.dtype = spec, dtype
         if spec is not None:
-            chosen = quantizer(spec, device)
+            chosen, rest = quantizer(spec, device), quantizer(replace(spec, requantises=None), device)
             self.make = chosen.codes if backend.takes_codes else chosen.values
+            self.requantise = rest.codes if backend.takes_codes else rest.values
+            """From the values as `spec.requantises` rounds them."""
             self.decode = None if backend.takes_codes else chosen.decode
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
@@ -96,11 +99,14 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
+        rounded = None
         if isinstance(w_NK, Gathered):
             sent = w_NK.source.form(form, call)
             if sent is not None:
                 return sent
-            w_NK = w_NK.source.values(w_NK.dtype)
+            if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
+                rounded = w_NK.source.rounded(form.spec.requantises, call)
+            w_NK = w_NK.source.values(w_NK.dtype) if rounded is None else rounded
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
@@ -124,7 +130,7 @@ class PreparedWeights:
         if prepared is None:
             if form.holders and form.spec is not None:
                 amax = self._amax_over_ranks(w_NK.detach(), form.spec, form)
-            prepared = self._prepare(w_NK.detach(), form, call, amax)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, rounded is not None)
             if self._keep:
                 self._forms.append((form.key, prepared))
         if form.transposed:
@@ -140,13 +146,13 @@ class PreparedWeights:
         self._amax, self._entered = None, False
 
     @staticmethod
-    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, rounded: bool) -> Prepared:
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         key = call.weight_key(form.operand, form.start) if spec.random else None
-        return form.make(w, key, amax)
+        return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(self, w_NK: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
         """The amax of the whole weight: one collective per step, whichever forms are made and made again."""

@@ -114,7 +114,7 @@ def test_a_form_is_gathered_when_its_gemm_runs() -> None:
 def test_what_is_sent_is_what_a_run_sends() -> None:
     """Transformer Engine takes whole values, but no parts of layers; the cut divides blocks of 128; others in BF16."""
     load, down = measured("8B", NVFP4(), GB200), "mlp.down"
-    assert load.not_coded(Mesh(shard=8)).keys() == {"te quantises the weight itself"}
+    assert load.not_coded(Mesh(shard=8)).keys() == {"Transformer Engine quantises the weight itself"}
     assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
     block = measured("8B", FP8Block(), H100, backend="emulate")
     divided = block.not_coded(Mesh(shard=2, tensor=16))
@@ -266,7 +266,7 @@ def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
 def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     load = measured("8B", FP8Current(), H100)
 
-    def measure(sequences: int):  # type: ignore[no-untyped-def]
+    def measure(sequences: int, tensors: int):  # type: ignore[no-untyped-def]
         return measured("8B", FP8Current(), H100, sequences=sequences)
 
     found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))
