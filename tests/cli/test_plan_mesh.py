@@ -93,7 +93,7 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
         ran = {row["backend"] for row in found["gemms"] if row["layer"] != "head"}
         assert ran == {backend if backend != "auto" else "native"}
         seconds[backend] = found["stretches"][0]["seconds"]["quantising"]
-    assert seconds["auto"] < seconds["emulate"]
+    assert seconds["auto"] != seconds["emulate"]
     assert run(*B200, "parallel.tp=2", "backend=te") == 1
     assert "tensor parallelism needs collectives between them. backend=auto would" in capsys.readouterr().err
 

@@ -203,6 +203,28 @@ def test_the_first_stage_of_1f1b_holds_a_microbatch_per_stage() -> None:
     assert memory.parts["activations"] == pytest.approx(whole)
 
 
+def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None:
+    """And shards round what they send, which is freed after each use."""
+    load = measured("8B", BF16(), H100)
+    inner = sum(w.count for kind in load.order for w in load.kinds[kind].weights if w.plan)
+    for microbatches in (1, 16):
+        memory = rank_memory(load, Mesh(pipeline=4, microbatches=microbatches))
+        assert memory.parts["weights in BF16"] == 2 * inner / 4
+    assert rank_memory(load, Mesh(shard=8)).parts["weights in BF16"] == 0
+
+
+def test_embedding_and_head_count_in_what_is_sent() -> None:
+    """In float32, once per microbatch, and their gradients once per step."""
+    load = measured("8B", NVFP4(), GB200, backend="emulate")
+    outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
+    blocks = sum(w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights)
+    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
+    sent = {each.name: each.sent for each in cost.collectives}
+    assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
+    assert sent["weight gather, backward"] == pytest.approx(7 / 8 * 2 * blocks)
+    assert sent["gradient reduction"] == pytest.approx(7 / 8 * 4 * load.parameters)
+
+
 def test_stages_differ_by_one_block_at_most() -> None:
     assert [len(part) for part in stages(Mesh(pipeline=8), 126)] == [16] * 6 + [15] * 2
     assert [part.start for part in stages(Mesh(pipeline=3), 9)] == [0, 3, 6]

@@ -169,9 +169,9 @@ def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: R
     ranks.same("one", "two")
     assert not plan(ranks, "one")
     assert plan(ranks, "two") == [
-        "weights of the blocks are gathered from 2 shards: 5 layers each of blocks 0–1 as codes and scales (1.03 or 2 B "
-        "per weight), which keep the bits of one rank; attention.wk, attention.wv of blocks 0–1 in float32 (4 B per "
-        "weight), because a shard of 16 is not whole blocks of 32"
+        "weights of the blocks are gathered from 2 shards: 5 layers each of blocks 0–1 as codes and scales "
+        "(1.03 or 2 B per weight), which keep the bits of one rank; attention.wk, attention.wv of blocks 0–1 in "
+        "float32 (4 B per weight), because a shard of 16 is not whole blocks of 32"
     ]
 
 
