@@ -252,11 +252,8 @@ class Linear(nn.Linear):
         if (place is None or place.tensor is None) and (
             not gemms.quantised or gemms.device == "meta"
         ):  # for meta tensors the shape is enough
-            once_per_step = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
-            cast = self.new_call(context, gemms, torch.is_grad_enabled()) if once_per_step else None
-            if cast is not None and self.transposed:
-                cast.parameter = self.weight
-            return self.by_torch(x_MK, gemms.dtype, cast)
+            keeps = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
+            return self.by_torch(x_MK, gemms.dtype, self.new_call(context, gemms, False) if keeps else None)
         if gemms.together is not None:
             whole = self.weight.copied() if isinstance(self.weight, Gathered) else self.w_NK.contiguous()
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
@@ -267,10 +264,8 @@ class Linear(nn.Linear):
             call = once(self, lambda: self.new_call(context, gemms, training, tokens))
         else:
             call = self.new_call(context, gemms, training, tokens)
-        w_NK: Tensor = self.weight
+        w_NK: Tensor = self.w_NK
         bias_N: Tensor | None = self.bias
-        if self.transposed:
-            call.parameter, w_NK = w_NK, w_NK.T
         if place is not None:
             if place.tensor is not None:
                 call.parameter, w_NK = w_NK, local(w_NK)
@@ -312,15 +307,13 @@ class Linear(nn.Linear):
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
     def by_torch(self, x_MK: Tensor, dtype: torch.dtype, call: Call | None = None) -> Tensor:
-        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16. With a `call` the
-        weight is rounded once per step."""
-        bias = None if self.bias is None else self.bias.to(dtype)
+        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16; of a sum, rounding
+        the weight once per step if there is a `call`."""
+        x_MK, bias = x_MK.to(dtype), None if self.bias is None else self.bias.to(dtype)
         sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
         if sums or isinstance(self.weight, Gathered):
-            arguments = (x_MK.to(dtype), self.w_NK, bias, sums, call)
-            y_MN: Tensor = HighPrecision.apply(*arguments)  # type: ignore[no-untyped-call]
-            return y_MN
-        return widened(F.linear, x_MK.to(dtype), self.w_NK.to(dtype), bias)
+            return HighPrecision.apply(x_MK, self.w_NK, bias, sums, call)  # type: ignore[no-untyped-call, no-any-return]
+        return widened(F.linear, x_MK, self.w_NK.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool, tokens: int = 0) -> Call:
         """A call of this layer with so many tokens; `training`: whether gradients are enabled."""
@@ -336,6 +329,7 @@ class Linear(nn.Linear):
             *(gemms, context.seed, step, offset or 0, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
+        call.parameter = self.weight if self.transposed else None
         if gemms.plan.recipe.outliers is not None:
             self._begin_parts(gemms, call, keep=context.step is not None)
         return call
