@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fp4train.config.foreign import suggestion
 from fp4train.config.targets import own_class
 from fp4train.errors import UserError
 from fp4train.text import near_miss
@@ -198,10 +199,9 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     prefix = f"{path}." if path else ""
     for key in node:
         if key not in fields:
-            raise UserError(
-                f"unknown key {prefix + str(key)!r}{near_miss(prefix + str(key), [prefix + n for n in fields])} "
-                f"(known: {', '.join(fields)})"
-            )
+            word, known = prefix + str(key), [prefix + name for name in fields]
+            hint = suggestion(word, known) or near_miss(word, known)
+            raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
         if _needed(field) and name not in node:
             raise UserError(f"{prefix}{name} is missing")

@@ -211,6 +211,8 @@ class Linear(nn.Linear):
             plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
             self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
         self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
+        if context.met is not None:
+            context.met.append(self._gemms.quantised)
         return self._gemms
 
     # -- the call -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
-from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.directory import CHECKPOINTS, SAVED
 from fp4train.run.guard import NonFiniteError, finite_weights
 from fp4train.run.ledger import Ledger
 from fp4train.run.run import Run
@@ -50,7 +50,7 @@ def save(run: Run, *, proven: bool = False) -> None:
 
 
 def report(run: Run) -> Outcome | None:
-    """Say which checkpoints could not be written: that costs the checkpoint, not the run.
+    """Log which checkpoints are whole, and say which could not be written: that costs the checkpoint, not the run.
 
     Returns:
         A checkpoint that was not written because weights or moments are not finite; None if there is none.
@@ -62,6 +62,8 @@ def report(run: Run) -> Outcome | None:
             run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
         elif outcome.bad is not None:
             bad = bad or outcome
+        else:
+            run.tracker.log_event(outcome.step, SAVED)
     return bad
 
 
