@@ -314,6 +314,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         for block in blocks
         for parameter in _parameters(block)
         if isinstance(parameter._module_info.module, Linear)
+        and not parameter._module_info.module.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0

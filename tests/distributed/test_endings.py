@@ -31,7 +31,8 @@ Ranks = Any
     ],
 )
 def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], said: str) -> None:
-    assert said in ranks(2, "run.name=a", *arguments).message
+    ended = ranks(2, "run.name=a", *arguments)
+    assert said in ended.message and ended.codes == [1, 1], "the code of an error of the run"
 
 
 @pytest.mark.long
