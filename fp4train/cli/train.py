@@ -7,13 +7,13 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Swapped, launch, settings
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
 from fp4train.run import history
@@ -49,10 +49,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     def task(cfg: DictConfig) -> int:
         nonlocal world, speaks
         try:
-            chosen, config, swap = _chosen(cfg)
+            chosen, config, swap, named = _chosen(cfg)
             world = World.start(place, config.parallel, choose_device(config.device, place))
             speaks = place.lead
-            return _train(chosen, config, swap, world)
+            return _train(chosen, config, swap, named, world)
         except AgreedError:
             if speaks:
                 raise
@@ -60,9 +60,11 @@ def _as_rank(arguments: list[str], place: Place) -> int:
         except BaseException as error:
             if world is not None:
                 world.fail(error)
+            if isinstance(error, LostError):
+                speaks = error.speaks
             if speaks or not isinstance(error, UserError):
                 raise
-            return 1
+            return error.exit_code
 
     try:
         if {"-m", "--multirun"} & set(arguments):
@@ -71,25 +73,26 @@ def _as_rank(arguments: list[str], place: Place) -> int:
                 "sweep by itself"
             )
         code = launch(arguments, task)
-    except UserError:
+    except UserError as error:
         if speaks:
             raise
-        code = 1
+        code = error.exit_code
     return code if world is None else world.end(code)
 
 
-def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, tuple[str, dict[str, Any]] | None]:
-    chosen, swap = settings(cfg)
-    return chosen, to_config(chosen), swap
+def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[str]]:
+    chosen, swap, named = settings(cfg)
+    return chosen, to_config(chosen), swap, named
 
 
 def _train(
-    chosen: DictConfig, config: Config, swap: tuple[str, dict[str, Any]] | None, world: World | None = None
+    chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World | None = None
 ) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
     from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
+    from fp4train.run.belonging import check_paths
     from fp4train.run.build import build, choose_device
     from fp4train.run.determinism import determinism
     from fp4train.run.gpu import explain
@@ -103,6 +106,9 @@ def _train(
         world = World.start(Place(), config.parallel, choose_device(config.device))
     if world.size > 1:
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+    with world.together():
+        if world.lead:  # the others' machines may have another key
+            check_paths(chosen, named)
     with ExitStack() as stack:
         stack.enter_context(determinism(config.train.deterministic))
         with world.together():
@@ -129,9 +135,9 @@ def _train(
             try:
                 result = train(run)
             except (RuntimeError, MemoryError) as error:
-                if (text := explain(error, run)) is None:
+                if (explained := explain(error, run)) is None:
                     raise
-                raise UserError(text) from error
+                raise explained from error
             code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
         finally:
             run.tracker.finish(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import product
@@ -179,6 +180,16 @@ def plugins(arguments: list[str]) -> list[str]:
     return found
 
 
+def quoted(key: str, value: str) -> str:
+    """ "key='value'", as Hydra's grammar takes any text."""
+    return f"{key}='" + value.replace("'", "\\'") + "'"
+
+
+def as_typed(key: str, value: str) -> str:
+    """ "key=value" as it is typed in a shell."""
+    return f"{key}={value}" if re.fullmatch(r"[a-zA-Z0-9_./:-]+", value) else shlex.quote(quoted(key, value))
+
+
 def for_resume(arguments: list[str]) -> list[str]:
     """The arguments of a command with resume=RUN; each key=value is marked as an addition (++).
 
@@ -191,7 +202,7 @@ def for_resume(arguments: list[str]) -> list[str]:
         key, _, path = argument.partition("=")
         if key == "resume" and not _is_override(argument):
             # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
-            argument = "resume='" + path.replace("'", "\\'") + "'"
+            argument = quoted("resume", path)
         value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra"))
         marked.append(f"++{argument}" if value and key not in known and "@" not in key else argument)
     return marked
