@@ -63,7 +63,7 @@ CONTINUED = (
     "plugins",
     "eval.",
     "checkpoint.",
-    "train.step_timeout",
+    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
     "track",
     "data.cache_dir",
 )
