@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fp4train import __version__
 from fp4train.cli import compare, doctor, formats, plan, rank, report, sensitivity, swap, train
-from fp4train.cli.output import configure_logging, discard_output
+from fp4train.cli.output import configure_logging, discard_output, open_streams
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.text import near_miss
@@ -59,6 +59,7 @@ COMPOSED = ("train", "plan")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exits with 0, 1 for an error that was explained, or 128 + the signal that ended a run."""
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = "train"
     if arguments and arguments[0] in VERBS:

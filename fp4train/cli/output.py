@@ -8,6 +8,22 @@ import sys
 from contextlib import suppress
 
 
+def open_streams() -> None:
+    """Lead standard streams that were closed at the start (`2>&-`) to the null device.
+
+    Otherwise Python has None for them, and the next files that are opened get their numbers: what a library prints
+    would land in these.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - until the process ends
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 class _Handler(logging.Handler):
     """Prints log lines on standard error without breaking a progress bar."""
 

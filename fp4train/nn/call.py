@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fp4train.precision.context import backward_pass
 from fp4train.quantize import QuantSpec, RandomKey
 
 if TYPE_CHECKING:
@@ -16,6 +17,41 @@ if TYPE_CHECKING:
 
 _OFFSET_SPREAD = 1 << 34
 """Column range for token offsets that are not multiples of 8; no other offset reaches it."""
+
+
+class TokenCount:
+    """The tokens that a layer was given within a step: the offset of a call whose context has no `token_offset`.
+
+    So calls of one step, over microbatches or of a weight that a model uses twice, draw different random bits.
+    """
+
+    __slots__ = ("_calls", "_position", "_tokens")
+
+    def __init__(self) -> None:
+        self._position: tuple[int, int] | None = None
+        self._calls = self._tokens = 0
+
+    def offset(self, position: tuple[int, int], tokens: int, name: str) -> int:
+        """Index of the first token of a training call of `tokens` tokens at `position`, (seed, step).
+
+        A backward pass that enters a context of its own repeats a call of its forward pass, and is not counted.
+
+        Raises:
+            RuntimeError: it may repeat any of several calls.
+        """
+        if self._position != position:
+            self._position, self._calls, self._tokens = position, 0, 0
+        if backward_pass() != -1:
+            if self._calls > 1:
+                raise RuntimeError(
+                    f"{name} is called in backward by a context of its own, after {self._calls} calls in this step: "
+                    "which of them it repeats, and with which random bits, is not known. Give autocast a token_offset, "
+                    "or recompute with fp4train.precision.recompute or recompute_contexts."
+                )
+            return 0
+        offset = self._tokens
+        self._calls, self._tokens = self._calls + 1, offset + tokens
+        return offset
 
 
 class Call:

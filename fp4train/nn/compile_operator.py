@@ -76,15 +76,13 @@ def linear(
         keeps_x: whether the graph saves x for backward.
     """
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
-    call = _call(layer.layer, calls, w_NK, context, x_MK.device, training)
+    call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     gradients = gradients_of(x_MK, w_NK, bias_N, tuple(wanted))
     y_MN, x = call.gemms.forward(x_MK, w_NK, bias_N, call, gradients, None)
     return y_MN, Saved(call, gradients, x if isinstance(x, Quantized) else None, calls)
 
 
-def _call(
-    layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, device: torch.device, training: bool
-) -> Call:
+def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
     """A new call; in a graph that recomputes activations in its backward, the call of the forward pass."""
     if is_stray_recomputation(state()):
         if len(calls) != 1:
@@ -93,8 +91,8 @@ def _call(
                 "and the recomputed call cannot be identified. Compile the blocks inside the recomputed regions."
             )
         return calls[0]
-    gemms = layer.gemms_in(context, device)
-    call = once(layer, lambda: layer.new_call(context, gemms, training))
+    gemms = layer.gemms_in(context, x_MK.device)
+    call = once(layer, lambda: layer.new_call(context, gemms, training, x_MK.shape[0]))
     own = layer._parameters.get("weight")
     if own is None or not own.is_set_to(w_NK):  # not the parameter itself: the compiler may overwrite it
         call.weights = PreparedWeights()

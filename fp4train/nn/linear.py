@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
 from fp4train.hardware import Device
-from fp4train.nn.call import Call
+from fp4train.nn.call import Call, TokenCount
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
 from fp4train.nn.high_precision import HighPrecision
@@ -149,7 +149,7 @@ class Linear(nn.Linear):
         }
         """Kernels of the backends that run a layer as a whole, by backend name."""
         self.handle = Handle(self)
-        self._calls = 0
+        self._calls, self._tokens = 0, TokenCount()
         self.place: Place | None = None
         """Where the layer lies among the ranks, set by `move`; None: alone on this one."""
         self._keep_forms = True
@@ -253,10 +253,11 @@ class Linear(nn.Linear):
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
             return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
+        tokens = x_MK.shape[0]
         if now.recording or now.replaying is not None:
-            call = once(self, lambda: self.new_call(context, gemms, training))
+            call = once(self, lambda: self.new_call(context, gemms, training, tokens))
         else:
-            call = self.new_call(context, gemms, training)
+            call = self.new_call(context, gemms, training, tokens)
         w_NK: Tensor = self.weight
         bias_N: Tensor | None = self.bias
         if place is not None:
@@ -303,15 +304,18 @@ class Linear(nn.Linear):
             return y_MN
         return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
 
-    def new_call(self, context: Context, gemms: LayerGemms, training: bool) -> Call:
-        """A call of this layer; `training`: whether gradients are enabled."""
-        step, weights = context.step, self._weights
+    def new_call(self, context: Context, gemms: LayerGemms, training: bool, tokens: int = 0) -> Call:
+        """A call of this layer with so many tokens; `training`: whether gradients are enabled."""
+        step, weights, offset = context.step, self._weights, context.token_offset
         if step is None:
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
+        elif offset is None and training and tokens:
+            tokens *= 1 if self.place is None else self.place.tokens
+            offset = self._tokens.offset((context.seed, step), tokens, self.layer.name)
         call = Call(
-            *(gemms, context.seed, step, context.token_offset, self._layer_key, weights, self.scaling, training),
+            *(gemms, context.seed, step, offset or 0, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
         if gemms.plan.recipe.outliers is not None:
@@ -355,7 +359,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
-        return {**kept, "_held": None, "_gemms": None, "_resolved": {}, "_parts": {}}
+        return {**kept, "_held": None, "_gemms": None, "_resolved": {}, "_parts": {}, "_tokens": TokenCount()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

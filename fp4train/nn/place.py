@@ -178,6 +178,11 @@ class Place:
             found.append(self.data)
         return tuple(found)
 
+    @property
+    def tokens(self) -> int:
+        """Over how many ranks the tokens of a microbatch are cut."""
+        return self.tensor.size if self.tensor is not None and self.sequence else 1
+
     def whole_input(self, x_MK: Tensor) -> Tensor:
         """x of all tokens, before fprop."""
         ranks = self.gathers
@@ -203,7 +208,7 @@ class Place:
 
     def shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """A product on the meta device, without collectives: shapes and gradients only."""
-        tokens = self.tensor.size if self.tensor is not None and self.sequence else 1
+        tokens = self.tokens
         x_MK = x_MK.repeat(tokens, 1) if self.cut == "out" else x_MK
         y_MN = torch.nn.functional.linear(x_MK, w_NK.to(x_MK.dtype))
         return y_MN.narrow(0, 0, y_MN.shape[0] // tokens) if self.cut == "in" else y_MN

@@ -60,7 +60,6 @@ class World:
         control: the group of all ranks for decisions.
         store: where a rank leaves its last word.
         ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
-        norm64: whether squares of the gradient norm are summed in float64.
     """
 
     place: Place = field(default_factory=Place)
@@ -73,7 +72,6 @@ class World:
     control: dist.ProcessGroup | None = None
     store: Any = None
     ranks: Ranks = ALONE
-    norm64: bool = False
 
     @classmethod
     def start(cls, place: Place, parallel: Parallel, device: torch.device) -> World:
@@ -87,7 +85,7 @@ class World:
         except ValueError as error:
             raise UserError(str(error)) from error
         if place.size == 1:
-            return cls(place=place, device=device, norm64=parallel.norm == "float64")
+            return cls(place=place, device=device)
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         timeout = timedelta(seconds=parallel.timeout)
@@ -135,7 +133,6 @@ class World:
             control=control,
             store=store,
             ranks=ranks,
-            norm64=True,
         )
 
     # -- who ----------------------------------------------------------------------------------------------------------

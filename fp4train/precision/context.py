@@ -45,7 +45,7 @@ class Context(metaclass=GraphInput):
     policy: LayerPolicy | None = None
     seed: int = 0
     step: int | None = None
-    token_offset: int = 0
+    token_offset: int | None = None
     counters: torch.Tensor | None = field(default=None, repr=False)
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """Cache for layers that read the same input in one forward pass; cleared on exit."""
@@ -136,7 +136,7 @@ def autocast(
     enabled: bool = True,
     seed: int = 0,
     step: int | None = None,
-    token_offset: int = 0,
+    token_offset: int | None = None,
     counters: torch.Tensor | None = None,
 ) -> AbstractContextManager[None]:
     """Run the fp4train linear layers called inside in `recipe`.
@@ -151,7 +151,10 @@ def autocast(
             number of microbatches. None: layers count their calls and cache nothing.
         token_offset: index of the first token in the global batch of the step. It makes the random bits independent of
             how the batch is split into microbatches and over ranks, if it is a multiple of 8. Other offsets draw
-            different bits for wgrad, equally random.
+            different bits for wgrad, equally random. None: a layer counts its tokens within a step, so microbatches
+            under the same `step` draw different bits, as with their offsets. Calls without gradients draw the bits of
+            the first tokens and are not counted. 0 in each call repeats the bits; ranks with data of their own need
+            offsets of their own.
         counters: `step` on the device, for a pass that is recorded as a CUDA graph and replayed with other steps
             (`quantize.random.write_step_counters`).
 

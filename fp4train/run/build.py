@@ -201,7 +201,7 @@ def build(
         overwriting = config.run.overwrite and (start is None or branching)
         identity = None if overwriting else run_directory.identity(directory)
         if start is None and not overwriting:
-            run_directory.check_restart(directory, config.checkpoint.every)
+            run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
     origin, aside = source if init is None else init.path.parent.parent, overwriting or init is not None

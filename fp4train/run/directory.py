@@ -40,6 +40,7 @@ from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.parallel.config import DROPPED
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
@@ -48,6 +49,8 @@ from fp4train.track.statistics import STATISTICS
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
+SAVED, REMOVED = "checkpoint", "checkpoints removed"
+"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 CONFIG_LIMIT = 1 << 22
@@ -192,6 +195,8 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
         if not isinstance(value, str | int | float | bool | None):
             raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
+    if isinstance(saved.get("parallel"), dict):
+        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
     return OmegaConf.create(saved)
 
 
@@ -352,25 +357,28 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
 
 
-def check_restart(run: Path, every: int) -> None:
+def check_restart(run: Path) -> None:
     """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics would go, too.
+
+    A run says in its heartbeat and in its metrics which checkpoints became whole. Steps alone prove none: later steps
+    run while a checkpoint is written, and a kill may come before the first one is whole.
 
     Raises:
         UserError: they are gone.
     """
     try:
         with Folder.open(run) as folder:
-            saved, logged = None, 0
+            saved = None
             if folder.has_file(HEARTBEAT):
-                with suppress(ValueError, AttributeError):
+                with suppress(ValueError, AttributeError, RecursionError):
                     saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
-            elif folder.has_file(METRICS) and every:
-                logged = max((line["step"] for line in read_metrics(run / METRICS) if "event" not in line), default=0)
+            if not isinstance(saved, int) and folder.has_file(METRICS):
+                told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+                saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
     except OSError as error:
         raise UserError(f"{run}: {error}") from error
-    if isinstance(saved, int) or logged > every > 0:
-        trained = f"had saved step {saved}" if isinstance(saved, int) else f"has trained {logged} steps"
+    if isinstance(saved, int):
         raise UserError(
-            f"{run} {trained}, and its checkpoints are gone: put them back, or start over with run.overwrite=true, "
-            "which removes its metrics"
+            f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "
+            "run.overwrite=true, which removes its metrics"
         )

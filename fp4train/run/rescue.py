@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
-from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.divergence import past_non_finite, rise, worthless
 from fp4train.run.guard import NonFiniteError, finite_weights
 from fp4train.run.ledger import Ledger
@@ -62,7 +62,7 @@ def save(run: Run, *, proven: bool = False) -> None:
 
 
 def report(run: Run) -> Outcome | None:
-    """Say which checkpoints could not be written: that costs the checkpoint, not the run.
+    """Log which checkpoints are whole, and say which could not be written: that costs the checkpoint, not the run.
 
     Returns:
         A checkpoint that was not written because weights or moments are not finite; None if there is none.
@@ -74,6 +74,8 @@ def report(run: Run) -> Outcome | None:
             run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
         elif outcome.bad is not None:
             bad = bad or outcome
+        else:
+            run.tracker.log_event(outcome.step, REMOVED if outcome.removed else SAVED)
     return bad
 
 
@@ -115,7 +117,10 @@ def save_at_end(run: Run, watch: Watch) -> bool:
     if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
-    return worthless(run) or save_and_wait(run)
+    if worthless(run):
+        report(run)
+        return True
+    return save_and_wait(run)
 
 
 def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
+from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
 from fp4train.run import directory as run_directory
 from fp4train.run import history
@@ -120,6 +121,9 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
     edits = history.changes(recorded, history.flat(plain(saved)))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
+        if (name := key.removeprefix("parallel.")) in DROPPED:
+            _log.warning("%s: %s=%s is dropped: %s", path, key, old, why_absent(name))
+            continue
         if not key.startswith(run_directory.RESUMED):
             raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
         _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)

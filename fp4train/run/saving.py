@@ -69,11 +69,13 @@ class Outcome:
         step: optimizer steps done at it.
         problem: why it could not be written; None if it was, at least to `checkpoint.also`.
         bad: the tensor that is not finite, in which case nothing was written.
+        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
     """
 
     step: int
     problem: str | None = None
     bad: str | None = None
+    removed: bool = False
 
     @property
     def written(self) -> bool:
@@ -180,6 +182,7 @@ class Saver:
             if self.good is None and self.saved is not None:
                 self._prune(step - 1)
                 self.saved = None
+                self._outcomes.put(Outcome(step=step, removed=True))
 
         self._worker.put(job)
 

@@ -76,7 +76,7 @@ def step(
 ) -> tuple[Tensor, ...]:
     """Output and gradients of one step; `recipe` None: outside of autocast."""
     model.zero_grad()
-    with autocast(recipe or BF16(), step=at, seed=5, policy=policy, enabled=recipe is not None):
+    with autocast(recipe or BF16(), step=at, token_offset=0, seed=5, policy=policy, enabled=recipe is not None):
         y = module(*inputs)
     y.square().sum().backward()
     return (y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None))
@@ -190,7 +190,7 @@ def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_n
     model, x = f4.convert(pair()), torch.randn(8, 16)
 
     def inside(x: Tensor) -> Tensor:
-        with autocast(NVFP4(), step=3, seed=5):
+        with autocast(NVFP4(), step=3, token_offset=0, seed=5):
             return model(x)
 
     expected = step(model, model, NVFP4(), x, at=3)
@@ -371,7 +371,7 @@ def test_torchs_autocast_does_not_reach_into_the_gemms(backend: str) -> None:
 
     def run(module: nn.Module) -> tuple[Tensor, ...]:
         model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16), autocast(NVFP4(), step=0):
+        with torch.autocast("cpu", dtype=torch.float16), autocast(NVFP4(), step=0, token_offset=0):
             y = module(x)
             y.float().square().sum().backward()  # inside the context, which is wrong usage
         return (y.detach(), *(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]

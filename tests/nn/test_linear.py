@@ -32,7 +32,7 @@ def gradients(module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None 
     """y, dx and the parameters' gradients."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
-    with autocast(recipe, step=step):
+    with autocast(recipe, step=step, token_offset=0):
         y = module(x)
     (y * rand(*y.shape, seed=9).to(y.dtype)).sum().backward()
     assert x.grad is not None
@@ -110,7 +110,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(recipe: Recipe, fr
     if frozen != "input":
         getattr(module, frozen).requires_grad_(False)
     leaf = x.clone().requires_grad_(frozen != "input")
-    with autocast(recipe, step=0):
+    with autocast(recipe, step=0, token_offset=0):
         y = module(leaf)
     (y * rand(*y.shape, seed=9)).sum().backward()
     found = {"input": leaf.grad, "weight": module.weight.grad, "bias": module.bias.grad}
@@ -124,7 +124,7 @@ def test_gradients_accumulate_over_microbatches(recipe: Recipe) -> None:
     single = [gradients(module, part, recipe)[2:] for part in parts]
     module.zero_grad()
     for part in parts:
-        with autocast(recipe, step=0):
+        with autocast(recipe, step=0, token_offset=0):
             y = module(part.clone().requires_grad_())
         (y * rand(*y.shape, seed=9)).sum().backward()
     assert torch.equal(module.weight.grad, single[0][0] + single[1][0])  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_backward_inside_of_torchs_autocast_is_not_cast(recipe: Recipe, dtype: t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_modules_in_half_precision_and_moved_afterwards(dtype: torch.dtype) -> None:
     module = layer()
-    with autocast(NVFP4(), step=0):
+    with autocast(NVFP4(), step=0, token_offset=0):
         module(rand(8, 32))  # caches forms of the old weights
     module.to(dtype)
     _, _, dw, _ = gradients(module, rand(8, 32).to(dtype), NVFP4())
@@ -451,7 +451,7 @@ def test_torch_compile_leaves_the_numbers_alone_in_every_context(backend: str) -
 
     def run(module: nn.Module, recipe: Recipe | None) -> tuple[Tensor, ...]:
         model.zero_grad()
-        with autocast(recipe or BF16(), step=0, enabled=recipe is not None):
+        with autocast(recipe or BF16(), step=0, token_offset=0, enabled=recipe is not None):
             y = module(x)
         y.square().sum().backward()
         return (y.detach(), *(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]

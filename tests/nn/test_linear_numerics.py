@@ -84,7 +84,7 @@ def make(
 def run(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, **options: int) -> tuple[Tensor, ...]:
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
-    with autocast(recipe, seed=SEED, step=STEP, **options):  # type: ignore[arg-type]
+    with autocast(recipe, seed=SEED, step=STEP, **{"token_offset": 0, **options}):  # type: ignore[arg-type]
         y = layer(x)
     y.backward(dy)
     assert x.grad is not None and layer.weight.grad is not None

@@ -35,7 +35,7 @@ def step(module: nn.Module, model: nn.Module, recipe: Recipe, at: int) -> list[T
     """Loss and gradients of one step."""
     drawn = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(at))
     model.zero_grad()
-    with autocast(recipe, step=at, seed=5, policy=LayerPolicy(last=1)):
+    with autocast(recipe, step=at, token_offset=0, seed=5, policy=LayerPolicy(last=1)):
         loss = module(drawn[:, :-1], drawn[:, 1:])
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

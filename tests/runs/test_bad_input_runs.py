@@ -1,5 +1,6 @@
 """What a user gets wrong ends with one message that helps, a code other than 0, no traceback, and nothing lost."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.history import chained_sum
 from fp4train.run.swaps import read_swaps
 
 WRONG = {
@@ -198,6 +200,26 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
     path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
     assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
     assert cli("resume=runs/a", "train.steps=2").code == 0
+
+
+def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(cli: Cli) -> None:
+    """The key is gone: the norm is summed in float64 on any number of ranks."""
+    assert cli("run.name=a", "train.steps=1").code == 0
+    path, record = Path("runs/a/config.yaml"), Path("runs/a/history.jsonl")
+    body = path.read_text().partition("\n")[2]
+    assert "norm:" not in body
+    path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
+    line = json.loads(record.read_text())
+    line["config"]["parallel"]["norm"] = "auto"
+    record.write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+    ended = cli("resume=runs/a", "train.steps=2")
+    assert ended.code == 0, ended.message
+    assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
+    assert "norm:" not in path.read_text()
+    again = cli("resume=runs/a", "train.steps=3")
+    assert again.code == 0 and "dropped" not in again.err
+    said = cli("run.name=b", "parallel.norm=float64").message
+    assert said.startswith("unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks")
 
 
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:

@@ -3,20 +3,26 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from command_line import (
+    PATIENCE,
     STEADY,
+    Before,
     Cli,
     StopAt,
     events,
     left,
     losses,
     reseal,
+    steps,
 )
+
+from fp4train.run.saving import Outcome, Saver
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
@@ -169,3 +175,28 @@ def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
     assert "its checkpoints are gone" in cli("run.name=a", "checkpoint.every=2", *STEADY).message
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
     assert cli("run.name=a", "checkpoint.every=2", "run.overwrite=true", *STEADY).code == 0
+
+
+def test_a_kill_before_the_first_checkpoint_is_whole_does_not_end_the_restarts(
+    cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = threading.Event()
+
+    def write(self: Saver, step: int, *given: Any, **options: Any) -> Outcome:
+        killed.wait(PATIENCE)  # on a slow disk, so that the kill comes before the end of it
+        return Outcome(step=step, problem="killed")
+
+    def kill(run: Any) -> None:
+        killed.set()
+        raise SystemExit(137)
+
+    command = ("run.name=a", "checkpoint.every=3", *STEADY)
+    before(5, kill)
+    with monkeypatch.context() as patched:
+        patched.setattr(Saver, "_write", write)
+        assert cli(*command).code == 137
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4] and not steps()
+    Path("runs/a/heartbeat.json").unlink(missing_ok=True)  # a kill comes before the first one, too
+    again = cli(*command)
+    assert again.code == 0, again.err
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4, 5, 6]

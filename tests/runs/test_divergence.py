@@ -64,7 +64,8 @@ def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpo
     assert ended.err.count("far above its past (5.7") == 1 and "since step 2. No checkpoint is good" in ended.err
     assert "done; " in ended.out and "diverged: the loss is" in ended.out
     assert [event["since"] for event in events("runs/a", "divergence")] == [2]
-    assert steps() == []
+    assert steps() == [] and len(events("runs/a", "checkpoints removed")) == 1
+    assert cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10").code == 0, "from its start"
     ended = cli("run.name=b", *RUN, "checkpoint.every=2", "optim.lr=10", "train.on_divergence=stop")
     assert ended.code == 1 and "far above its past" in ended.message and "lower optim.lr" in ended.message
     assert ended.message.startswith("step 6: ")
