@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from fp4train.parallel.pipeline import Microbatch
-from fp4train.precision import Recipe, autocast
+from fp4train.precision import Recipe
+from fp4train.precision.context import Context, use
 from fp4train.run.run import Run
 from fp4train.run.step_graph import Rows
 
@@ -39,15 +40,15 @@ def microbatch(
 
     @contextmanager
     def context() -> Iterator[None]:
-        now = autocast(
-            recipe,
+        now = Context(
+            recipe=recipe,
             policy=run.config.policy,
             seed=run.config.run.seed,
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
         )
-        with now, run.region():
+        with use(now), run.region():
             yield
 
     return Microbatch(
