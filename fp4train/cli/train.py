@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from fp4train.cli.launch import Swapped, launch, settings
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
 from fp4train.run import history
@@ -64,9 +64,11 @@ def _as_rank(arguments: list[str], place: Place) -> int:
         except BaseException as error:
             if world is not None:
                 world.fail(error)
+            if isinstance(error, LostError):
+                speaks = error.speaks
             if speaks or not isinstance(error, UserError):
                 raise
-            return 1
+            return error.exit_code
 
     try:
         if {"-m", "--multirun"} & set(arguments):
@@ -75,10 +77,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
                 "sweep by itself"
             )
         code = launch(arguments, task)
-    except UserError:
+    except UserError as error:
         if speaks:
             raise
-        code = 1
+        code = error.exit_code
     return code if world is None else world.end(code)
 
 
@@ -169,9 +171,9 @@ def _to_its_end(
             code = 0
             return error.rewind
         except (RuntimeError, MemoryError) as error:
-            if (text := explain(error, run)) is None:
+            if (explained := explain(error, run)) is None:
                 raise
-            raise UserError(text) from error
+            raise explained from error
         code = _code(result)
         return result
     finally:
