@@ -129,7 +129,8 @@ class Run:
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
+        layers = (layer for stretch in self.plan.stretches for layer in stretch.layers.values())
+        return [gathers(layers, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
