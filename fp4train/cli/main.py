@@ -58,7 +58,8 @@ COMPOSED = ("train", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 0, 1 for an error that was explained, or 128 + the signal that ended a run."""
+    """Run a command; exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 + the
+    signal that ended a run."""
     open_streams()
     with printable_output():
         sys.exit(_run(argv))
@@ -86,7 +87,7 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except UserError as error:
         print(f"fp4train: {error}", file=sys.stderr)
-        code = 1
+        code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             code = discard_output()
