@@ -30,7 +30,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 PIECE = 1 << 20
 """Bytes that are read at a time from files that may be large."""
 LINE = 1 << 24
-"""Bytes of the longest line that is read; more of it is left out, so that it is damaged for whoever parses it."""
+"""Bytes of the longest line that is read."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _STALE_SECONDS = 60.0
@@ -146,15 +146,19 @@ class Folder:
                 yield piece
 
     def lines(self, name: str, limit: int) -> Iterator[bytes]:
-        """The lines of the file `name`, which may hold up to `limit` bytes, each with its newline; the last one, which
-        a kill may have torn, may have none."""
+        """The lines of the file `name`, which may hold up to `limit` bytes, each with its newline.
+
+        The last one may have none: a kill has torn it, or it is longer than `LINE` and cut there.
+        """
         rest = b""
         for piece in self.pieces(name, limit):
             first, *others = piece.split(b"\n")
-            rest += first[: max(0, LINE - len(rest))]
+            rest += first
             for other in others:
                 yield rest + b"\n"
                 rest = other
+            if len(rest) >= LINE:
+                break
         if rest:
             yield rest
 

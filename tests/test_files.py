@@ -184,13 +184,17 @@ def test_what_is_read_takes_the_memory_that_it_has_bytes_and_not_its_limit(run: 
     assert done.stdout == "b'precious'\n", done.stderr
 
 
-def test_lines_are_read_in_pieces_and_one_that_is_too_long_is_cut(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_read_in_pieces_and_one_that_is_too_long_is_the_last(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "PIECE", 7)
     monkeypatch.setattr(files, "LINE", 20)
-    text = b"one\n\n" + b"x" * 50 + b"\ntwo\ntorn"
+    text = b"one\n\ntwo, which is longer\ntorn"
     (run / "thing").write_bytes(text)
     with Folder.open(run) as folder:
         assert b"".join(folder.pieces("thing", 100)) == text
-        assert list(folder.lines("thing", 100)) == [b"one\n", b"\n", b"x" * 20 + b"\n", b"two\n", b"torn"]
-        with pytest.raises(OSError, match="64 bytes; more than 63 are not read"):
-            list(folder.lines("thing", 63))
+        assert list(folder.lines("thing", 100)) == [b"one\n", b"\n", b"two, which is longer\n", b"torn"]
+        with pytest.raises(OSError, match="30 bytes; more than 29 are not read"):
+            list(folder.lines("thing", 29))
+        (run / "thing").write_bytes(b"one\n" + b"x" * 50 + b"\ntwo\n")
+        assert list(folder.lines("thing", 100)) == [b"one\n", b"x" * 24]

@@ -22,7 +22,9 @@ from fp4train.report.studies import Studies, read_studies
 from fp4train.run import directory as run_directory
 from fp4train.run import history as run_history
 from fp4train.run.belonging import lost_records
-from fp4train.sealed import identity, saved_config
+from fp4train.sealed import identity, saved_config, unlike
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT
 from fp4train.track.statistics import STATISTICS
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -120,7 +122,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
     config = _try(lambda: _config(path, records, problems), problems, None)
     no_loss: dict[str, str] = {}
     lost = _try(lambda: _lost(path, records), problems, no_loss)
-    problems += [f"{sentence} (it is left out)" for sentence in lost.values()]
+    problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
     records = [] if run_directory.HISTORY in lost else records
     environments = [
         (record.step, record.values["environment"])
@@ -152,7 +154,12 @@ def _plan(path: Path, records: Sequence[run_history.Record]) -> list[run_history
 def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
     """The records of a run that its newest checkpoint saw otherwise, or that are of another run: name → a sentence."""
     with Folder.open(path) as folder:
-        found = lost_records(folder, checkpoint.newest_state(path / run_directory.CHECKPOINTS), records)
+        state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
+        found = lost_records(folder, state, records)
+        if changed := unlike(folder, METRICS, state.get("metrics"), LIMIT):
+            found[METRICS] = (
+                f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, or not as logged"
+            )
         own, whose = identity(folder), records[-1].values.get("run") if records else None
     if own is not None and whose not in (None, own):
         found[run_directory.HISTORY] = f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({own})"

@@ -265,11 +265,14 @@ def _lines(folder: Folder, name: str, remedy: str = REMEDY) -> Iterator[tuple[by
     path, chain = folder.path / name, Chain(identity(folder))
     damaged: tuple[int, bytes, Exception] | None = None
     for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
-        if not raw.endswith(b"\n"):
+        torn = not raw.endswith(b"\n")
+        if torn and len(raw) < files.LINE:
             break
         if damaged is not None:
             raise UserError(f"{path}, line {damaged[0]}: not a line of metrics ({damaged[2]}); {remedy}")
         try:
+            if torn:
+                raise ValueError(f"it has more than {files.LINE:,} bytes")
             line = _parsed(raw, chain)
         except Gap as error:
             raise UserError(f"{path}, line {number}: {error}; {remedy}") from error

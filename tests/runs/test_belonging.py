@@ -160,16 +160,19 @@ def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_rep
     assert cli("resume=runs/a", "train.steps=2").code == 0
     whole = cli.raw("report", "runs/a")
     assert whole.code == 0 and "is left out" not in whole.err + Path("report.html").read_text()
-    for name, last in (("statistics.bin", b"f4s1"), ("history.jsonl", b'{"event"')):
+    ends = {"statistics.bin": b"f4s1", "history.jsonl": b'{"event"', "metrics.jsonl": b'{"step": 2, "train/'}
+    for name, last in ends.items():
         data = Path("runs/a", name).read_bytes()
         Path("runs/a", name).write_bytes(data[: data.rindex(last)])
     assert cli.raw("report", "runs/a").code == 0
     shown = Path("report.html").read_text()
     reasons = ("statistics.bin is cut off (", "history.jsonl lacks records that the checkpoint saw")
     assert all(f"runs/a/{reason}" in shown for reason in reasons) and shown.count("(it is left out)") == 2
+    assert "runs/a/metrics.jsonl is cut off (" in shown
     again = cli("resume=runs/a", "train.steps=3")
     assert again.code == 0 and all(f"runs/a/{reason}" in again.err for reason in reasons)
-    assert len(events("runs/a", "metrics mended")[0]["found"]) == 2
+    found = events("runs/a", "metrics mended")[0]["found"]
+    assert len(found) == 4 and "1 steps of 2–2 are missing" in found
 
 
 def test_a_damaged_line_of_the_metrics_does_not_block_a_resume(cli: Cli, stop_at: StopAt) -> None:

@@ -186,10 +186,16 @@ def test_the_log_of_another_run_is_named(tmp_path: Path) -> None:
     assert len(read_metrics(path)) == 2
 
 
-def test_a_huge_line_takes_no_more_memory_than_lines_may_have(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_line_takes_no_more_memory_and_time_than_lines_may_have(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("fp4train.files.LINE", 1 << 20)
-    written(path, 1, 2)
-    os.truncate(path, 1 << 28)
+    whole = written(path, 1, 2)
+    path.write_bytes(whole + b"x" * (1 << 21))
+    assert len(read_metrics(path)) == 2
+    assert "line 3, the last one, is damaged and left out (it has more than 1,048,576 bytes)" in caplog.text
+    os.truncate(path, len(whole))
+    os.truncate(path, 6 << 30)
     tracemalloc.start()
     try:
         assert len(read_metrics(path)) == 2 and mend(path, 2, None) == []
