@@ -88,12 +88,13 @@ class Record:
     """One line.
 
     Args:
-        event: "start", "init", "resume", "branch", "swap" or "swap cancelled".
+        event: "start", "init", "resume", "branch", "rewind", "swap" or "swap cancelled".
         step: steps done then.
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on.
-        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe.
+        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe,
+            and of a rewind diverged, skipped (`fp4train.run.divergence`).
     """
 
     event: str
@@ -110,6 +111,9 @@ class Record:
             parts.append(f"from {self.values['from']}")
         if "at" in self.values:
             parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
+        if "skipped" in self.values:
+            first, last = self.values["skipped"]
+            parts.append(f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} are skipped")
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
         return "; ".join(parts)
 
