@@ -105,8 +105,8 @@ class Meeting:
 
     @property
     def code(self) -> int:
-        """The exit code of the first word."""
-        return 1 if self.heard is None else int(self.heard.partition(" ")[0])
+        """The exit code of the first word; 0: none was heard."""
+        return 0 if self.heard is None else int(self.heard.partition(" ")[0])
 
     def lost(self) -> str | None:
         """The names of the ranks that are not there any more, "" if all are; None: one of them gave a word."""
