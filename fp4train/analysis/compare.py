@@ -116,6 +116,12 @@ class Comparison:
         )
         if len({row.steps for row in self.rows}) > 1:
             lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
+        for history, row in zip(self.histories, self.rows, strict=True):
+            told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+            if told and told[-1].name == "divergence":
+                lines.append(f"{row.name}: its loss diverged (step {told[-1].step})")
+            if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
+                lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
         if self.means:
             lines += ["", *self._render_means(of)]
         return "\n".join(lines)

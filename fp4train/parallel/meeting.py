@@ -17,7 +17,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fp4train.errors import LostError
 from fp4train.parallel.launch import Place
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 PATIENCE = 300.0
 """Seconds that ranks wait for each other before they meet, if `parallel.timeout` is not shorter."""
-GRACE = 3.0
+GRACE = 4.0
 """Seconds in which ranks that lose another one tell each other so."""
 _UNWINDING = 10.0
 """Seconds that a rank has to end by itself after another one gave its word."""
 _HEARD = 0.5
 """Seconds after which all ranks have heard a word."""
-_WORD, _LOST = "word", "lost"
+_WORD = "word"
 
 
 class Meeting:
@@ -46,6 +46,8 @@ class Meeting:
 
     def __init__(self, place: Place, store: Any, listening: Any, *, keeps: bool) -> None:
         self.place, self.store, self.keeps = place, store, keeps
+        self.hosts: list[str] = []
+        """Of the ranks, once they have met."""
         self.heard: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None
@@ -64,34 +66,29 @@ class Meeting:
         """
         # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the one
         # before.
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        patience, where = min(timeout, PATIENCE), f"{place.address}:{place.port}"
-
-        def connected(keeps: bool) -> Any:
-            assert place.address is not None
-            found = TCPStore(
-                place.address, place.port, None, keeps, timedelta(seconds=patience), wait_for_workers=False
-            )
-            return PrefixStore(f"fp4train/{place.attempt}", found)
-
-        keeps = place.lead and not agent
+        keeps = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        patience, where, address = min(timeout, PATIENCE), f"{place.address}:{place.port}", str(place.address)
+        bound, everyone = timedelta(seconds=patience), [f"here/{rank}" for rank in range(place.size)]
         try:
-            found = cls(place, connected(keeps), connected(False), keeps=keeps)
+            stores = [
+                PrefixStore(
+                    f"fp4train/{place.attempt}",
+                    TCPStore(address, place.port, None, own, bound, wait_for_workers=False),
+                )
+                for own in (keeps, False)
+            ]
         except RuntimeError as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise LostError(
-                f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within {patience:g} s: {said}",
-                speaks=place.rank == 1 or place.local_rank == 0,
-            ) from error
+            text = f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within {patience:g} s: {error}"
+            speaks = place.rank == 1 or place.local_rank == 0
+            raise LostError(text.splitlines()[0], speaks=speaks) from error
+        found = cls(place, *stores, keeps=keeps)
         try:
-            found.store.set(f"here/{place.rank}", socket.gethostname())
-            found.store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=patience))
+            found.store.set(everyone[place.rank], socket.gethostname())
+            found.store.wait(everyone, bound)
+            found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
         except RuntimeError as error:
-            absent = _within(GRACE, lambda: found._without("here"), [0])
-            text = (
-                f"{found._named(absent)} did not come to {where} within {patience:g} s: not started, or ended before "
-                "the ranks met"
-            )
+            absent = found._named(_within(GRACE, lambda: found._without("here"), [0]))
+            text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
             raise LostError(text, speaks=found.say(LostError.exit_code, text)) from error
         found.store.set_timeout(timedelta(seconds=timeout))
         return found
@@ -128,17 +125,12 @@ class Meeting:
 
     def _silent(self) -> list[int] | None:
         """The ranks that do not say that they lost one; None: a word was given."""
-        self.store.set(f"{_LOST}/{self.place.rank}", "")
-        self.store.add(_LOST, 1)
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < GRACE:
-            if self.store.check([_WORD]):
-                self.heard = self.store.get(_WORD).decode()
-                return None
-            if waited > GRACE / 3 and self.store.add(_LOST, 0) >= self.place.size - 1:
-                break
-            time.sleep(0.1)
-        return self._without(_LOST)
+        self.store.set(f"lost/{self.place.rank}", "")
+        with suppress(DistStoreError):  # no word in that time
+            self.store.wait([_WORD], timedelta(seconds=GRACE))
+            self.heard = self.store.get(_WORD).decode()
+            return None
+        return self._without("lost")
 
     def _without(self, what: str) -> list[int]:
         return [rank for rank in range(self.place.size) if not self.store.check([f"{what}/{rank}"])]
@@ -146,9 +138,7 @@ class Meeting:
     def _named(self, ranks: list[int]) -> str:
         """ "rank 3 on gpu07", "ranks 1, 2, 3, 4 and 12 others"."""
         if len(ranks) == 1:
-            key = f"here/{ranks[0]}"
-            host = _within(GRACE, lambda: self.store.get(key).decode() if self.store.check([key]) else "", "")
-            return f"rank {ranks[0]}" + (f" on {host}" if host else "")
+            return f"rank {ranks[0]}" + (f" on {self.hosts[ranks[0]]}" if self.hosts else "")
         others = f" and {len(ranks) - 4} others" if len(ranks) > 4 else ""
         return f"ranks {', '.join(map(str, ranks[:4]))}{others}" if ranks else ""
 

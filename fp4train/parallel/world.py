@@ -319,17 +319,11 @@ class World:
             lost, unexpected, code = self.meeting.lost(), False, LostError.exit_code
             if lost is None:
                 self.meeting.leave(self.meeting.code)
-            if "imed out" in str(error):
-                word = (
-                    f"{who} waited parallel.timeout={self.timeout:g} s for {lost}, which did not answer: it hangs, or "
-                    f"its machine does (train.step_timeout shows where): {said}"
-                    if lost
-                    else f"{who}: all ranks waited parallel.timeout={self.timeout:g} s for each other: {said}"
-                )
-            else:
-                word = f"{who} lost {lost or 'its connection'}" + (
-                    f", which ended without a word (killed, or out of memory?): {said}" if lost else f": {said}"
-                )
+            late = (
+                f"did not answer within parallel.timeout={self.timeout:g} s (it hangs? train.step_timeout shows where)"
+            )
+            why = late if "imed out" in str(error) else "ended without a word (killed, or out of memory?)"
+            word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {said}"
         if self.meeting.say(code, word):
             if unexpected:
                 traceback.print_exception(error)
