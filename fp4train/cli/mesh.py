@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
 
 AUTO = "parallel=auto"
+MOST_RANKS = 1 << 20
+"""A number of ranks beyond this is a slip of the hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,12 @@ def _value(key: str, kind: object, value: str) -> object:
 
 def _number(key: str, value: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise UserError(f"{key}={value} must be a whole number") from None
+    if abs(number) > MOST_RANKS:
+        raise UserError(f"{key}={value} is more than {MOST_RANKS}")
+    return number
 
 
 class MeshPlan:

@@ -49,9 +49,10 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         last += f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
     else:
         last = "No checkpoint could be written"
+    how, where = ("Go on", f"resume={run.directory}") if steps_saved(run) else ("Begin again", "run.overwrite=true")
     return (
-        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
-        f"resume={run.directory} recipe=… optim.lr=…"
+        f"{error}. {last}. {how} with another recipe, more layers in high precision (policy.last) or a lower rate: "
+        f"{where} recipe=… optim.lr=…"
     )
 
 
