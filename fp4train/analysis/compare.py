@@ -160,7 +160,7 @@ class Comparison:
             lines = io.StringIO()
             table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
             table.writeheader()
-            table.writerows(rows)
+            table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
             text = lines.getvalue()
         try:
             files.write(out, text.encode(), sync=False)
@@ -269,6 +269,11 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 def _with_deviation(value: tuple[float, float]) -> str:
     return f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+def _cell(value: object) -> object:
+    """A cell of a CSV file: a spreadsheet takes text that begins so for a formula, and runs it."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
 
 
 def _strict(node: Any) -> Any:

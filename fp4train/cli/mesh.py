@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
 
 AUTO = "parallel=auto"
+MOST_RANKS = 1 << 20
+"""A number of ranks beyond this is a slip of the hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,12 @@ def _value(key: str, kind: object, value: str) -> object:
 
 def _number(key: str, value: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise UserError(f"{key}={value} must be a whole number") from None
+    if abs(number) > MOST_RANKS:
+        raise UserError(f"{key}={value} is more than {MOST_RANKS}")
+    return number
 
 
 class MeshPlan:
@@ -276,6 +281,7 @@ class MeshPlan:
         from fp4train.costs.cluster import cluster_cost
         from fp4train.costs.fit import batch_problem, problems
         from fp4train.costs.shards import find_weights
+        from fp4train.run.advice import divided_blocks
         from fp4train.run.outliers import check_outliers
 
         try:
@@ -301,7 +307,7 @@ class MeshPlan:
         mesh = self.mesh(local // sequences)
         plan = self.plan(sequences, mesh.tensor)
         check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
-        self.notes += self.gathers(plan, mesh)
+        self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 

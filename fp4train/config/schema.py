@@ -31,6 +31,8 @@ from fp4train.track.config import Tracking
 
 MOST_STEPS = 10**12
 """Steps beyond this are a slip of the hand; positions in the data stay below 2**63."""
+MOST_TOKENS = 2**40
+"""Tokens per step; the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,11 @@ class TrainSettings:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
+        if self.tokens > MOST_TOKENS:
+            made = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
+            raise ValueError(f"{made} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} are possible")
+        if self.steps * self.batch_size >= 2**63:
+            raise ValueError(f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63")
         if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
             raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
 

@@ -19,6 +19,7 @@ from fp4train.run.divergence import Rewind
 from fp4train.run.environment import environment
 from fp4train.run.run import Run
 from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.text import printable
 from fp4train.track import mend
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
@@ -164,6 +165,6 @@ def write_plan(directory: Path, plan: Plan, step: int, gathers: Sequence[str]) -
     """
     try:
         text = history.plan_text(directory, plan, step)
-        run_directory.write_text(directory / run_directory.PLAN, "\n\n".join((text, *gathers)) + "\n")
+        run_directory.write_text(directory / run_directory.PLAN, printable("\n\n".join((text, *gathers))) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

@@ -34,6 +34,7 @@ from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
 from fp4train.run.directory import CHECKPOINTS, HISTORY
+from fp4train.text import printable
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import parse_line
 
@@ -76,7 +77,7 @@ class Stretch:
 
     @property
     def title(self) -> str:
-        return f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})"
+        return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
 
     def render(self, *, full: bool) -> str:
         """As `fp4train.precision.report.render` shows a stretch of a plan."""

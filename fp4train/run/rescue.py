@@ -49,9 +49,10 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         last += f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
     else:
         last = "No checkpoint could be written"
+    how, where = ("Go on", f"resume={run.directory}") if steps_saved(run) else ("Begin again", "run.overwrite=true")
     return (
-        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
-        f"resume={run.directory} recipe=… optim.lr=…"
+        f"{error}. {last}. {how} with another recipe, more layers in high precision (policy.last) or a lower rate: "
+        f"{where} recipe=… optim.lr=…"
     )
 
 
@@ -113,13 +114,13 @@ def save_and_wait(run: Run, *, proven: bool = False) -> bool:
 
 
 def save_at_end(run: Run, watch: Watch) -> bool:
-    """The last checkpoint of a run; whether it is written."""
+    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth it."""
     if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
     if worthless(run):
         report(run)
-        return True
+        return run.step == run.config.train.steps
     return save_and_wait(run)
 
 

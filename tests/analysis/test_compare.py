@@ -154,6 +154,14 @@ def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+a", "-a", "@a", "\t=1"])
+def test_no_name_in_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path: Path, name: str) -> None:
+    found = compare([write_run(tmp_path / "a", 2.0), write_run(tmp_path / name, 1.5, every=0, recipe=name)])
+    with found.write(tmp_path / "gap.csv").open(newline="") as file:
+        _, row = csv.DictReader(file)
+    assert row["run"] == f"'{name}" and row["recipe"].startswith("'") and float(row["gap"]) == -0.25
+
+
 def test_24_runs_are_told_apart_in_table_and_picture(tmp_path: Path) -> None:
     name = "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.0"
     runs = [write_run(tmp_path / f"{name}{i:02}", 2.0 + i / 50) for i in range(24)]

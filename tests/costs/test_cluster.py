@@ -205,12 +205,14 @@ def test_the_first_stage_of_1f1b_holds_a_microbatch_per_stage() -> None:
 
 def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None:
     """And shards round what they send, which is freed after each use."""
-    load = measured("8B", BF16(), H100)
+    load = measured("8B", BF16(), H100, compiled=False)
     inner = sum(w.count for kind in load.order for w in load.kinds[kind].weights if w.plan)
     for microbatches in (1, 16):
         memory = rank_memory(load, Mesh(pipeline=4, microbatches=microbatches))
         assert memory.parts["weights in BF16"] == 2 * inner / 4
     assert rank_memory(load, Mesh(shard=8)).parts["weights in BF16"] == 0
+    graphs = rank_memory(replace(load, compiled=True), Mesh(pipeline=4, microbatches=16))
+    assert graphs.parts["weights in BF16"] == 4 * 2 * inner / 4, "each pass of a compiled block makes its own"
 
 
 def test_embedding_and_head_count_in_what_is_sent() -> None:
