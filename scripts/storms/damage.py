@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -20,7 +21,7 @@ READ = {
     **{"state.json": "checkpoints/*/state.json", "tensors.safetensors": "checkpoints/*/tensors.safetensors"},
     **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
     **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
-    "measurements.jsonl": "studies/*/measurements.jsonl",
+    "measurements.jsonl": "studies/rank/measurements.jsonl",
 }
 """The records that are checked, by what the table calls them."""
 MEASURED_AGAIN = ("measurements.jsonl", "metrics.jsonl")
@@ -68,7 +69,7 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.run import directory, history, resume
     from fp4train.run.belonging import check_belongs, lost_records
     from fp4train.run.swaps import read_entries
-    from fp4train.studies.record import REMEDY
+    from fp4train.studies.record import StudyRecord
     from fp4train.track.metrics import mend, read_metrics
     from fp4train.track.statistics import read_statistics
 
@@ -84,12 +85,15 @@ def read_part(run: Path, kind: str) -> Any:
             say(problem)
         return studies.rankings, studies.sensitivities
     if kind == "measurements.jsonl":
-        return read_metrics(min(run.glob(READ[kind])), REMEDY)
+        study = json.loads((run / READ[kind]).with_suffix(".known").read_text())
+        record = StudyRecord(run / READ[kind], study["identity"], study["step"])
+        record.close()
+        return list(record.known.items())
     start = checkpoint.load(run / "checkpoints")
+    check_belongs(start, run, mend=True)
     for path, reason in start.skipped:
         say(f"{path}: {reason}")
     if kind == "config.yaml":
-        check_belongs(start, run, mend=True)
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
         resume._check_edits(run, directory.read_config(run))
@@ -106,7 +110,6 @@ def read_part(run: Path, kind: str) -> Any:
             say(text)
         return read_metrics(run / kind)
     if kind == "swaps.json":
-        check_belongs(start, run, mend=True)
         return read_entries(run)
     return start.step, start.state, {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in start.tensors.items()}
 
@@ -124,6 +127,8 @@ def studied(ground: Ground, name: str) -> Path:
         code, out = call(place, *command)
         if code:
             raise SystemExit(f"{' '.join(command[:2])} failed: {out}")
+    record = place / "runs/a" / READ["measurements.jsonl"]
+    record.with_suffix(".known").write_text(record.read_text().splitlines()[0])
     return place / "runs/a"
 
 
@@ -140,7 +145,7 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     os.chdir(run.parents[1])
     known: dict[str, Any] = ground.once("known", lambda: {kind: read_part(run, kind) for kind in READ})
     kind = draw.choice(tuple(READ))
-    path = max(run.glob(READ[kind])) if kind != "measurements.jsonl" else min(run.glob(READ[kind]))
+    path = max(run.glob(READ[kind]))
     there = other / path.relative_to(run)
     good = path.read_bytes()
     how = damage(path, draw, there if there.exists() else None)

@@ -27,7 +27,7 @@ ACTS = (
     (*TINY, "run.name=a", "run.overwrite=true"),
     ("swap", "runs/a", "recipe=bf16"),
     ("report", "runs/a"),
-    ("compare", "runs/a"),
+    ("compare", "runs/a", "runs/a"),
     ("plan", "runs/a"),
 )
 SECRET = "my-own-secret-words "
@@ -102,7 +102,7 @@ READERS = (
     *(ON, (*ON, "run.name=b"), (*ON, "checkpoint.keep=1")),
     ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=1", "forks=1", "batches=1"),
     ("sensitivity", "runs/a", "recipe=mxfp8", "batches=1"),
-    *(("report", "runs/a"), ("compare", "runs/a"), ("plan", "runs/a"), ("swap", "runs/a", "recipe=bf16")),
+    *(("report", "runs/a"), ("compare", "runs/a", "runs/a"), ("plan", "runs/a"), ("swap", "runs/a", "recipe=bf16")),
 )
 
 
@@ -308,7 +308,7 @@ SIZES: dict[str, Callable[[Path], None]] = {
     "20,000 checkpoints": _named("checkpoints", "step_{:08d}", 20_000),
     "20,000 studies": _named("studies", "s{}", 20_000),
 }
-SIZED = (("report", "runs/a"), ("compare", "runs/a"), ON, ("plan", "runs/a"), ("swap", "runs/a"))
+SIZED = (("report", "runs/a"), ("compare", "runs/a", "runs/a"), ON, ("plan", "runs/a"), ("swap", "runs/a"))
 
 
 def size_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:

@@ -16,7 +16,7 @@ from storms.ground import ON, SCENARIOS, SHAPE, Ground, Result, call, losses
 STREAMS = ("<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-")
 STREAMED = (
     *((SCENARIOS[name].command, 0) for name in ("resume", "start", "swap")),
-    *((("plan", "runs/a"), 0), (("formats",), 0), (("compare", "runs/a"), 0), (("report", "runs/a"), 0)),
+    *((("plan", "runs/a"), 0), (("formats",), 0), (("compare", "runs/a", "runs/a"), 0), (("report", "runs/a"), 0)),
     *((("resume=runs/nowhere",), 1), (("train.steps=no",), 1), (("swap", "runs/a", "recipe=nowhere"), 1)),
 )
 """Commands, and the exit codes that they have."""
@@ -24,7 +24,7 @@ SPARE = 3 << 30
 """Bytes of address space above what torch takes."""
 SMALL = (
     *(scenario.command for scenario in SCENARIOS.values()),
-    *(("plan", "runs/a"), ("formats",), ("compare", "runs/a"), ("report", "runs/a"), ("swap", "runs/a")),
+    *(("plan", "runs/a"), ("formats",), ("compare", "runs/a", "runs/a"), ("report", "runs/a"), ("swap", "runs/a")),
     *(("doctor", "--json"), ("swap", "runs/a", "recipe=bf16"), ("plan", *SHAPE, "data.path=../text.txt")),
 )
 
