@@ -36,6 +36,7 @@ trial failed; prints a table at the end. The exit code is 1 if a trial failed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -114,6 +115,7 @@ def recorded(record: Path, seed: int) -> dict[tuple[str, int], tuple[str, bool, 
 def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) -> None:
     """The trials whose number leaves `mine` when divided by `of`, in this process."""
     import torch
+    import torch._dynamo  # by torch's optimizers, and half of what a tiny run takes
 
     import fp4train.analysis.curves
     import fp4train.analysis.heatmap
@@ -123,6 +125,7 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
     import fp4train.train  # noqa: F401 - forks of this process then start at once
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage of a trial
     done = recorded(record, seed)
     left = {name: [n for n in range(mine, count, of) if (name, n) not in done] for name, count in counts.items()}
     with tempfile.TemporaryDirectory() as folder:
