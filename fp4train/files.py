@@ -75,6 +75,10 @@ class Folder:
         """All names in it, sorted."""
         return sorted(os.listdir(self.descriptor))
 
+    def empty(self) -> bool:
+        """Whether there is nothing in it but what killed processes left."""
+        return all(_TEMPORARY.fullmatch(name) for name in self.names())
+
     def status(self, name: str) -> os.stat_result | None:
         """Of the thing itself, a link included; None if there is none."""
         try:

@@ -21,7 +21,8 @@ from fp4train.parallel.norm import clip, gradient_norms
 from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.tensor import copies
 from fp4train.parallel.world import AgreedError
-from fp4train.precision import GEMMS, Recipe, autocast
+from fp4train.precision import GEMMS, Recipe
+from fp4train.precision.context import Context, use
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.change import follow_swaps, pick_up_swaps
@@ -325,15 +326,15 @@ def microbatch(
 
     @contextmanager
     def context() -> Iterator[None]:
-        now = autocast(
-            recipe,
+        now = Context(
+            recipe=recipe,
             policy=run.config.policy,
             seed=run.config.run.seed,
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
         )
-        with now, run.region():
+        with use(now), run.region():
             yield
 
     return Microbatch(

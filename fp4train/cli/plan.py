@@ -101,6 +101,7 @@ def _plan(
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
+    from fp4train.run.belonging import check_paths
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -111,7 +112,8 @@ def _plan(
     from fp4train.run.outliers import check_outliers
     from fp4train.run.resume import find_source, start_step
 
-    chosen, swap = settings(cfg)
+    chosen, swap, named = settings(cfg)
+    check_paths(chosen, named)
     config = to_config(chosen)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)

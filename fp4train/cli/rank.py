@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.folders import check_folder
+from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
@@ -41,6 +43,7 @@ with intervals and tests (docs/ranking.md). RUN is a run directory.
   stop=true        stop when every pair is told apart or alike
   processes=1      forks at the same time, each with a copy of the model
   plugins=[NAME]   packages of the classes of your own that the run uses
+  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
   out=FOLDER       for the record and the results; the default is a folder in RUN/studies
 
 Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks or candidates too.
@@ -61,6 +64,8 @@ OPTIONS: Mapping[str, Any] = {
     "processes": int,
     "out": str | None,
 }
+_OF_A_RUN = {field.name for field in fields(Config)} - {"plugins"}
+"""Sections and keys of a run's configuration, whose paths may be given."""
 _SWEPT = ("recipe", "policy", "phases")
 
 
@@ -100,6 +105,7 @@ def _request(arguments: list[str]) -> Request:
     for folder in folders:
         check_folder(folder)
     values: dict[str, Any] = {}
+    paths: dict[str, str | None] = {}
     sweep: list[str] = []
     words = [word for word in words if word not in runs]
     for override in overrides.parse(words):
@@ -112,6 +118,8 @@ def _request(arguments: list[str]) -> Request:
             if override.is_sweep_override():
                 raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
             values[key] = bind(override.value(), OPTIONS[key], key)
+        elif key.partition(".")[0] in _OF_A_RUN and isinstance(path := override.value(), str | None):
+            paths[key] = path
         elif key != "plugins":
             known = (*_SWEPT, *OPTIONS, "plugins")
             raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
@@ -123,6 +131,7 @@ def _request(arguments: list[str]) -> Request:
             sweep=sweep or [DEFAULT],
             packages=overrides.plugins(words),
             folders=folders,
+            paths=paths,
             **values,
         )
     except ValueError as error:

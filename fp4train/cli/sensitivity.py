@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
+    from fp4train.run.belonging import check_paths
     from fp4train.run.host import keep_freed_memory
     from fp4train.studies.parts import Parts
     from fp4train.studies.progress import StudyProgress
@@ -82,7 +83,8 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     )
     keep, cost = number(options, "keep"), number(options, "cost")
     keep_freed_memory()
-    chosen, swap = settings(cfg)
+    chosen, swap, named = settings(cfg)
+    check_paths(chosen, named)
     config = to_config(chosen)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):

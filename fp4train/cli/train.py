@@ -7,11 +7,11 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Swapped, launch, settings
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.parallel.launch import Place, find_place
@@ -49,10 +49,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     def task(cfg: DictConfig) -> int:
         nonlocal world, speaks
         try:
-            chosen, config, swap = _chosen(cfg)
+            chosen, config, swap, named = _chosen(cfg)
             world = World.start(place, config.parallel, choose_device(config.device, place))
             speaks = place.lead
-            return _train(chosen, config, swap, world)
+            return _train(chosen, config, swap, named, world)
         except AgreedError:
             if speaks:
                 raise
@@ -78,18 +78,19 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     return code if world is None else world.end(code)
 
 
-def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, tuple[str, dict[str, Any]] | None]:
-    chosen, swap = settings(cfg)
-    return chosen, to_config(chosen), swap
+def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[str]]:
+    chosen, swap, named = settings(cfg)
+    return chosen, to_config(chosen), swap, named
 
 
 def _train(
-    chosen: DictConfig, config: Config, swap: tuple[str, dict[str, Any]] | None, world: World | None = None
+    chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World | None = None
 ) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
     from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
+    from fp4train.run.belonging import check_paths
     from fp4train.run.build import build, choose_device
     from fp4train.run.determinism import determinism
     from fp4train.run.gpu import explain
@@ -103,6 +104,9 @@ def _train(
         world = World.start(Place(), config.parallel, choose_device(config.device))
     if world.size > 1:
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+    with world.together():
+        if world.lead:  # the others' machines may have another key
+            check_paths(chosen, named)
     with ExitStack() as stack:
         stack.enter_context(determinism(config.train.deterministic))
         with world.together():

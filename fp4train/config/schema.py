@@ -24,6 +24,7 @@ from fp4train.optim.optimizer import Optimizer
 from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
+from fp4train.paths import PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
 from fp4train.track.config import Tracking
@@ -179,10 +180,10 @@ class Config:
     backend: str
     device: str
     gpu: str | None
-    resume: str | None
+    resume: PathText | None
     plugins: tuple[str, ...] = ()
     resume_step: int | None = None
-    init: str | None = None
+    init: PathText | None = None
     init_step: int | None = None
     parallel: Parallel = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.formats import get_format
-from fp4train.precision import autocast
+from fp4train.precision.context import Context, use
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
@@ -130,7 +130,7 @@ def _inputs(
         seen[block] = (x, *others)
         return x
 
-    with _forwards({block: partial(note, block) for block in blocks}), autocast(recipe), torch.no_grad():
+    with _forwards({block: partial(note, block) for block in blocks}), use(Context(recipe=recipe)), torch.no_grad():
         model(torch.empty(sequences, seq_len, dtype=torch.int64, device="meta"))
     return seen
 
@@ -168,7 +168,7 @@ def _measure(
 
     traffic = _Traffic()
     forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
-    with _forwards(forwards), autocast(recipe), _FunctionStandIns(stand_ins, traffic):
+    with _forwards(forwards), use(Context(recipe=recipe)), _FunctionStandIns(stand_ins, traffic):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
             y = block(x, *inputs[1:])
         forward, traffic.bytes = traffic.bytes, 0.0

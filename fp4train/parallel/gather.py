@@ -29,6 +29,7 @@ from fp4train.nn import Linear
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms
+from fp4train.nn.place import Ranks
 from fp4train.nn.weights import WeightForm
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
@@ -266,9 +267,8 @@ class WeightGather:
                 return sent.tensors[0].to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
-        whole = self.shard.new_empty(self.shape)
-        dist.all_gather_into_tensor(whole, self.shard.detach(), group=self.group)
-        return whole
+        ranks = Ranks(group=self.group, rank=self.group.rank(), size=self.group.size())
+        return ranks.gather_rows(self.shard.detach())
 
     def _is_here(self, sent: Sent, position: Position | None) -> bool:
         """Whether what was received is that of the step, and not freed since."""
@@ -314,6 +314,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         for block in blocks
         for parameter in _parameters(block)
         if isinstance(parameter._module_info.module, Linear)
+        and not parameter._module_info.module.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0

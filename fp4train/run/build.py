@@ -33,7 +33,7 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
-from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
+from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
 from fp4train.run.gpu import check_gpu
@@ -224,7 +224,7 @@ def build(
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan))):
+    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan), divided_blocks(run.plan))):
         _log.warning("%s", warning)
     with world.together():
         if world.lead:

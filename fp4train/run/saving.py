@@ -275,8 +275,9 @@ class Saver:
             return also
         try:
             there = run_directory.identity(place)
-            if there not in (None, run.identity):
-                raise UserError(f"{place} holds another run ({there}): nothing is written there")
+            if there != run.identity and not (there is None and also.empty()):
+                what = "files that are not this run's" if there is None else f"another run ({there})"
+                raise UserError(f"{place} holds {what}: nothing is written there")
             copies = {run_directory.CONFIG: run.saved_config}
             for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):

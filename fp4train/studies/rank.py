@@ -8,9 +8,9 @@ once more, which then measures nothing. Forks are made seed by seed, all candida
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -52,6 +52,7 @@ class Request:
         processes: that make forks at the same time.
         out: the folder of the ranking; None: one in RUN/studies.
         packages, folders: of the user's own classes and options.
+        paths: full key → path, of what the run's configuration has elsewhere, or names and this user did not.
     """
 
     run: Path
@@ -68,6 +69,7 @@ class Request:
     out: Path | None = None
     packages: Sequence[str] = ()
     folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("forks", "processes"):
@@ -85,7 +87,7 @@ def rank(request: Request) -> tuple[Ranking, Path]:
     """
     source = run_directory.require_run(request.run)
     step = _step(source, request.step)
-    subject = open_checkpoint(source, step)
+    subject = open_checkpoint(source, step, request.paths)
     settings = _settings(request, subject.config, step)
     saved = plain(run_directory.read_config(source))
     sections = {name: saved[name] for name in SECTIONS}
@@ -211,6 +213,7 @@ class _Forks:
             threads=self.threads,
             packages=request.packages,
             folders=request.folders,
+            paths=request.paths,
         )
         self.processes, self.most = request.processes, request.forks
         self.progress, self.done = StudyProgress("fork"), 0

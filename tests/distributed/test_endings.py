@@ -204,3 +204,15 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
     ranks.same("one", "asked")
     assert json.loads(Path(ranks.folder, "runs/asked/swaps.json").read_text())[0]["step"] == 3
+
+
+def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:
+    """Each machine may have a key of its own, or none."""
+    ranks.train(2, "a", "train.steps=1", XDG_STATE_HOME=str(ranks.folder / "state{rank}"))
+    named = (f"data.path={ranks.text}", f"data.cache_dir={ranks.text.parent / 'cache'}")
+    said = ranks(2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")).message
+    assert "names paths outside of the run" in said and all(each in said for each in named)
+    for options, state in ((), "state{rank}"), (named, "other{rank}"):
+        steps = f"train.steps={2 + len(options)}"
+        ended = ranks(2, "resume=runs/a", steps, *options, XDG_STATE_HOME=str(ranks.folder / state))
+        assert ended.codes == [0, 0], ended.err

@@ -128,10 +128,10 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: s
     ranks.same("float32", "codes")
     assert plan(ranks, "codes") == ["weights are gathered from 2 shards as codes and scales"]
     if recipe == "nvfp4":
-        names = ("all_gather_single", "torch.uint8")
+        names = ("all_gather_single", "torch.uint8")  # tokens of x and dy are sent so, too
         blocks = [each["bytes"] for each in sent(ranks, step=3) if (each["collective"], each["dtype"]) == names]
         weights = 4 * 128 * 128 + 3 * 128 * 128
-        assert blocks == [BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2] * 4  # two blocks, forward and backward
+        assert blocks.count(BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2) == 4  # two blocks, forward and backward
         joined = [each["bytes"] for each in sent(ranks, step=3) if each["maximum"]]
         assert joined.count(4 * 14) == 1
 

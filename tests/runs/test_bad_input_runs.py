@@ -199,7 +199,7 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
         assert said.startswith("runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out")
     path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
     assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
-    assert cli("resume=runs/a", "train.steps=2").code == 0
+    assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
 
 
 def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(cli: Cli) -> None:
@@ -212,7 +212,7 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     line = json.loads(record.read_text())
     line["config"]["parallel"]["norm"] = "auto"
     record.write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
-    ended = cli("resume=runs/a", "train.steps=2")
+    ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
     assert ended.code == 0, ended.message
     assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
     assert "norm:" not in path.read_text()
@@ -266,7 +266,8 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
     assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
     config = Path("runs/a/config.yaml")
     config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
-    assert "does not fit this model: embed.weight has shape [" in cli("resume=runs/a", "train.steps=2").message
+    said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
+    assert "does not fit this model: embed.weight has shape [" in said
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
@@ -348,6 +349,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
+        (["train.grad_accum=4"], "'train.grad_accum'; did you mean 'train.microbatch'? (sequences per forward pass"),
+        (["learning_rate=1e-3"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        (["--learning-rate=1e-3"], "unknown flag --learning-rate; did you mean 'optim.lr'?"),
+        (["model.dropout=0.1"], "unknown key 'model.dropout': the models here have no dropout (known: width"),
+        (["recipe=fp8"], "did you mean fp8_block, fp8_current, fp8_delayed or fp8_row?"),
         (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.dtype'? (known: hadamard"),
         (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
         (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),

@@ -50,7 +50,7 @@ def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
     saved = yaml.safe_load(config.read_text())
     del saved["checkpoint"]["also"], saved["train"]["step_timeout"]
     config.write_text(yaml.safe_dump(saved))
-    assert cli("resume=runs/a").code == 0
+    assert cli("resume=runs/a", *cli.paths).code == 0
     assert losses("runs/a") == losses("runs/whole")
     assert config.read_text().startswith("# fp4train run ")
 
@@ -59,15 +59,16 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
-    header = good.index(b"\n")
+    header, signed = good.index(b"\n"), good.index(b" signed ")
     for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
         bad = bytearray(good)
         bad[place] ^= 1
         path.write_bytes(bad)
-        ended = cli.raw("resume=runs/a", "train.steps=2")
+        ended = cli.raw("resume=runs/a", "train.steps=2", *(cli.paths if place < signed else ()))
         assert ended.code == 1, place
         told = "was changed after the run had written it" in ended.message
-        assert told or (place < header and "is a checkpoint of run" in ended.message), place
+        other = "has the signature of another user" if place > signed else "is a checkpoint of run"
+        assert told or (place < header and other in ended.message), place
     path.write_bytes(good)
     assert cli("resume=runs/a", "train.steps=2").code == 0
 
