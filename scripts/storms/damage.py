@@ -181,7 +181,7 @@ def resume_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     how = damage(path, draw)
     same = path.exists() and path.read_bytes() == good
     code, out = call(place, *ON)
-    found, whole = losses(place / "runs/a"), ground.undisturbed("resume").result
+    found, whole = losses(place / "runs/a"), ground.undisturbed("resume").result["losses"]
     refused = code == 1 and out.count("fp4train: ") == 1 and "Traceback" not in out
     equal = {step: value for step, value in whole.items() if step in found} == found and STEPS in found
     told = set(found) == set(whole) or "left out" in out or "missing" in out

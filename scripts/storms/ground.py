@@ -51,14 +51,26 @@ def losses(run: Path) -> dict[int, float]:
     return found
 
 
+def measured(run: Path) -> list[list[float]] | None:
+    """Steps and largest values of the measured operands."""
+    from fp4train.errors import UserError
+    from fp4train.track.statistics import read_statistics
+
+    try:
+        columns = read_statistics(run).operands
+    except UserError:
+        return None
+    return [columns["step"].tolist(), columns["amax"].tolist()]
+
+
 def result_of(study: Path, name: str) -> Any:
     """The JSON that a study ends with, and what it measured."""
     record = study / "measurements.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
-    measured = {line["key"]: line["values"] for line in lines if "key" in line}
-    for values in measured.values():
-        values.pop("seconds", None)
-    return (study / name).is_file(), measured
+    values = {line["key"]: line["values"] for line in lines if "key" in line}
+    for each in values.values():
+        each.pop("seconds", None)
+    return {"file": (study / name).is_file(), "measured": values}
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Scenario:
 
 
 def _run(name: str) -> Callable[[Path], Any]:
-    return lambda place: losses(place / "runs" / name)
+    return lambda place: {"losses": losses(place / "runs" / name), "statistics": measured(place / "runs" / name)}
 
 
 SCENARIOS = {
@@ -238,12 +250,16 @@ def explained(code: int, out: str) -> bool:
     return "Traceback" not in out and (code == 0 or (code == 1 and ("fp4train: " in out or "error: " in out)))
 
 
-def goes_on(ground: Ground, name: str, place: Path) -> str:
-    """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was seen."""
+def goes_on(ground: Ground, name: str, place: Path, but: tuple[str, ...] = ()) -> str:
+    """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was seen.
+
+    `but`: parts of the result that may be lost.
+    """
     scenario = SCENARIOS[name]
     code, out = call(place, *scenario.command)
-    same = scenario.result(place) == ground.undisturbed(name).result
-    return "" if code == 0 and same else f"again: exit {code}, equal {same}: {out[-400:]}"
+    found, whole = scenario.result(place), ground.undisturbed(name).result
+    other = [key for key in whole if found[key] != whole[key] and key not in but]
+    return "" if code == 0 and not other else f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
 
 
 class Messages(logging.Handler):

@@ -40,7 +40,7 @@ def stream_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     seen = "" if ended.returncode == code else f"exit {ended.returncode}, not {code}"
     if "Traceback" in ended.stdout + ended.stderr:
         seen = "a traceback"
-    if command is ON and losses(place / "runs/a") != ground.undisturbed("resume").result:
+    if command is ON and losses(place / "runs/a") != ground.undisturbed("resume").result["losses"]:
         seen = seen or "other losses"
     return Result(
         streams, not seen, seen and f"{' '.join(command)}: {seen}: {ended.stdout[-200:]}{ended.stderr[-300:]}"
