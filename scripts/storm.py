@@ -1,7 +1,7 @@
 """Storms of faults against real runs. Seeded and counted; `scripts/storms/` says what each trial does.
 
     python scripts/storm.py                     # some minutes on two cores
-    python scripts/storm.py --all jobs=2        # the counts of benchmarks/reliability.md, which it writes anew
+    python scripts/storm.py --all --report jobs=2       # hours; writes the table of benchmarks/reliability.md anew
     python scripts/storm.py kills=50 damages=10000 others=0 jobs=8 seed=1 record=storm.jsonl
 
 One trial, and when it passes:
@@ -136,10 +136,11 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
 
 def main(arguments: list[str]) -> int:
     """Run the storms in `jobs` processes; print the table."""
-    whole, given = "--all" in arguments, dict(a.partition("=")[::2] for a in arguments if a != "--all")
+    flags = {a for a in arguments if a in ("--all", "--report")}
+    whole, given = "--all" in flags, dict(a.partition("=")[::2] for a in arguments if a not in flags)
     known = (*STORMS, "others", "jobs", "seed", "record", "part")
     if strange := set(given) - set(known):
-        print(f"unknown: {', '.join(sorted(strange))}; known: --all, {', '.join(known)}", file=sys.stderr)
+        print(f"unknown: {', '.join(sorted(strange))}; known: --all, --report, {', '.join(known)}", file=sys.stderr)
         return 2
     jobs, seed = int(given.get("jobs", "1")), int(given.get("seed", "0"))
     counts = {
@@ -162,8 +163,8 @@ def main(arguments: list[str]) -> int:
         rows = {key: row for key, row in recorded(record, seed).items() if key[1] < counts.get(key[0], 0)}
     lines, failures = table(rows)
     print("\n".join([*lines, *failures]))
-    if whole and not any(ended):
-        write_report(lines, failures, len(rows), seed)
+    if "--report" in flags and not any(ended):
+        write_report(lines, failures, len(rows), " ".join([*sorted(flags - {"--report"}), *words[:-1]]))
     return 1 if failures or any(ended) or len(rows) < sum(counts.values()) else 0
 
 
@@ -184,18 +185,19 @@ def table(rows: dict[tuple[str, int], tuple[str, bool, str]]) -> tuple[list[str]
     return lines, failures
 
 
-def write_report(lines: list[str], failures: list[str], trials: int, seed: int) -> None:
+def write_report(lines: list[str], failures: list[str], trials: int, words: str) -> None:
     """Put the table in benchmarks/reliability.md, before its second heading."""
     import torch
 
     rest = REPORT.read_text()
     rest = rest[rest.index("\n## ") :]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    model = next((t for t in Path("/proc/cpuinfo").read_text().splitlines() if t.startswith("model name")), ": a CPU")
     head = f"""# Fault tests
 
-`python scripts/storm.py --all seed={seed}` on commit {commit.strip()}, torch {torch.__version__}, Python
-{platform.python_version()}, {os.cpu_count()} CPU cores: {trials:,} trials, {len(failures)} failed. Each row counts the
-trials of one kind; `scripts/storm.py` says what a trial does and when it passes.
+`python scripts/storm.py {words}` on commit {commit.strip()}, torch {torch.__version__}, Python
+{platform.python_version()}, {os.cpu_count()} cores of {model.partition(": ")[2]}: {trials:,} trials, {len(failures)} failed.
+Each row counts the trials of one kind; `scripts/storm.py` says what a trial does and when it passes.
 """
     REPORT.write_text("\n".join([head, *lines, "", *(f"- {each}" for each in failures)]).rstrip() + "\n" + rest)
 
