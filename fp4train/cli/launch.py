@@ -82,7 +82,7 @@ def _run_hydra(arguments: list[str], swept: Sequence[str], task: Callable[[DictC
             codes.append(task(cfg))
         except UserError as error:
             print(f"fp4train: {error}", file=sys.stderr)
-            codes.append(1)
+            codes.append(error.exit_code)
         except BrokenPipeError:
             codes.append(discard_output())
         except (torch.OutOfMemoryError, MemoryError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fp4train import __version__
 from fp4train.cli import compare, doctor, formats, plan, rank, report, sensitivity, swap, train
-from fp4train.cli.output import configure_logging, discard_output, open_streams
+from fp4train.cli.output import configure_logging, discard_output, open_streams, printable_output
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.text import near_miss
@@ -58,8 +58,14 @@ COMPOSED = ("train", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 0, 1 for an error that was explained, or 128 + the signal that ended a run."""
+    """Run a command; exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 + the
+    signal that ended a run."""
     open_streams()
+    with printable_output():
+        sys.exit(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = "train"
     if arguments and arguments[0] in VERBS:
@@ -81,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except UserError as error:
         print(f"fp4train: {error}", file=sys.stderr)
-        code = 1
+        code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             code = discard_output()
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("fp4train: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
-    sys.exit(code)
+    return code
 
 
 def _no_verb(arguments: list[str]) -> str:

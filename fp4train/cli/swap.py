@@ -17,7 +17,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.history import steps_done
 from fp4train.run.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
 from fp4train.run.swaps import as_swap, read_swaps
-from fp4train.text import tabulate
+from fp4train.text import tabulate, whole_number
 
 USAGE = "fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]"
 WAIT = 10.0
@@ -136,8 +136,8 @@ def _cancel(run: Path, what: str, wait: float) -> int:
     if what in open_requests and cancel_request(run, what):
         print(f"{run}: request {what} is cancelled")
         return 0
-    if what.isdecimal() and int(what) in recorded:
-        return _forget(run, int(what), wait)
+    if (number := whole_number(what)) is not None and number in recorded:
+        return _forget(run, number, wait)
     known = [*open_requests, *map(str, recorded)]
     raise UserError(
         f"cancel={what}: {run} has no such pending swap; "
@@ -158,9 +158,10 @@ def _value(words: list[str], key: str) -> str | None:
 
 
 def _step(text: str | None) -> int | None:
-    if text is not None and not text.isdecimal():
+    step = None if text is None else whole_number(text)
+    if text is not None and step is None:
         raise UserError(f"at={text!r} must be a step (an integer ≥ 0)")
-    return None if text is None else int(text)
+    return step
 
 
 def _seconds(text: str | None) -> float:

@@ -254,6 +254,10 @@ def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ..
 def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         raise UserError(f"{path}={node} must be finite")
+    if isinstance(node, (int, float)) and abs(node) >= 2**63 and (isinstance(node, int) or float not in options):
+        raise UserError(
+            f"{path}={node:.3g} must lie within ±(2**63 - 1)" if abs(node) < 1e300 else f"{path} is too large"
+        )
     if Any in options or type(node) in options:
         return node
     if any(get_origin(option) is Literal and node in get_args(option) for option in options):

@@ -99,8 +99,12 @@ def parse(arguments: list[str]) -> list[Override]:
     found = []
     for word in words:
         try:
-            found.append(parser.parse_override(word))
-        except HydraException as error:
+            override = parser.parse_override(word)
+            if override.package is not None and not override.key_or_group.startswith("hydra"):
+                plain_word = word.replace(f"@{override.package}", "", 1)
+                raise UserError(f"{word!r}: a group has one place in the configuration, without @: {plain_word}")
+            found.append(override)
+        except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
             if "=" not in word and Path(word).is_dir():
                 raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
             why = _first_lines(error).partition(" expecting ")[0]

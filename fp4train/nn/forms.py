@@ -140,17 +140,12 @@ class Forms:
             return self.pair(x_MK, keys[0], row_amax, keys[1], column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
-    def _amaxes(
-        self, x_MK: Tensor, call: Call, row_key: RandomKey | None, column_key: RandomKey | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The amaxes of both forms, if they are not those of x."""
+    def _amaxes(self, x_MK: Tensor, call: Call, *keys: RandomKey | None) -> tuple[Tensor | None, Tensor | None]:
+        """The amaxes of both forms, whose keys are given, if they are not those of x."""
         if not self.joined:
-            return self.row.amax(x_MK, call, row_key), self.column.amax(x_MK.T, call, column_key)
+            return self.row.amax(x_MK, call, keys[0]), self.column.amax(x_MK.T, call, keys[1])
         assert self.row.spec is not None and self.column.spec is not None
-        own = (
-            measure_amax(x_MK, self.row.spec, row_key),
-            measure_amax(x_MK.T, self.column.spec, column_key),
-        )
+        own = measure_amax(x_MK, self.row.spec, keys[0]), measure_amax(x_MK.T, self.column.spec, keys[1])
         both = torch.cat([amax.reshape(-1) for amax in own])
         for ranks in self.joined:
             both = ranks.largest(both)

@@ -252,9 +252,10 @@ class Linear(nn.Linear):
         if (place is None or place.tensor is None) and (
             not gemms.quantised or gemms.device == "meta"
         ):  # for meta tensors the shape is enough
-            return self.by_torch(x_MK, gemms.dtype)
+            keeps = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
+            return self.by_torch(x_MK, gemms.dtype, self.new_call(context, gemms, False) if keeps else None)
         if gemms.together is not None:
-            whole = self.weight.clone() if isinstance(self.weight, Gathered) else self.w_NK.contiguous()
+            whole = self.weight.copied() if isinstance(self.weight, Gathered) else self.w_NK.contiguous()
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
             return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
@@ -263,10 +264,8 @@ class Linear(nn.Linear):
             call = once(self, lambda: self.new_call(context, gemms, training, tokens))
         else:
             call = self.new_call(context, gemms, training, tokens)
-        w_NK: Tensor = self.weight
+        w_NK: Tensor = self.w_NK
         bias_N: Tensor | None = self.bias
-        if self.transposed:
-            call.parameter, w_NK = w_NK, w_NK.T
         if place is not None:
             if place.tensor is not None:
                 call.parameter, w_NK = w_NK, local(w_NK)
@@ -307,14 +306,14 @@ class Linear(nn.Linear):
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
-    def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
-        bias = None if self.bias is None else self.bias.to(dtype)
+    def by_torch(self, x_MK: Tensor, dtype: torch.dtype, call: Call | None = None) -> Tensor:
+        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16; of a sum, rounding
+        the weight once per step if there is a `call`."""
+        x_MK, bias = x_MK.to(dtype), None if self.bias is None else self.bias.to(dtype)
         sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
         if sums or isinstance(self.weight, Gathered):
-            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.w_NK, bias, sums)  # type: ignore[no-untyped-call]
-            return y_MN
-        return widened(F.linear, x_MK.to(dtype), self.w_NK.to(dtype), bias)
+            return HighPrecision.apply(x_MK, self.w_NK, bias, sums, call)  # type: ignore[no-untyped-call, no-any-return]
+        return widened(F.linear, x_MK, self.w_NK.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool, tokens: int = 0) -> Call:
         """A call of this layer with so many tokens; `training`: whether gradients are enabled."""
@@ -330,6 +329,7 @@ class Linear(nn.Linear):
             *(gemms, context.seed, step, offset or 0, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
+        call.parameter = self.weight if self.transposed else None
         if gemms.plan.recipe.outliers is not None:
             self._begin_parts(gemms, call, keep=context.step is not None)
         return call

@@ -35,7 +35,10 @@ class WeightForm:
         place: where the weight lies in the whole layer's; None: it is whole.
     """
 
-    __slots__ = ("before", "decode", "dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
+    __slots__ = (
+        *("before", "decode", "dtype", "holders", "key", "make", "operand", "requantise", "spec", "start"),
+        "transposed",
+    )
 
     def __init__(
         self,
@@ -58,8 +61,9 @@ class WeightForm:
             self.holders = place.holders("w", spec, transposed=turned)
             self.before = place.holders_before("w", spec, transposed=turned)
         if spec is not None:
-            chosen = quantizer(replace(spec, requantises=None) if self.before else spec, device)
-            self.make = chosen.codes if backend.takes_codes else chosen.values
+            rest = quantizer(replace(spec, requantises=None), device)
+            chosen = rest if self.before else quantizer(spec, device)
+            self.make, self.requantise = (each.codes if backend.takes_codes else each.values for each in (chosen, rest))
             self.decode = None if backend.takes_codes else chosen.decode
         self.key = (spec, backend.name, dtype, column and not self.transposed)
         start = (0, 0) if place is None else place.starts("w")
@@ -101,11 +105,14 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
+        rounded = None
         if isinstance(w_NK, Gathered):
             sent = w_NK.source.form(form, call)
             if sent is not None:
                 return sent
-            w_NK = w_NK.source.values(w_NK.dtype)
+            if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
+                rounded = w_NK.source.rounded(form.spec.requantises, call)
+            w_NK = w_NK.source.values(w_NK.dtype) if rounded is None else rounded
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
@@ -127,7 +134,7 @@ class PreparedWeights:
                 prepared = found
                 break
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, rounded is not None)
             if self._keep:
                 self._forms.append((form.key, prepared))
         if form.transposed:
@@ -142,17 +149,20 @@ class PreparedWeights:
         self._amaxes.clear()
         self._amax, self._entered = None, False
 
-    def _prepare(self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+    def _prepare(
+        self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, rounded: bool = False
+    ) -> Prepared:
+        """`rounded`: w is what `form.spec.requantises` gave."""
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         key = call.weight_key(form.operand, form.start) if spec.random else None
-        if form.before and spec.requantises is not None:
+        if form.before and spec.requantises is not None and not rounded:
             w = requantised(w, spec, self._amax_over_ranks(w.T, spec.requantises, form.before, form.operand))
         if form.holders:
             amax = self._amax_over_ranks(w, spec, form.holders, form.operand, key)
-        return form.make(w, key, amax)
+        return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
         self, w: Tensor, spec: QuantSpec, holders: tuple[Ranks, ...], operand: int, key: RandomKey | None = None

@@ -7,8 +7,9 @@ and none is outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -51,6 +52,14 @@ class Layer:
     unconverted: str | None = field(default=None, repr=False, compare=False)
     cut: str | None = None
     parts: int = 1
+
+    def part(self, cut: str, parts: int) -> Layer:
+        """One of `parts` shards that divide the features `cut`, "in" or "out"."""
+        if parts == 1:
+            return self
+        key = f"{cut}_features"
+        sizes = {key: math.ceil(getattr(self, key) / parts)}
+        return replace(self, cut=cut, parts=parts, **sizes)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

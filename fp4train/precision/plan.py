@@ -7,7 +7,6 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -193,9 +192,7 @@ def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
     """
     if parts == 1:
         return plan
-    key = f"{cut}_features"
-    size = {key: math.ceil(getattr(plan.layer, key) / parts)}
-    layer = replace(plan.layer, cut=cut, parts=parts, **size)
+    layer = plan.layer.part(cut, parts)
     divided = misaligned(layer, {gemm.name: gemm.operands for gemm in plan.gemms})
     kept = {
         name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True)

@@ -8,6 +8,8 @@ groups of the Hadamard transform.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -70,3 +72,12 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     if columns and spec.random and extent % LANES:
         return f"a shard of {extent} is not whole draws of {LANES} random numbers"
     return None
+
+
+def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
+    """Bytes of a quantised matrix [rows, columns]: codes (E2M1 packed, others one per byte), one scale per block, and
+    those of outer blocks."""
+    tall, wide = spec.block[0] or rows, spec.block[1] or columns
+    scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.dtype.itemsize
+    outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS) if spec.global_scale == "block" else 0
+    return rows * columns * (0.5 if spec.format.bits == 4 else 1) + scales + outer

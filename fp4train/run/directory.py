@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
-SAVED = "checkpoint"
-"""The event in the metrics of a checkpoint that is whole."""
+SAVED, REMOVED = "checkpoint", "checkpoints removed"
+"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 CONFIG_LIMIT = 1 << 22
@@ -70,7 +70,7 @@ CONTINUED = (
     "plugins",
     "eval.",
     "checkpoint.",
-    "train.step_timeout",
+    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
     "track",
     "data.cache_dir",
 )
@@ -374,8 +374,8 @@ def check_restart(run: Path) -> None:
                 with suppress(ValueError, AttributeError, RecursionError):
                     saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
             if not isinstance(saved, int) and folder.has_file(METRICS):
-                whole = (line["step"] for line in read_metrics(run / METRICS) if line.get("event") == SAVED)
-                saved = max(whole, default=None)
+                told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+                saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
     except OSError as error:
         raise UserError(f"{run}: {error}") from error
     if isinstance(saved, int):

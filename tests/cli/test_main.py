@@ -1,5 +1,6 @@
 """Which verb a command is, what it prints for help, and the code that it exits with."""
 
+import logging
 import os
 import re
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 import fp4train
 from fp4train.cli import main, rank, report, sensitivity
 from fp4train.cli.main import USAGE, VERBS
+from fp4train.errors import UserError
 
 
 def run(*arguments: str) -> int | str | None:
@@ -80,6 +83,31 @@ def test_an_error_is_one_message_and_code_1(capsys: pytest.CaptureFixture[str]) 
     assert run("compare") == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("fp4train: compare needs two or more run directories")
+
+
+@pytest.mark.parametrize("stream", ["out", "err", "log", "message", "bar"])
+def test_nothing_that_is_printed_acts_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: str
+) -> None:
+    hostile = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7f é✓\tend"
+
+    def told(arguments: list[str]) -> int:
+        if stream == "log":
+            logging.getLogger("fp4train").warning("name %s", hostile)
+        elif stream == "message":
+            raise UserError(hostile)
+        elif stream == "bar":
+            for _ in tqdm([1], desc=hostile):
+                pass
+        else:
+            print(hostile, file=getattr(sys, f"std{stream}"))
+        return 0
+
+    monkeypatch.setitem(VERBS, "formats", told)
+    run("formats")
+    shown = "".join(capsys.readouterr())
+    assert "a\\u001b]0;owned\\u0007b\\u009b2Jc\\rd\\u202ee\\u007f é✓\tend" in shown
+    assert all(c.isprintable() or c in "\n\t\r" for c in shown) and ("\r" in shown) == (stream == "bar")
 
 
 def test_an_interrupt_before_the_loop_ends_with_128_and_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:

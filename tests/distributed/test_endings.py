@@ -31,7 +31,8 @@ Ranks = Any
     ],
 )
 def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], said: str) -> None:
-    assert said in ranks(2, "run.name=a", *arguments).message
+    ended = ranks(2, "run.name=a", *arguments)
+    assert said in ended.message and ended.codes == [1, 1], "the code of an error of the run"
 
 
 @pytest.mark.long
@@ -129,21 +130,51 @@ def fails_at_3(rank: int, what: str) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
     ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "raise ValueError('a bad disk')"))
-    told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
-    assert len(told) == 1 and told[0].startswith(f"fp4train: rank {rank} on ")
-    assert told[0].endswith("ended: ValueError: a bad disk")
+    lines = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"fp4train: rank {rank} on ")
+    assert lines[0].endswith("ended: ValueError: a bad disk")
     assert ended.codes == [1, 1] and ended.seconds < 60
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
 
+def told(ended: Any, *, by: int) -> str:
+    """The one message of a job, and that no other rank gave one."""
+    lines = [[line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err]
+    assert [len(each) for each in lines] == [int(rank == by) for rank in range(len(lines))], ended.err
+    assert "Traceback" not in ended.err[by]
+    return str(lines[by][0])
+
+
 @pytest.mark.long
-def test_a_rank_that_is_killed_ends_the_others(ranks: Ranks) -> None:
-    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(1, "os.kill(os.getpid(), 9)"))
-    assert ended.codes == [1, -9]
-    assert "lost another rank, which ended without a word" in ended.err[0] and "Traceback" not in ended.err[0]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, rank: int) -> None:
+    """Rank 0 keeps the store through which ranks tell each other: without torchrun it is gone, too."""
+    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "os.kill(os.getpid(), 9)"))
+    assert ended.codes == ([75, -9] if rank else [-9, 75])
+    said = told(ended, by=1 - rank)
+    assert f"lost rank {rank}" in said and ", which ended without a word (killed, or out of memory?)" in said
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, rank: int) -> None:
+    options = ("run.name=a", "parallel.timeout=4", "parallel.dp_replicate=3", "train.batch_size=3")
+    job = ranks.start(3, *options, patch=fails_at_3(rank, "time.sleep(30); os._exit(0)"))
+    said = [line for text in job.wait().err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(said) == 1, said
+    assert f" lost rank {rank} on " in said[0] and ", which did not answer within parallel.timeout=4 s" in said[0]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
+    patch = f"import os\nimport fp4train.parallel.meeting as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
+    ended = ranks(2, "run.name=a", patch=patch)
+    assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
+    assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(ended, by=1 - rank)
+    assert "within 2 s" in told(ended, by=1 - rank)
 
 
 KILLS = int(os.environ.get("FP4TRAIN_KILLS", "3"))

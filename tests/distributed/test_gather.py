@@ -57,13 +57,16 @@ WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128
 LONG = pytest.mark.long
 BYTES = {
     **{"nvfp4": 0.5 + 1 / 256, "nvfp4_four_over_six": 0.5 + 1 / 256, "mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32},
-    **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2},
+    **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
+    # A float32 scale for each of 576 rows, which are no longer than an outer block.
+    **{"quartet_ii": 0.5 + 1 / 16, "tetrajet_v2": 0.5 + 1 / 16 + 4 * 576 / (4 * 64 * 64 + 3 * 64 * 128)},
 }
 """Per weight and gather."""
 
 
 @pytest.mark.parametrize(
-    "recipe", [each if each in ("nvfp4", "fp8_delayed") else pytest.param(each, marks=LONG) for each in BYTES]
+    "recipe",
+    [each if each in ("nvfp4", "fp8_delayed", "quartet_ii") else pytest.param(each, marks=LONG) for each in BYTES],
 )
 def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     """And a weight costs so many bytes per gather, counted in the collectives themselves."""
@@ -126,7 +129,7 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: s
     ranks.train(4, "float32", *both, "parallel.gather=fp32")
     ranks.train(4, "codes", *both, patch=COUNT)
     ranks.same("float32", "codes")
-    assert plan(ranks, "codes") == ["weights are gathered from 2 shards as codes and scales"]
+    assert plan(ranks, "codes")[0].startswith("weights of the blocks are gathered from 2 shards as codes and scales (")
     if recipe == "nvfp4":
         names = ("all_gather_single", "torch.uint8")  # tokens of x and dy are sent so, too
         blocks = [each["bytes"] for each in sent(ranks, step=3) if (each["collective"], each["dtype"]) == names]
@@ -166,8 +169,9 @@ def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: R
     ranks.same("one", "two")
     assert not plan(ranks, "one")
     assert plan(ranks, "two") == [
-        "weights are gathered from 2 shards as codes and scales, but in float32:",
-        "  blocks.0–1.attention.wk, blocks.0–1.attention.wv: a shard of 16 is not whole blocks of 32",
+        "weights of the blocks are gathered from 2 shards: 5 layers each of blocks 0–1 as codes and scales "
+        "(1.03 or 2 B per weight), which keep the bits of one rank; attention.wk, attention.wv of blocks 0–1 in "
+        "float32 (4 B per weight), because a shard of 16 is not whole blocks of 32"
     ]
 
 
@@ -180,7 +184,9 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
         ranks.train(2, f"{recipe}_bf16", *options, "parallel.gather=bf16", patch=COUNT)
         blocks = [each["bytes"] for each in sent(ranks, step=3) if each["dtype"] == "torch.uint8"]
         assert blocks == [2 * WEIGHTS / 2 + 2 * 64 * 4 / 2] * 4
-        assert plan(ranks, f"{recipe}_bf16") == ["weights are gathered from 2 shards in BF16"]
+        assert plan(ranks, f"{recipe}_bf16")[0].startswith(
+            "weights of the blocks are gathered from 2 shards in BF16 (2 B per weight)"
+        )
     ranks.same("bf16_float32", "bf16_bf16")
     first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
@@ -212,5 +218,5 @@ def plan(ranks: Ranks, name: str) -> list[str]:
     """What plan.txt says about the gather."""
     text = (ranks.folder / "runs" / name / "plan.txt").read_text(encoding="utf-8")
     lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith("weights are gathered")), len(lines))
+    start = next((n for n, line in enumerate(lines) if line.startswith("weights of the blocks")), len(lines))
     return lines[start:]

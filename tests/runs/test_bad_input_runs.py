@@ -331,6 +331,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         ),
         (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
         (["experiment=techniqes"], "did you mean 'techniques'?"),
+        (["recipe@x=bf16"], "'recipe@x=bf16': a group has one place in the configuration, without @: recipe=bf16"),
         (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
         (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
         (["resume="], "resume= names no run"),
@@ -441,3 +442,26 @@ def test_a_folder_that_cannot_be_read_is_named(cli: Cli, monkeypatch: pytest.Mon
     assert cli("run.name=a", "train.steps=1").code == 0
     monkeypatch.setattr(checkpoint, "steps", refuse)
     assert cli("resume=runs/a", "train.steps=2").message == "runs/a/checkpoints: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train.batch_size=1e18"],
+            "000 × train.seq_len=32 is 3.2e+19 tokens per step",
+        ),
+        (["train.batch_size=1e18", "train.microbatch=1"], "is 3.2e+19 tokens per step, and at most 1.1e+12"),
+        (["train.seq_len=1e18"], "is 4e+18 tokens per step"),
+        (["train.steps=1e12", "train.batch_size=1e8"], "× train.batch_size=100000000 must be below 2**63"),
+        (["train.steps=" + "9" * 5000], "for integer string conversion"),
+        (["optim.lr=" + "9" * 400], "optim.lr is too large"),
+        (["data.val=" + "9" * 400], "data.val is too large"),
+        (["model.layers=" + "9" * 400], "model.layers is too large"),
+        (["checkpoint.keep=1e30"], "checkpoint.keep=1e+30 must lie within ±(2**63 - 1)"),
+        (["plan", "gpu=B200", "gpus=" + "9" * 30], "is more than 1048576"),
+    ],
+)
+def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in cli(*arguments).message
+    assert not Path("runs").exists()
