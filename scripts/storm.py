@@ -197,7 +197,8 @@ def write_report(lines: list[str], failures: list[str], trials: int, words: str)
 
 `python scripts/storm.py {words}` on commit {commit.strip()}, torch {torch.__version__}, Python
 {platform.python_version()}, {os.cpu_count()} cores of {model.partition(": ")[2]}: {trials:,} trials,
-{len(failures)} failed. Each row counts the trials of one kind; `scripts/storm.py` says what a trial does and when it passes.
+{len(failures)} failed. Each row counts the trials of one kind; `scripts/storm.py` says what a trial does and when it
+passes.
 """
     REPORT.write_text("\n".join([head, *lines, "", *(f"- {each}" for each in failures)]).rstrip() + "\n" + rest)
 

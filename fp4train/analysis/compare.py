@@ -9,6 +9,7 @@ losses of two runs on the same data carry the same noise, so the gap between the
 import csv
 import io
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fp4train import files
 from fp4train.analysis.curves import save_figure, shortened
 from fp4train.analysis.history import History, read_history
 from fp4train.analysis.picture import NAME, RECIPE, picture
 from fp4train.errors import UserError
+from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import tabulate
 
+_log = logging.getLogger(__name__)
+
 COMPARISON = "compare.png"
-CONFIG_LIMIT = 1 << 22
-"""Bytes of a configuration that are read."""
 NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
 """Sections of a configuration in which runs of another seed may differ."""
 
@@ -251,12 +252,11 @@ def _means(histories: list[History], rows: list[Row], losses: list[float]) -> li
 def _identity(history: History) -> tuple[int, str | None]:
     """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
     try:
-        text = files.read(history.path / "config.yaml", CONFIG_LIMIT)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            return 0, None  # a few of them make gigabytes
-        config = yaml.safe_load(text)
+        config = saved_config(history.path / CONFIG)
         seed = int(config["run"]["seed"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        if (history.path / CONFIG).exists():
+            _log.warning("%s: its seed is not known", error if isinstance(error, UserError) else history.path / CONFIG)
         return 0, None
     same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
     spans = [(span.first, span.recipe) for span in history.spans()]
