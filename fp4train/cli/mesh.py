@@ -281,6 +281,7 @@ class MeshPlan:
         from fp4train.costs.cluster import cluster_cost
         from fp4train.costs.fit import batch_problem, problems
         from fp4train.costs.shards import find_weights
+        from fp4train.run.advice import divided_blocks
         from fp4train.run.outliers import check_outliers
 
         try:
@@ -306,7 +307,7 @@ class MeshPlan:
         mesh = self.mesh(local // sequences)
         plan = self.plan(sequences, mesh.tensor)
         check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
-        self.notes += self.gathers(plan, mesh)
+        self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 

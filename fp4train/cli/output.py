@@ -82,3 +82,8 @@ def discard_output() -> int:
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def usage(screen: str | None) -> str:
+    """The first line of a verb's help, which is the docstring of its module."""
+    return (screen or "").partition("\n")[0]

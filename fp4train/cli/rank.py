@@ -1,32 +1,4 @@
-"""`fp4train rank RUN recipe=A,B,… [policy=…] [phases=…]`: which recipe, and with what certainty.
-
-Paired forks of one checkpoint, see `fp4train.studies.rank`. Recipes, policies, phases and their keys may have several
-values, as in a sweep; every combination is a candidate.
-"""
-
-from __future__ import annotations
-
-import logging
-from collections.abc import Mapping
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind
-from fp4train.config.folders import check_folder
-from fp4train.config.schema import Config
-from fp4train.errors import UserError
-from fp4train.sealed import sealed
-from fp4train.text import near_miss
-
-if TYPE_CHECKING:
-    from fp4train.studies.rank import Request
-
-_log = logging.getLogger("fp4train")
-
-USAGE = "fp4train rank RUN recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]"
-HELP = f"""{USAGE}
+"""fp4train rank RUN recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]
 
 Which recipe is better, and with what certainty: short forks of one checkpoint on the same batches, their differences
 with intervals and tests (docs/ranking.md). RUN is a run directory.
@@ -48,6 +20,30 @@ with intervals and tests (docs/ranking.md). RUN is a run directory.
 
 Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks or candidates too.
 """
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4train.cli.output import usage
+from fp4train.config import overrides, plugins
+from fp4train.config.binding import bind
+from fp4train.config.folders import check_folder
+from fp4train.config.schema import Config
+from fp4train.errors import UserError
+from fp4train.sealed import sealed
+from fp4train.text import near_miss
+
+if TYPE_CHECKING:
+    from fp4train.studies.rank import Request
+
+_log = logging.getLogger("fp4train")
+
+USAGE = usage(__doc__)
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
 RANKING, PICTURE = "rank.json", "rank.png"

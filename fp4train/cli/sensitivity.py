@@ -1,29 +1,4 @@
-"""`fp4train sensitivity RUN | model=NAME [recipe=NAME] [key=value…]`: which layers and operands a recipe harms."""
-
-from __future__ import annotations
-
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from omegaconf import DictConfig
-
-from fp4train import files
-from fp4train.cli.launch import launch, settings
-from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
-from fp4train.config.schema import to_config
-from fp4train.errors import UserError
-from fp4train.hardware import find_gpu
-from fp4train.run.swaps import as_swap
-from fp4train.sealed import sealed
-
-if TYPE_CHECKING:
-    from fp4train.studies.summary import Report
-
-USAGE = (
-    "fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
-)
-HELP = f"""{USAGE}
+"""fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]
 
 Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md).
 RUN is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
@@ -43,6 +18,29 @@ RUN is a run directory; model=NAME, with any other keys of a run, is a model as 
 The policy is judged on other batches than those that chose it. Writes policy.yaml (unless nothing is worth keeping),
 sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
 """
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from fp4train import files
+from fp4train.cli.launch import launch, settings
+from fp4train.cli.output import usage
+from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
+from fp4train.config.schema import to_config
+from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
+from fp4train.run.swaps import as_swap
+from fp4train.sealed import sealed
+
+if TYPE_CHECKING:
+    from fp4train.studies.summary import Report
+
+USAGE = usage(__doc__)
 OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
 WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
 KEEP = 0.15

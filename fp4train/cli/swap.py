@@ -1,7 +1,14 @@
-"""`fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]`: change the recipe of a run, at once if it is running.
+"""fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]
 
-`fp4train swap RUN` lists recorded and pending swaps; `fp4train swap RUN cancel=ID|STEP|all` takes those back that have
-not begun. Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
+Change the recipe of a run, at once if it is running. Without recipe= it lists the swaps that are recorded and pending.
+
+  recipe=NAME      and recipe.KEY=VALUE
+  at=200           the step; the default is the next one
+  wait=10          seconds to wait for the answer of the process that trains; 0: do not wait
+  cancel=ID        instead of recipe=: take back a swap that has not begun, by its ID or step; cancel=all: each of them
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: recipes of your own
+
+Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ import math
 from pathlib import Path
 
 from fp4train import checkpoint
+from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
@@ -19,7 +27,7 @@ from fp4train.run.requests import cancel_request, pending, request_cancel, reque
 from fp4train.run.swaps import as_swap, read_swaps
 from fp4train.text import tabulate, whole_number
 
-USAGE = "fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]"
+USAGE = usage(__doc__)
 WAIT = 10.0
 NO_ANSWER = 2
 

@@ -1,4 +1,19 @@
-"""`fp4train [train] key=value…`: train a run, or go on with it."""
+"""fp4train [train] key=value…
+
+Train a run, or go on with it; the keys are listed below.
+
+  recipe=nvfp4     and the other groups: model, data, optim, schedule, policy, phases, track; GROUP=FILE.yaml, too
+  run.name=NAME    the run is written to runs/NAME; run.overwrite=true replaces one that is there
+  data=text data.path=PATH   UTF-8 text; data.suffixes=[.txt,.md] are the files that are read of a folder
+  data=hf data.name=NAME     of Hugging Face, or data.path=FILE.jsonl|FILE.parquet; data.column=text, data.max_tokens=…
+  data=tokens data.path=PATH data.vocab_size=N    ids of tokens, data.val_path=PATH those of validation
+  resume=RUN       go on from its newest checkpoint, or resume_step=200; with run.name=NAME as another run
+  init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200
+  parallel.KEY=N   how the ranks that torchrun or srun starts share the run (docs/scale.md)
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own
+  -m KEY=A,B       a sweep: one run after another
+  --cfg job        the configuration, nothing trained
+"""
 
 from __future__ import annotations
 

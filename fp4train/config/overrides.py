@@ -107,6 +107,8 @@ def parse(arguments: list[str]) -> list[Override]:
         except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
             if "=" not in word and Path(word).is_dir():
                 raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
+            if "=" not in word:
+                raise UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them") from error
             why = _first_lines(error).partition(" expecting ")[0]
             if odd := re.search(r"token recognition error at: '(.)", why):
                 key, equals, value = word.partition("=")

@@ -65,22 +65,18 @@ def gathers(
         reason = asked or ("train.compile takes plain weights" if compiled else "the model has no blocks")
         return f"{start} in float32 (4 B per weight), because {reason}"
     found: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
-    inner = []
-    for plan in layers:
-        if plan.layer.block is not None:
-            inner.append(plan.layer)
-            form = wire_form(plan, shards, sent)
-            found.setdefault(_sent(plan, form, gather), []).append((plan, form))
-    if len(found) == 1:
-        return f"{start} " + "".join(text.format(_bytes(group)) for text, group in found.items())
+    inner = [plan for plan in layers if plan.layer.block is not None]
+    for plan in inner:
+        form = wire_form(plan, shards, sent)
+        found.setdefault(_sent(form, gather), []).append((plan, form))
     parts = []
     for text, group in sorted(found.items(), key=lambda item: -len(item[1])):
-        names = _where((plan.layer for plan, _ in group), inner)
-        parts.append(f"{names} {text.format(_bytes(group))}")
-    return f"{start}: " + "; ".join(parts)
+        names = _where((plan.layer for plan, _ in group), (plan.layer for plan in inner))
+        parts.append(f"{names} " * (len(found) > 1) + text.format(_bytes(group)))
+    return start + (": " if len(found) > 1 else " ") + "; ".join(parts)
 
 
-def _sent(plan: LayerPlan, form: WireForm, gather: str) -> str:
+def _sent(form: WireForm, gather: str) -> str:
     """How a weight travels and why, with a place for its bytes."""
     if form.coded:
         return "as codes and scales ({} B per weight), which keep the bits of one rank"

@@ -289,7 +289,7 @@ def start_over(run: Path) -> None:
             if not folder.has_file(CONFIG):
                 return
             _check_ours(folder)
-            for name in (CHECKPOINTS, REQUESTS, "wandb"):
+            for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
                 folder.remove_folder(name)
             drawn = ("curves.png", "statistics.png")
             for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
@@ -309,7 +309,7 @@ def _check_ours(folder: Folder) -> None:
             f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
             "what is beside it. Choose another run.name or run.dir"
         )
-    for name in (CHECKPOINTS, REQUESTS, "wandb"):
+    for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
         if folder.status(name) is not None and not folder.has_folder(name):
             raise UserError(
                 f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "

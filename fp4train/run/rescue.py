@@ -114,13 +114,13 @@ def save_and_wait(run: Run, *, proven: bool = False) -> bool:
 
 
 def save_at_end(run: Run, watch: Watch) -> bool:
-    """The last checkpoint of a run; whether it is written."""
+    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth it."""
     if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
     if worthless(run):
         report(run)
-        return True
+        return run.step == run.config.train.steps
     return save_and_wait(run)
 
 

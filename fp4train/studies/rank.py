@@ -33,6 +33,8 @@ from fp4train.studies.workers import Job, Pool, Workplace, here
 
 _log = logging.getLogger(__name__)
 
+MOST = 10_000
+"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
 _THREADS = "threads"
 """The record's entry for the number of threads, on which the last bits of a sum depend."""
 
@@ -75,6 +77,8 @@ class Request:
         for name in ("forks", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {MOST}")
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
 

@@ -48,6 +48,13 @@ def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(capsys: pytest.C
     assert "train.seq_len=256 is the default" in printed
 
 
+def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("plan", "model.kv_heads=2", "gpu=H100", "parallel.tp=2")
+    assert run(*mesh, "recipe=quartet_ii") == 0 and run(*mesh, "recipe=nvfp4") == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "in high precision that one rank" in line]
+    assert said.startswith("note: parallel.tp keeps GEMMs of 25 of 43 layers") and "Hadamard groups of 128" in said
+
+
 def test_the_rest_of_the_gpus_are_shards(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "gpus=32", "parallel.tp=2", "--json", "train.batch_size=64") == 0
     found = json.loads(capsys.readouterr().out)

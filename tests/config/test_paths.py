@@ -1,15 +1,18 @@
 """What names a file is told by the type of its field, in other people's classes, too."""
 
+import importlib
+import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from fp4train.config import plugins
+from fp4train.config import plugins, schema
 from fp4train.config.binding import bind, path_values
 from fp4train.config.overrides import as_typed, parse
 from fp4train.config.schema import Config
@@ -92,3 +95,21 @@ def test_what_is_to_be_typed_reads_back_as_it_was(value: str) -> None:
 
     (word,) = shlex.split(as_typed("data.path", value))
     assert parse([word])[0].value() == value
+
+
+def test_every_field_of_our_own_that_is_called_a_path_is_of_a_type_that_says_so() -> None:
+    """A field `path: str` would be followed wherever somebody else's configuration leads."""
+    from fp4train import data, models, optim, track
+
+    called, found = re.compile(r"(.*_)?(path|dir|file|folder)s?"), set()
+    modules = [
+        importlib.import_module(each.name)
+        for package in (data, models, optim, track)
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    for kind in {v for m in [*modules, schema] for v in vars(m).values() if isinstance(v, type) and is_dataclass(v)}:
+        hints = get_type_hints(kind, include_extras=True)
+        for name in (each.name for each in fields(kind) if called.fullmatch(each.name)):
+            assert "Path" in repr(hints[name]), f"{kind.__name__}.{name} must be of type Path or PathText"
+            found.add(f"{kind.__name__}.{name}")
+    assert found >= {"Text.path", "Tokens.val_path", "HuggingFace.cache_dir", "RunSettings.dir"}

@@ -99,6 +99,8 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
         pytest.param("bf16_forward_nvfp4_backward", ("model.recompute=true",), marks=LONG),
         pytest.param("fp8_row", (), marks=LONG),
         pytest.param("nvfp4_plain", (), marks=LONG),
+        pytest.param("quartet_ii", ("model.recompute=true", "train.microbatch=1"), marks=LONG),
+        pytest.param("tetrajet_v2", ("train.microbatch=1", "phases=cooldown_fprop"), marks=LONG),
     ],
 )
 def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
@@ -121,6 +123,8 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
         pytest.param("nvfp4", ("parallel.amax=local", "parallel.sp=false"), marks=LONG),
         pytest.param("fp8_row", (), marks=LONG),
         pytest.param("fp8_delayed", (), marks=LONG),
+        pytest.param("quartet_ii", ("model.width=256", "model.hidden=256"), marks=LONG),
+        pytest.param("tetrajet_v2", ("model.width=256", "model.hidden=256"), marks=LONG),
     ],
 )
 def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
@@ -139,7 +143,14 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: s
         assert joined.count(4 * 14) == 1
 
 
-@pytest.mark.parametrize(("recipe", "schedule"), [pytest.param("nvfp4", "1f1b", marks=LONG), ("mxfp8", "interleaved")])
+@pytest.mark.parametrize(
+    ("recipe", "schedule"),
+    [
+        pytest.param("nvfp4", "1f1b", marks=LONG),
+        ("mxfp8", "interleaved"),
+        pytest.param("quartet_ii", "interleaved", marks=LONG),
+    ],
+)
 def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule: str) -> None:
     """Two microbatches on two blocks per rank; what is gathered is never that of the step before."""
     stages = ("model.layers=4", "train.microbatch=1", "parallel.pp=2", f"parallel.pp_schedule={schedule}")

@@ -86,7 +86,7 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
     options, page = own_options(), text("configuration.md")
-    for group in ("model", "policy", "phases", "data"):
+    for group in ("model", "policy", "phases", "data", "optim", "schedule", "track"):
         row = re.search(rf"^\| `{group}=` \|.*$", page, re.MULTILINE)
         assert row and set(options[group]) <= set(re.findall(r"[\w]+", row[0])), group
     assert set(re.findall(r"`policy\.(\w+)`", page)) == {f.name for f in fields(LayerPolicy)}
