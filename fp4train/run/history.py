@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ _TAIL = 1 << 20
 
 MOST_DIMENSIONS = 8
 """Of a GEMM: many take long to multiply."""
+_HIGH = {"BF16", "FP16", "FP32"}
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -219,6 +221,20 @@ def steps_done(run: Path) -> int:
                 done.append(int(line["step"]))
                 break
     return max(done, default=0)
+
+
+def quantised_share(run: Path) -> float | None:
+    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
+
+    Raises:
+        UserError: the history is damaged.
+    """
+    done, steps, total = steps_done(run), 0, 0.0
+    for stretch in stretches(read_history(run)):
+        ran = max(0, min(stretch.stop, done) - stretch.start)
+        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
+        steps += ran
+    return total / steps if steps else None
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
