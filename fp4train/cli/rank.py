@@ -23,7 +23,6 @@ Writes rank.json and rank.png. Finished forks are recorded: the same command goe
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -36,6 +35,7 @@ from fp4train.config.binding import bind
 from fp4train.config.folders import check_folder
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
+from fp4train.sealed import sealed
 from fp4train.text import near_miss
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def main(arguments: list[str]) -> int:
             _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
             raise
     print(ranking.render())
-    run_directory.write_text(folder / RANKING, json.dumps(ranking.plain(), indent=1, allow_nan=False) + "\n")
+    body = {**ranking.plain(), "identity": {"run": run_directory.identity(request.run)}}
+    run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
     print(f"\n{folder / RANKING}; {save_figure(picture(ranking), folder / PICTURE)}")
     return 0
 

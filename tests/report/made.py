@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4train.run.history import chained_sum
+from fp4train.sealed import sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
@@ -156,5 +157,5 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
 def _study(run: Path, folder: str, name: str, found: dict[str, Any]) -> Path:
     path = run / "studies" / folder / name
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(found))
+    path.write_bytes(sealed(found))
     return path
