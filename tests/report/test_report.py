@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -112,6 +113,27 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in links(page))
     targets = {attributes.get("id") for _, attributes in page.found}
     assert {link[1:] for link in links(page) if link.startswith("#")} <= targets, "no link within the page is dead"
+
+
+def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
+    for path in [write_ranking(run, runs=("runs/a", "runs/b")) for run in runs]:
+        found = json.loads(path.read_text())
+        found["candidates"][1]["spikes"] = ["runs/b, step 30, seed 3"]
+        path.write_text(json.dumps(found))
+    page = report(tmp_path, *runs)
+    assert page.text.count("2 checkpoints: 6 forks of 24 steps for each candidate at each") == 1
+    assert "runs/a, step 30, trained in NVFP4; runs/b, step 30, trained in NVFP4" in page.text
+    assert "mxfp8 spikes at runs/b, step 30, seed 3" in page.text
+    alone = report(tmp_path, write_ranking(write_run(tmp_path / "c", seed=0)).parents[2])
+    assert "One checkpoint: all of this holds for it alone." in alone.text
+
+
+def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", seed=0)
+    path = write_ranking(run)
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "checkpoints"}))
+    assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
 
 
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:
