@@ -190,10 +190,7 @@ class Forks:
     @property
     def recorded(self) -> int:
         """How many forks of each chosen candidate are recorded."""
-        keys = [self.base.branches[index].key for index in self.chosen]
-        return next(
-            n for n in range(len(self.record.known) + 1) if any(f"{key}/{n}" not in self.record for key in keys)
-        )
+        return self.missing(len(self.record.known) + 1)[0][1]
 
     @property
     def candidates(self) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp4train.errors import UserError
@@ -115,10 +115,9 @@ def _make(forks: Sequence[Forks], count: int) -> None:
 def _ranking(request: Request, forks: Sequence[Forks], chosen: Sequence[_Chosen], count: int, looks: Looks) -> Ranking:
     """The ranking, whose look is recorded."""
     bases = [each.base for each in forks]
-    names = [candidate.candidate.name for candidate in bases[0].branches]
     entries = [
         Entry(
-            name=names[each.index],
+            name=bases[0].branches[each.index].candidate.name,
             key=bases[0].branches[each.index].key,
             forks=[fork for at in forks for fork in at.of(at.base.branches[each.index].key, count)],
             asked=each.asked,
@@ -128,14 +127,12 @@ def _ranking(request: Request, forks: Sequence[Forks], chosen: Sequence[_Chosen]
     ]
     own = {branch.key for base in bases for branch in base.branches}
     keys = dict.fromkeys(key for at in forks for key in at.candidates if key not in own)
-    hidden = [Entry(name=key, key=key, forks=[fork for at in forks for fork in at.of(key, count)]) for key in keys]
+    made = {key: [fork for at in forks for fork in at.of(key, count)] for key in keys}
+    hidden = [Entry(name=key, key=key, forks=each) for key, each in made.items() if any(each)]
     ranking = Ranking(
         bases=bases,
         entries=entries,
-        others=[
-            *(entry for entry in entries if not entry.asked and entry.key in looks.seen),
-            *(entry for entry in hidden if any(entry.forks)),
-        ],
+        others=[*(each for each in entries if not each.asked and each.key in looks.seen), *hidden],
         margin=request.margin,
         first=looks.reference,
         earlier=looks.earlier,
@@ -146,7 +143,7 @@ def _ranking(request: Request, forks: Sequence[Forks], chosen: Sequence[_Chosen]
             f"the reference {ranking.reference.name} diverged, so that there is nothing to compare with: "
             f"{diverged[0]}. Put another candidate first, or give a lower lr=…"
         )
-    ranking = ranking.with_look(looks.number(ranking.table, ranking.forks))
+    ranking = replace(ranking, look=looks.number(ranking.table, ranking.forks))
     if ranking.look is not None:
         looks.take(ranking.table, [entry.key for entry in ranking.compared_entries], ranking.compared)
     return ranking

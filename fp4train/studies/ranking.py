@@ -90,10 +90,6 @@ class Ranking:
     look: int | None = None
     next_look: int = 1
 
-    def with_look(self, look: int | None) -> Ranking:
-        """The same as look number `look`."""
-        return replace(self, look=look)
-
     @property
     def reference(self) -> Entry:
         return self.entries[0]
@@ -199,14 +195,14 @@ class Ranking:
 
     @cached_property
     def spikes(self) -> list[Spike]:
-        """Of all candidates that did not diverge. What a seed does to all of them is taken off first."""
+        """Of the candidates that were asked for. What a seed does to all of them is taken off first."""
         whole = [entry for entry in self.entries if not entry.diverged]
         seeds = [median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)]
         found = []
-        for entry in whole:
+        for entry in self.ranked:
             left = [loss - seed for loss, seed in zip(entry.losses(), seeds, strict=True)]
             found += [Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)]
-        return [spike for spike in found if abs(spike.above) > self.margin]
+        return [spike for spike in found if spike.above > self.margin]
 
     def place(self, fork: int) -> str:
         """ "runs/a, step 200, seed 3": where a fork was made."""

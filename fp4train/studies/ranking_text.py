@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,12 +18,12 @@ VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", 
 def render(found: Ranking) -> str:
     """One screen: the table, the order, the floor, and what the words mean."""
     parts = [*_title(found), "", *_table(found)]
-    for entry in found.entries:
-        if entry.diverged:
-            parts.append(
-                f"{entry.name}: {len(entry.diverged)} of {len(entry.forks)} forks diverged, it is not compared; "
-                f"the first: {entry.diverged[0]}"
-            )
+    parts += [
+        f"{entry.name}: {len(entry.diverged)} of {len(entry.forks)} forks diverged, it is not compared; "
+        f"the first: {entry.diverged[0]}"
+        for entry in found.entries
+        if entry.diverged
+    ]
     parts += [
         f"{entry.name} stands for {', '.join(entry.stands_for)}, too: every GEMM runs alike"
         for entry in found.entries
@@ -86,56 +86,42 @@ def _floor(found: Ranking) -> list[str]:
 
 
 def _words(found: Ranking) -> list[str]:
-    units, forks = len(set(found.units)), found.forks
-    if forks == 1:
-        return [*_reach(found, units), "one fork: no interval, and nothing is told apart; forks=6 gives both"]
+    units, forks, at, look = len(set(found.units)), found.forks, len(found.bases), found.next_look
     what = "base runs" if len({base.run for base in found.bases}) > 1 else "checkpoints"
+    lines = ["one checkpoint: all of this holds for it alone; name more runs, or step=A,B, to see others"]
+    if at > 1:
+        without = "" if what == "base runs" else ", the spread between runs is not"
+        lines = [f"{at} checkpoints, {units} {what}: the spread between these is in ±{without}"]
+    if others := sum(base.elsewhere for base in found.bases):
+        lines.append(f"{others} other rankings have records of their own there: their tests are not counted here")
+    if forks == 1:
+        return [*lines, "one fork: no interval, and nothing is told apart; forks=6 gives both"]
     errors = f"{quantile(CONFIDENCE, max(units - 1, 1)):.1f} errors of the mean of {units}"
     over = f"over {forks} pairs of forks" if units == 1 else f"over {what} like these, {errors}"
-    lines = [
-        *_reach(found, units),
+    least, every, pairs = -(-needed(look) // at), len(found.compared_entries), len(found.compared)
+    lines += [
         f"±: {CONFIDENCE:.0%} interval of a gap alone, {over}",
         f"± tokens: beside it, for the choice of the {found.bases[0].tokens:,} validation tokens",
     ]
     if not found.tested:
-        each = -(-needed(found.next_look) // len(found.bases))
-        return [*lines, f"no tests: look {found.next_look} at this record needs {each} forks; forks={each} makes them"]
-    every, pairs = len(found.compared_entries), len(found.compared)
-    hidden = every - len(found.ranked)
-    lines.append(
+        return [*lines, f"no tests: look {look} at this record needs {least} forks; forks={least} makes them"]
+    hidden = f" ({every - len(found.ranked)} not shown)" * (every > len(found.ranked))
+    lines += [
         f"p: sign flips of {forks} forks, corrected for {pairs} comparison{'s' * (pairs != 1)} of all {every} "
-        f"candidates in the record{f' ({hidden} not shown)' * (hidden > 0)}"
-    )
-    if found.look is None:
-        each = -(-needed(found.next_look) // len(found.bases))
-        lines.append(f"p is that of earlier looks: look {found.next_look} needs {each} forks")
-    else:
-        lines.append(
-            f"   and for looks: look {found.look} at this record has {share(found.look):.1%} of the {ALPHA:.0%}"
-        )
-    lines.append(
-        f"told apart here: p ≤ {ALPHA} on {'this checkpoint' if len(found.bases) == 1 else 'these checkpoints'}; any "
-        f"false one among all comparisons and looks: at most {ALPHA:.0%}"
-    )
+        f"candidates in the record{hidden}",
+        f"   and for looks: look {found.look} at this record has {share(found.look):.1%} of the {ALPHA:.0%}"
+        if found.look
+        else f"   from earlier looks: look {look} needs {least} forks",
+        f"told apart here: p ≤ {ALPHA} on {'this checkpoint' if at == 1 else 'these checkpoints'}; any false one among "
+        f"all comparisons and looks: at most {ALPHA:.0%}",
+    ]
     if units > 1:
         lines.append(f"told apart: over {what} like these, too, by t of their means, corrected likewise")
     if any(pair.verdict == "alike" for pair in found.pairs):
-        lines.append(f"alike: the difference lies within ±{found.margin:g} on {'it' if units == 1 else 'these'}")
+        lines.append(f"alike: the difference lies within ±{found.margin:g} on {'it' if at == 1 else 'these'}")
     if open_ := sum(pair.verdict == "open" for pair in found.pairs):
-        more = max(2 * found.per_base, -(-needed(found.next_look) // len(found.bases)))
+        more = max(2 * found.per_base, least)
         lines.append(f"{open_} of {len(found.pairs)} pairs are not told apart: forks={more} goes on, as the next look")
-    return lines
-
-
-def _reach(found: Ranking, units: int) -> list[str]:
-    if len(found.bases) == 1:
-        lines = ["one checkpoint: all of this holds for it alone; name more runs, or step=A,B, to see others"]
-    elif len({base.run for base in found.bases}) == 1:
-        lines = [f"{units} checkpoints of one run: the spread between its ages is in ±, that between runs is not"]
-    else:
-        lines = [f"{len(found.bases)} checkpoints of {units} base runs: the spread between the runs is in ±"]
-    if others := sum(base.elsewhere for base in found.bases):
-        lines.append(f"{others} other rankings have records of their own there: their tests are not counted here")
     return lines
 
 
@@ -159,16 +145,7 @@ def plain(found: Ranking) -> dict[str, Any]:
         "candidates": [_plain_entry(found, entry) for entry in found.entries],
         "order": [entry.name for entry in found.ranked],
         "pairs": [
-            {
-                "first": pair.first,
-                "second": pair.second,
-                **_plain(pair.difference),
-                "together": [each if math.isfinite(each) else None for each in pair.together],
-                "p": pair.p,
-                "p_beyond": pair.beyond,
-                "verdict": pair.verdict,
-            }
-            for pair in found.pairs
+            {**_plain(pair.difference), **asdict(pair), "together": _finite(pair.together)} for pair in found.pairs
         ],
     }
 
@@ -176,12 +153,9 @@ def plain(found: Ranking) -> dict[str, Any]:
 def _plain_entry(found: Ranking, entry: Entry) -> dict[str, Any]:
     gaps: Mapping[str, Any] = {}
     if not entry.diverged:
-        gaps = {
-            "gap": _plain(found.gap(entry)),
-            "gap_high": _plain(found.gap(entry, "high")),
-            "gaps": [each.mean for each in found.by_base(entry)],
-            "tokens": found.sampling(entry),
-        }
+        each = [at.mean for at in found.by_base(entry)]
+        gaps = {"gap": _plain(found.gap(entry)), "gap_high": _plain(found.gap(entry, "high")), "gaps": each}
+        gaps = {**gaps, "tokens": found.sampling(entry)}
     return {
         "name": entry.name,
         "asked": entry.asked,
@@ -205,12 +179,10 @@ def _t(found: Estimate) -> str:
 
 
 def _plain(found: Estimate) -> dict[str, Any]:
-    interval = found.interval()
-    t = found.t
-    return {
-        "mean": found.mean,
-        "error": found.error,
-        "low": None if interval is None else interval[0],
-        "high": None if interval is None else interval[1],
-        "t": t if t is None or math.isfinite(t) else None,
-    }
+    low, high = found.interval() or (None, None)
+    (t,) = _finite([found.t])
+    return {"mean": found.mean, "error": found.error, "low": low, "high": high, "t": t}
+
+
+def _finite(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else value for value in values]
