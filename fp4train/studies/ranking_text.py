@@ -90,8 +90,9 @@ def _words(found: Ranking) -> list[str]:
     what = "base runs" if len({base.run for base in found.bases}) > 1 else "checkpoints"
     lines = ["one checkpoint: all of this holds for it alone; name more runs, or step=A,B, to see others"]
     if at > 1:
-        without = "" if what == "base runs" else ", the spread between runs is not"
-        lines = [f"{at} checkpoints, {units} {what}: the spread between these is in ±{without}"]
+        runs = f"{units} base runs: the spread between runs is in ±"
+        ages = "one run: the spread between its ages is in ±, that between runs is not"
+        lines = [f"{at} checkpoints of {runs if what == 'base runs' else ages}"]
     if others := sum(base.elsewhere for base in found.bases):
         lines.append(f"{others} other rankings have records of their own there: their tests are not counted here")
     if forks == 1:

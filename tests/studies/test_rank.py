@@ -153,7 +153,7 @@ def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other
         ("bf16,mxfp8", "look 1 at this record has 80.0% of the 5%"),
         ("bf16,nvfp4", "look 2 at this record has 10.0% of the 5%"),
         ("nvfp4,bf16", "look 2 at this record has 10.0% of the 5%"),
-        ("bf16,mxfp4", "p is that of earlier looks: look 3 needs 11 forks"),
+        ("bf16,mxfp4", "from earlier looks: look 3 needs 11 forks"),
     ):
         shown = said(cli.raw(*command, f"recipe={recipes}"))
         assert words in shown
