@@ -54,7 +54,7 @@ class Folder:
         """The folder at a path that the user named: the path may lead over links. `create` makes missing ones."""
         path = Path(path)
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
         return cls(path, os.open(path, _FOLDER))
 
     def __enter__(self) -> Folder:
@@ -75,6 +75,10 @@ class Folder:
         """All names in it, sorted."""
         return sorted(os.listdir(self.descriptor))
 
+    def empty(self) -> bool:
+        """Whether there is nothing in it but what killed processes left."""
+        return all(_TEMPORARY.fullmatch(name) for name in self.names())
+
     def status(self, name: str) -> os.stat_result | None:
         """Of the thing itself, a link included; None if there is none."""
         try:
@@ -91,10 +95,11 @@ class Folder:
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def folder(self, name: str, *, create: bool = False) -> Folder:
-        """A folder in it; never one that a link leads to."""
+        """A folder in it; never one that a link leads to. `create` makes a missing one, durably."""
         if create:
             with suppress(FileExistsError):
                 os.mkdir(_checked(name), dir_fd=self.descriptor)
+                self.sync()
         try:
             return Folder(self.path / name, os.open(_checked(name), _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor))
         except OSError as error:
@@ -232,6 +237,17 @@ def _checked(name: str) -> str:
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise OSError(errno.EINVAL, "not a name in a folder", name)
     return name
+
+
+def _make(path: Path) -> None:
+    """Make a folder and those above it that are missing, each durable under its name."""
+    if not path.is_dir():
+        if path.parent != path:
+            _make(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir()
+        with Folder.open(path.parent) as above:
+            above.sync()
 
 
 def write_all(descriptor: int, data: Buffer) -> None:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Collection, Container, Iterable, Sequence
 
 _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
 
 
+def printable(text: str, *, kept: str = "\n\t") -> str:
+    """`text` with every character that a terminal may act on, but those of `kept`, as JSON escapes it: \\u001b."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in text)
+
+
 def columns(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
     """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are right-aligned."""
-    rows = list(rows)
+    rows = _one_line_each(rows)
     widths = _widths(rows)
     return ["  ".join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip() for row in rows]
 
 
 def tabulate(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
     """`columns` with the first row underlined as the header."""
-    header, *rest = rows
+    header, *rest = _one_line_each(rows)
     return columns([header, ["─" * width for width in _widths([header, *rest])], *rest], right=right)
+
+
+def _one_line_each(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """The rows with cells that no newline leads out of."""
+    return [[printable(cell, kept="") for cell in row] for row in rows]
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -28,6 +42,11 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def _pad(cell: str, width: int, *, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text of up to 18 digits is; None if it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def p_value(p: float) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,14 @@ from fp4train.parallel import pipeline
 from fp4train.parallel.agree import Word, agree
 from fp4train.parallel.apply import join_scales
 from fp4train.parallel.norm import clip, gradient_norms
-from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.tensor import copies
 from fp4train.parallel.world import AgreedError
-from fp4train.precision import GEMMS, Recipe, autocast
+from fp4train.precision import GEMMS, Recipe
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
+from fp4train.run.batches import microbatch, microbatches, step_rows
 from fp4train.run.change import follow_swaps, pick_up_swaps
+from fp4train.run.divergence import DivergedError, act_on, answer, follow, verdict
 from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps, peak_memory
 from fp4train.run.ledger import Ledger, Numbers, Step, Values
@@ -56,6 +56,7 @@ class Result:
         seconds: spent in the loop.
         signal: the one that ended it early, or None.
         saved: whether the last checkpoint could be written.
+        diverged: what is said of a loss that ended far too high; None: it did not.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Result:
     seconds: float
     signal: int | None
     saved: bool
+    diverged: str | None = None
 
 
 def train(run: Run) -> Result:
@@ -72,6 +74,7 @@ def train(run: Run) -> Result:
 
     Raises:
         UserError: a loss, gradient, weight or moment became NaN or infinite; or the run's directory went away.
+        DivergedError: the loss diverged, and the run is to end, or to go back to a checkpoint. Nothing is saved then.
         Exception: whatever a step raised.
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
@@ -88,7 +91,7 @@ def train(run: Run) -> Result:
             Watch(run) as watch,
             alarm(config.train.step_timeout) as watchdog,
         ):
-            ledger = Ledger(run, progress, watch, blame)
+            ledger = Ledger(run, progress, watch, blame, follow)
             try:
                 while True:
                     watchdog.set()
@@ -118,6 +121,8 @@ def train(run: Run) -> Result:
                 saved = run.step == started or save_at_end(run, watch)
             except NonFiniteError as error:
                 raise AgreedError(rescue(run, error)) from error
+            except DivergedError:
+                raise
             except Exception as error:
                 keep_what_is_whole(run, ledger, watch, error)
                 raise
@@ -128,7 +133,12 @@ def train(run: Run) -> Result:
         run.feed.close()
         run.saver.close()
     return Result(
-        step=run.step, metrics=ledger.metrics, seconds=time.perf_counter() - began, signal=signal, saved=saved
+        step=run.step,
+        metrics=ledger.metrics,
+        seconds=time.perf_counter() - began,
+        signal=signal,
+        saved=saved,
+        diverged=verdict(run),
     )
 
 
@@ -143,6 +153,8 @@ def news(run: Run, watch: Watch) -> dict[str, Any]:
         found["swaps"] = run.swaps
     if run.saver.due(run.step):
         found["save"] = True
+    if (diverged := answer(run)) is not None:
+        found["diverged"] = diverged
     return found
 
 
@@ -151,11 +163,14 @@ def act(run: Run, ledger: Ledger, word: Word) -> None:
 
     Raises:
         NonFiniteError: a checkpoint was not written because weights or moments are not finite.
+        DivergedError: the loss diverged, and more than a warning is wanted.
     """
     if not run.world.lead:
         run.saver.outcomes()  # the lead has told them
     if "bad" in word.lead:
         refuse(word.lead["bad"])
+    if "diverged" in word.lead:
+        act_on(run, word.lead["diverged"])
     if "swaps" in word.lead and not run.world.lead:
         follow_swaps(run, word.lead["swaps"])
     if "save" in word.lead:
@@ -289,24 +304,6 @@ def measured_step(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def step_rows(run: Run) -> Iterator[Rows]:
-    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device."""
-    config, own = run.config.train, run.world.data_rank * run.share
-    for first in range(own, own + run.share, run.rows):
-        at, then = run.step * config.batch_size + first, first + run.rows
-        # After the last row of its share a rank goes on with the first one of the next step's.
-        then = run.step * config.batch_size + (then if then < own + run.share else own + config.batch_size)
-        yield run.feed.rows(at, run.rows, then=then)
-
-
-def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
-    """The microbatches of `rows`, with the place of each in the whole batch."""
-    own = run.world.data_rank * run.share
-    for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
-        last = first + run.rows == own + run.share
-        yield microbatch(run, recipe, *each, token_offset=first * run.config.train.seq_len, last=last)
-
-
 def blame(run: Run, recipe: Recipe) -> str:
     """What is not finite first in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
@@ -316,33 +313,6 @@ def blame(run: Run, recipe: Recipe) -> str:
     # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
     origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
     return str(origin or "the loss itself")
-
-
-def microbatch(
-    run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0, last: bool = True
-) -> Microbatch:
-    """Rows to be run in `recipe`."""
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        now = autocast(
-            recipe,
-            policy=run.config.policy,
-            seed=run.config.run.seed,
-            step=run.step,
-            token_offset=token_offset,
-            counters=run.counters,
-        )
-        with now, run.region():
-            yield
-
-    return Microbatch(
-        tokens_BT=tokens_BT.to(run.device),
-        targets_BT=targets_BT.to(run.device),
-        context=context,
-        dtype=recipe.torch_dtype,
-        last=last,
-    )
 
 
 def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:

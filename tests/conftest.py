@@ -6,6 +6,7 @@ the last line says how many.
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,15 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs are signed with a key of the tests' own, which their processes share, and not with the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
 
 LEFT_OUT = pytest.StashKey[int]()
 

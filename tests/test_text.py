@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4train.text import check_choice, columns, near_miss, nearest, tabulate
+from fp4train.text import check_choice, columns, near_miss, nearest, tabulate, whole_number
 
 ROWS = [("run", "loss"), ("a", "1.25"), ("longer", "12.5")]
 
@@ -44,3 +44,12 @@ def test_a_choice_names_key_value_what_is_allowed_and_the_near_miss() -> None:
         check_choice("error", "mae2", (None, "mae", "mse"))
     with pytest.raises(ValueError, match=r"^size=3 is not one of 1, 2$"):
         check_choice("size", 3, (1, 2))
+
+
+def test_a_cell_stays_in_its_row_and_shows_what_a_terminal_would_act_on() -> None:
+    assert tabulate([("a", "b"), ("x\ny", "\x1b[1m")]) == ["a     b", "────  ─────────", "x\\ny  \\u001b[1m"]
+
+
+def test_a_whole_number_is_one_that_any_place_can_hold() -> None:
+    assert [whole_number(each) for each in ("0", "12", "9" * 18)] == [0, 12, 10**18 - 1]
+    assert not any(map(whole_number, ("", "-1", "1.0", "9" * 19, "9" * 5000, "²", "1\n")))

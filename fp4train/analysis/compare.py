@@ -116,6 +116,12 @@ class Comparison:
         )
         if len({row.steps for row in self.rows}) > 1:
             lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
+        for history, row in zip(self.histories, self.rows, strict=True):
+            told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+            if told and told[-1].name == "divergence":
+                lines.append(f"{row.name}: its loss diverged (step {told[-1].step})")
+            if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
+                lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
         if self.means:
             lines += ["", *self._render_means(of)]
         return "\n".join(lines)
@@ -154,7 +160,7 @@ class Comparison:
             lines = io.StringIO()
             table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
             table.writeheader()
-            table.writerows(rows)
+            table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
             text = lines.getvalue()
         try:
             files.write(out, text.encode(), sync=False)
@@ -263,6 +269,11 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 def _with_deviation(value: tuple[float, float]) -> str:
     return f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+def _cell(value: object) -> object:
+    """A cell of a CSV file: a spreadsheet takes text that begins so for a formula, and runs it."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
 
 
 def _strict(node: Any) -> Any:

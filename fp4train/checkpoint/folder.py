@@ -28,7 +28,7 @@ One process, or one group of ranks, writes to a folder at a time.
 import errno
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,10 @@ from fp4train.files import Folder
 from fp4train.shards import Part
 
 _log = logging.getLogger(__name__)
+
+
+Beside = Callable[[list[int]], Collection[int]]
+"""Given the steps that have a checkpoint, ascending, those that stay beside the newest ones."""
 
 
 class CheckpointError(UserError):
@@ -78,7 +82,7 @@ def save(
     *,
     keep: int,
     unproven: bool = False,
-    spare: int | None = None,
+    beside: Beside | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
@@ -96,7 +100,7 @@ def save(
         keep: how many to keep, this one included; at least 1.
         unproven: nothing has been computed from this state yet, so that it does not count among the `keep`: `prune`
             removes what is too many once it is known to be good.
-        spare: the newest checkpoint up to this step stays beside those.
+        beside: which of the older ones stay beside those.
         ranks: who writes it.
 
     Returns:
@@ -114,7 +118,7 @@ def save(
     try:
         Writing(folder, step, ranks).write(tensors, state)
         if ranks.first:
-            prune(folder, step, keep + unproven, spare=spare)
+            prune(folder, step, keep + unproven, beside=beside)
     except OSError as error:
         there = _there(folder)
         raise CheckpointError(
@@ -171,16 +175,16 @@ def steps(folder: Path) -> list[int]:
     return sorted(_directories(Path(folder)))
 
 
-def prune(folder: Path | Folder, newest: int, keep: int, *, spare: int | None = None) -> None:
-    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and the newest up to step `spare`.
+def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:
+    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and what `beside` names of them.
 
     What cannot be removed is reported.
     """
     with opened_folder(folder) as opened:
         there = _steps_in(opened)
         past = sorted(step for step in there if step <= newest)
-        spared = [step for step in past if spare is not None and step <= spare]
-        for step in sorted(set(there) - {*past[-keep:], *spared[-1:]}):
+        stay = {*past[-keep:], *(beside(past) if beside and past else ())}
+        for step in sorted(set(there) - stay):
             doomed = f"{LEFTOVER}{directory_name(step)}"
             try:
                 opened.rename(there[step], doomed)  # first out of sight: a kill meanwhile leaves no damaged checkpoint

@@ -1,14 +1,19 @@
-"""`fp4train compare RUN RUN… [out=FILE.png|.csv|.json]`: the loss gap between runs, as a table and a plot.
+"""fp4train compare RUN RUN… [out=FILE.png|.csv|.json]
 
-Runs that differ in run.seed only are averaged.
+The loss gap between runs, as a table and a plot, and the keys in which their configurations differ. Runs that differ in
+run.seed only are averaged.
+
+  out=FILE         a picture (.png), the table (.csv) or everything (.json); the default is compare.png in the first RUN
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from fp4train.cli.output import usage
 from fp4train.errors import UserError
 
+USAGE = usage(__doc__)
 OUTPUTS = (".png", ".csv", ".json")
 
 
@@ -18,11 +23,10 @@ def main(arguments: list[str]) -> int:
 
     out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
     runs = [Path(a) for a in arguments if not a.startswith("out=")]
-    usage = "fp4train compare RUN RUN… [out=FILE.png|.csv|.json]"
     if flags := [a for a in arguments if a.startswith("-")]:
-        raise UserError(f"compare knows no flag {flags[0]}: {usage}")
+        raise UserError(f"compare knows no flag {flags[0]}: {USAGE}")
     if len(runs) < 2:
-        raise UserError(f"compare needs two or more run directories: {usage}")
+        raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None and out.suffix.lower() not in OUTPUTS:
         raise UserError(f"out={out if out.name else ''}: the name must end in {' or '.join(OUTPUTS)}")
     comparison = compare(runs)

@@ -1,6 +1,9 @@
-"""`fp4train doctor [--json]`: what this machine can do; exit code 0 where the default run will work.
+"""fp4train doctor [--json]
 
-Under torchrun the ranks try the collectives together, and the first one looks at its machine and prints.
+What this machine can do: recipes, kernels, versions. Exit code 0 where the default run will work. Under torchrun the
+ranks try the collectives together, and the first one looks at its machine and prints.
+
+  --json           as data
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`fp4train formats`: the number formats as a table."""
+"""fp4train formats
+
+The number formats as a table.
+"""
 
 from __future__ import annotations
 

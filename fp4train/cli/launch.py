@@ -44,8 +44,6 @@ def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
     resumed = [a for a in arguments if a.startswith("resume=") and a != "resume=null"]
     if "resume=" in resumed:
         raise UserError("resume= names no run: resume=RUN")
-    if resumed and any(a.startswith("init=") for a in arguments):
-        raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     if resumed and given & _SHOW:
         run = Path(resumed[0].removeprefix("resume="))
         raise UserError(
@@ -84,7 +82,7 @@ def _run_hydra(arguments: list[str], swept: Sequence[str], task: Callable[[DictC
             codes.append(task(cfg))
         except UserError as error:
             print(f"fp4train: {error}", file=sys.stderr)
-            codes.append(1)
+            codes.append(error.exit_code)
         except BrokenPipeError:
             codes.append(discard_output())
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -130,11 +128,16 @@ def _name_point(cfg: DictConfig, swept: Sequence[str]) -> None:
             cfg.run.name = f"{cfg.run.name}-{key.rpartition('.')[2]}={str(value).replace('/', '_')}"
 
 
-def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | None]:
-    """The configuration to run, and the recipe to swap to: its name and its plain configuration, or None.
+Swapped = tuple[str, dict[str, Any]]
+"""Of a recipe: its name and its plain configuration."""
+
+
+def settings(cfg: DictConfig) -> tuple[DictConfig, Swapped | None, list[str]]:
+    """The configuration to run, the recipe to swap to, or None, and the keys that the command line gave.
 
     Without resume=RUN it is the composed configuration. With it, it is RUN's saved one with the overrides applied; a
-    recipe among them does not change what the run began with, it is a swap.
+    recipe among them does not change what the run began with, it is a swap. `check_paths` says whether the paths in it
+    may be used.
 
     Raises:
         UserError: RUN cannot be resumed with these overrides.
@@ -142,12 +145,14 @@ def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | 
     resolved = OmegaConf.create(plain(cfg))
     _check_plugins(resolved)
     if not resolved.resume:
-        return resolved, None
+        return resolved, None, []
     source = Path(str(resolved.resume))
     saved = run_directory.read_config(source)
     changed = overrides.changed_keys(list(HydraConfig.get().overrides.task))
     if "experiment" in changed:
         raise UserError("resume=… takes single keys (train.steps=…, policy.last=…), no experiment=")
+    if "init" in changed and resolved.init != saved.get("init"):
+        raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     swap = None
     if "recipe" in changed:
         swap = str(HydraConfig.get().runtime.choices["recipe"]), plain(resolved)["recipe"]
@@ -174,7 +179,7 @@ def settings(cfg: DictConfig) -> tuple[DictConfig, tuple[str, dict[str, Any]] | 
         if str(error).endswith(" is missing"):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
-    return saved, swap
+    return saved, swap, changed
 
 
 def _check_plugins(cfg: DictConfig) -> None:

@@ -1,44 +1,42 @@
-"""Entry point: `fp4train [VERB] key=value…`; VERB is train (default), plan, swap, compare, sensitivity, rank,
-report, formats or doctor.
+"""fp4train [VERB] key=value…
 
-An error that the user can act on is one message on standard error and exit code 1, never a traceback.
+fp4train recipe=nvfp4                       train (the default verb)
+torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8       on 8 GPUs (docs/scale.md)
+fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
+fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
+fp4train plan model=llama_70b gpu=H100 gpus=256 parallel=auto      the cheapest mesh of GPUs that fits
+fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
+fp4train plan runs/a                        what a run was told, what it ran, and what is planned for the rest
+fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with another recipe
+fp4train resume=runs/a resume_step=200 …    … from a chosen one
+fp4train init=runs/a data=text data.path=…  a new run with the weights of another
+fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is running
+fp4train swap runs/a                        its swaps; with cancel=all, take back those that have not begun
+fp4train compare runs/a runs/b              loss gap, table and plot
+fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
+fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
+fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
+fp4train formats                            the number formats
+fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
+fp4train --cfg job                          the whole configuration
+fp4train help plan                          the options of a verb, as plan --help
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from fp4train import __version__
 from fp4train.cli import compare, doctor, formats, plan, rank, report, sensitivity, swap, train
-from fp4train.cli.output import configure_logging, discard_output
+from fp4train.cli.output import configure_logging, discard_output, open_streams, printable_output
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
-USAGE = """fp4train [VERB] key=value…
-
-  fp4train recipe=nvfp4                       train (the default verb)
-  torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8       on 8 GPUs (docs/scale.md)
-  fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
-  fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
-  fp4train plan model=llama_70b gpu=H100 gpus=256 parallel=auto      the cheapest mesh of GPUs that fits
-  fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
-  fp4train plan runs/a                        what a run was told, what it ran, and what is planned for the rest
-  fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with another recipe
-  fp4train resume=runs/a resume_step=200 …    … from a chosen one
-  fp4train init=runs/a data=text data.path=…  a new run with the weights of another
-  fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is running
-  fp4train swap runs/a                        its swaps; with cancel=all, take back those that have not begun
-  fp4train compare runs/a runs/b              loss gap, table and plot
-  fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
-  fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
-  fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
-  fp4train formats                            the number formats
-  fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
-  fp4train --cfg job                          the whole configuration
-"""
+USAGE = __doc__ or ""
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train.main,
@@ -51,36 +49,46 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "formats": formats.main,
     "doctor": doctor.main,
 }
-HELP = {"sensitivity": sensitivity.HELP, "rank": rank.HELP, "report": report.HELP}
-"""What --help says of a verb that has options of its own; of the others it shows `USAGE`."""
 COMPOSED = ("train", "plan")
 """Verbs whose configuration Hydra composes; their --help lists its keys."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 0, 1 for an error that was explained, or 128 + the signal that ended a run."""
+    """Run a command. An error that the user can act on is one message on standard error, never a traceback.
+
+    Exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 + the
+    signal that ended a run."""
+    open_streams()
+    with printable_output():
+        sys.exit(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = "train"
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    verb, screen = "train", USAGE
     if arguments and arguments[0] in VERBS:
         verb = arguments.pop(0)
+        screen = sys.modules[f"{__package__}.{verb}"].__doc__ or ""
     try:
         asked = bool({"-h", "--help"} & set(arguments))
         if asked and verb not in COMPOSED:
-            print(HELP.get(verb, USAGE), end="")
+            print(screen, end="")
             sys.exit(0)
         if "--version" in arguments:
             print(f"fp4train {__version__}")
             sys.exit(0)
-        if verb == "train" and arguments and arguments[0].replace("_", "").isalnum():
+        if verb == "train" and arguments and re.fullmatch(r"\w[\w-]*", arguments[0]):
             raise UserError(f"{_no_verb(arguments)}\n\n{USAGE}".rstrip())
         if asked:
-            print(USAGE)  # Hydra prints the keys below it
+            print(screen)  # Hydra prints the keys below it
         configure_logging()
         code = VERBS[verb](arguments)
         sys.stdout.flush()
     except UserError as error:
         print(f"fp4train: {error}", file=sys.stderr)
-        code = 1
+        code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             code = discard_output()
@@ -90,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("fp4train: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
-    sys.exit(code)
+    return code
 
 
 def _no_verb(arguments: list[str]) -> str:

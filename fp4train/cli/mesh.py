@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
 
 AUTO = "parallel=auto"
+MOST_RANKS = 1 << 20
+"""A number of ranks beyond this is a slip of the hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,12 @@ def _value(key: str, kind: object, value: str) -> object:
 
 def _number(key: str, value: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise UserError(f"{key}={value} must be a whole number") from None
+    if abs(number) > MOST_RANKS:
+        raise UserError(f"{key}={value} is more than {MOST_RANKS}")
+    return number
 
 
 class MeshPlan:
@@ -221,18 +226,32 @@ class MeshPlan:
             self.notes.append(note)
         return found
 
-    def plan(self, sequences: int) -> Plan:
-        """The plan of the run with microbatches of so many sequences."""
+    def plan(self, sequences: int, tensors: int) -> Plan:
+        """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
+        from fp4train.costs.shards import row_wise
         from fp4train.hardware import Device
         from fp4train.precision.layers import find_layers
         from fp4train.run.build import build_plan
 
         config = replace(self.config, train=replace(self.config.train, batch_size=sequences, microbatch=sequences))
-        return build_plan(config, find_layers(self.model), self.timeline, Device.elsewhere(self.gpu))
+        layers, rows = find_layers(self.model), row_wise(self.model)
+        parts = {name: layer.part("in" if name in rows else "out", tensors) for name, layer in layers.items()}
+        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu))
+
+    def gathers(self, plan: Plan, mesh: Mesh) -> list[str]:
+        """What the ranks send each other of the weights, in words; empty where no rank shares them."""
+        from fp4train.precision.report import gathers
+
+        layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
+        compiled = self.config.train.compile
+        return [gathers(layers, mesh.shard, self.asked.gather, compiled=compiled)] if mesh.shard > 1 else []
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""
         from fp4train.costs.workload import workload
+        from fp4train.precision.layers import find_layers
+
+        whole = find_layers(self.model)
 
         train = self.config.train
         recomputed = 1.0 if getattr(self.config.model, "recompute", False) else 0.0
@@ -242,7 +261,7 @@ class MeshPlan:
                 stretch.stop - stretch.start,
                 workload(
                     self.model,
-                    stretch.layers,
+                    {name: replace(layer, layer=whole[name]) for name, layer in stretch.layers.items()},
                     stretch.recipe,
                     sequences=sequences,
                     seq_len=train.seq_len,
@@ -262,6 +281,7 @@ class MeshPlan:
         from fp4train.costs.cluster import cluster_cost
         from fp4train.costs.fit import batch_problem, problems
         from fp4train.costs.shards import find_weights
+        from fp4train.run.advice import divided_blocks
         from fp4train.run.outliers import check_outliers
 
         try:
@@ -285,14 +305,9 @@ class MeshPlan:
         while local % sequences:
             sequences -= 1
         mesh = self.mesh(local // sequences)
-        plan = self.plan(sequences)
+        plan = self.plan(sequences, mesh.tensor)
         check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
-        whole = {each.layer_backend for stretch in plan.stretches for each in stretch.layers.values()} - {None}
-        if mesh.tensor > 1 and whole:
-            self.notes.append(
-                f"times are those of {', '.join(sorted(filter(None, whole)))}, which runs whole layers only: with "
-                "parallel.tp a run takes native products or emulation"
-            )
+        self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 
@@ -303,15 +318,21 @@ class MeshPlan:
 
         assert self.asked.gpus is not None
         # It also tries meshes with tensor parallelism and pipelines.
-        check_outliers(self.plan(1), stages=2, tensors=2)
+        check_outliers(self.plan(1, 1), stages=2, tensors=2)
         batch = self.config.train.batch_size
         if not self._batch_given:
             batch = self.asked.gpus
             self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
 
         @lru_cache
-        def measure(sequences: int) -> Workload:
-            return self.workloads(self.plan(sequences), sequences)[0][2]
+        def measure(sequences: int, tensors: int) -> Workload | None:
+            try:
+                plan = self.plan(sequences, tensors)
+            except UserError:
+                if tensors == 1:
+                    raise
+                return None  # the named backend runs no parts of layers
+            return self.workloads(plan, sequences)[0][2]
 
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(

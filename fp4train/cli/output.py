@@ -1,11 +1,58 @@
-"""What a command prints: log lines beside a progress bar, and output whose reader has gone."""
+"""What a command prints: text that no terminal acts on, logs beside a progress bar, output whose reader has gone."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO, cast
+
+from fp4train.text import printable
+
+
+def open_streams() -> None:
+    """Lead standard streams that were closed at the start (`2>&-`) to the null device.
+
+    Otherwise Python has None for them, and the next files that are opened get their numbers: what a library prints
+    would land in these.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - until the process ends
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+class _Printable:
+    """A stream to which names out of run directories may be written: what a terminal would act on is escaped.
+
+    A carriage return begins and ends what a progress bar writes; elsewhere it would hide what is before it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        body = text.strip("\r")
+        first, _, last = text.partition(body) if body else (text, "", "")
+        self._stream.write(f"{first}{printable(body)}{last}")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Standard output and error escape what a terminal would act on: the one place for all that is printed."""
+    out, err = (cast(TextIO, _Printable(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 class _Handler(logging.Handler):
@@ -35,3 +82,8 @@ def discard_output() -> int:
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def usage(screen: str | None) -> str:
+    """The first line of a verb's help, which is the docstring of its module."""
+    return (screen or "").partition("\n")[0]

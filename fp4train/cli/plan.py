@@ -1,8 +1,14 @@
-"""`fp4train plan key=value… [full=true] [--json]`: what every GEMM of a run would run in, and why; trains nothing.
+"""fp4train plan [key=value…] | RUN [full=true] [--json]
 
-With gpu=NAME it adds the time of each GEMM there; with gpus=N or `parallel.*` what a mesh of that GPU will hold, send
-and cost; with parallel=auto the cheapest mesh that fits. `fp4train plan RUN` shows what a run was told, what it ran,
-and what is planned for the rest.
+What every GEMM of a run would run in, and why; trains nothing. Takes the keys of a run, which are listed below.
+
+  full=true        every layer and GEMM, not folded
+  gpu=B200         with the time of each GEMM on that GPU: A100, H100, H200, B200, GB200, B300, GB300
+  gpus=64          on so many of them: what each holds, sends and computes; with parallel.tp=8 and the like
+  parallel=auto    with gpus=, the cheapest mesh that fits
+  --json           as data
+  resume=RUN       what is left of a run
+  RUN              what a run was told, what it ran, and what is planned for the rest
 """
 
 from __future__ import annotations
@@ -101,6 +107,7 @@ def _plan(
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
+    from fp4train.run.belonging import check_paths
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -111,7 +118,8 @@ def _plan(
     from fp4train.run.outliers import check_outliers
     from fp4train.run.resume import find_source, start_step
 
-    chosen, swap = settings(cfg)
+    chosen, swap, named = settings(cfg)
+    check_paths(chosen, named)
     config = to_config(chosen)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)

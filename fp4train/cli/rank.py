@@ -1,30 +1,4 @@
-"""`fp4train rank RUN recipe=A,B,… [policy=…] [phases=…]`: which recipe, and with what certainty.
-
-Paired forks of checkpoints, see `fp4train.studies.rank`. Recipes, policies, phases and their keys may have several
-values, as in a sweep; every combination is a candidate.
-"""
-
-from __future__ import annotations
-
-import json
-import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind
-from fp4train.config.folders import check_folder
-from fp4train.errors import UserError
-from fp4train.text import near_miss
-
-if TYPE_CHECKING:
-    from fp4train.studies.rank import Request
-
-_log = logging.getLogger("fp4train")
-
-USAGE = "fp4train rank RUN… recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]"
-HELP = f"""{USAGE}
+"""fp4train rank RUN… recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]
 
 Which recipe is better, and with what certainty: short forks of a checkpoint on the same batches, their differences with
 intervals and tests (docs/ranking.md). RUN… are run directories: what is found on one checkpoint holds for it alone, on
@@ -41,11 +15,36 @@ several (other seeds, recipes, ages) the spread between them is in the intervals
   margin=0.0005    nats per token; smaller differences do not matter
   processes=1      forks at the same time, each with a copy of the model
   plugins=[NAME]   packages of the classes of your own that the run uses
+  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
   out=FOLDER       for the record and the results; the default is a folder in RUN/studies
 
 Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks, candidates or
 checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
 """
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4train.cli.output import usage
+from fp4train.config import overrides, plugins
+from fp4train.config.binding import bind
+from fp4train.config.folders import check_folder
+from fp4train.config.schema import Config
+from fp4train.errors import UserError
+from fp4train.text import near_miss
+
+if TYPE_CHECKING:
+    from fp4train.studies.rank import Request
+
+_log = logging.getLogger("fp4train")
+
+USAGE = usage(__doc__)
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
 RANKING, PICTURE = "rank.json", "rank.png"
@@ -62,6 +61,8 @@ OPTIONS: Mapping[str, Any] = {
     "processes": int,
     "out": str | None,
 }
+_OF_A_RUN = {field.name for field in fields(Config)} - {"plugins"}
+"""Sections and keys of a run's configuration, whose paths may be given."""
 _SWEPT = ("recipe", "policy", "phases")
 
 
@@ -104,6 +105,7 @@ def _request(arguments: list[str]) -> Request:
     for folder in folders:
         check_folder(folder)
     values: dict[str, Any] = {}
+    paths: dict[str, str | None] = {}
     sweep: list[str] = []
     words = [word for word in words if word not in runs]
     for override in overrides.parse(words):
@@ -118,6 +120,8 @@ def _request(arguments: list[str]) -> Request:
                 raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
             each = override.sweep_iterator() if swept else [override.value()]
             values[key] = [bind(value, OPTIONS[key], key) for value in each]
+        elif key.partition(".")[0] in _OF_A_RUN and isinstance(path := override.value(), str | None):
+            paths[key] = path
         elif key != "plugins":
             known = (*_SWEPT, *OPTIONS, "plugins")
             raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
@@ -132,6 +136,7 @@ def _request(arguments: list[str]) -> Request:
             sweep=sweep or [DEFAULT],
             packages=overrides.plugins(words),
             folders=folders,
+            paths=paths,
             **values,
         )
     except ValueError as error:

@@ -1,24 +1,24 @@
-"""`fp4train report RUN RUN… [out=report.html] [gpu=B200]`: one HTML file about runs, for screens, phones and paper."""
-
-from __future__ import annotations
-
-import logging
-from pathlib import Path
-
-from fp4train.config import overrides
-from fp4train.errors import UserError
-from fp4train.hardware import find_gpu
-
-_log = logging.getLogger("fp4train")
-
-USAGE = "fp4train report RUN RUN… [out=report.html] [gpu=B200]"
-HELP = f"""{USAGE}
+"""fp4train report RUN RUN… [out=report.html] [gpu=B200]
 
 One HTML file about runs and the studies on them, for screens, phones and paper; it needs no network (docs/report.md).
 
   out=report.html  the file
   gpu=B200         with the predicted time of the linear layers on that GPU
 """
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from fp4train.cli.output import usage
+from fp4train.config import overrides
+from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
+
+_log = logging.getLogger("fp4train")
+
+USAGE = usage(__doc__)
 OPTIONS = ("out", "gpu")
 
 

@@ -1,29 +1,4 @@
-"""`fp4train sensitivity RUN | model=NAME [recipe=NAME] [key=value…]`: which layers and operands a recipe harms."""
-
-from __future__ import annotations
-
-import json
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from omegaconf import DictConfig
-
-from fp4train import files
-from fp4train.cli.launch import launch, settings
-from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
-from fp4train.config.schema import to_config
-from fp4train.errors import UserError
-from fp4train.hardware import find_gpu
-from fp4train.run.swaps import as_swap
-
-if TYPE_CHECKING:
-    from fp4train.studies.summary import Report
-
-USAGE = (
-    "fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]"
-)
-HELP = f"""{USAGE}
+"""fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]
 
 Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md).
 RUN is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
@@ -40,9 +15,34 @@ RUN is a run directory; model=NAME, with any other keys of a run, is a model as 
   out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP, without a run
                    runs/studies/sensitivity-MODEL-RECIPE
 
-Writes policy.yaml, sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
+The policy is judged on other batches than those that chose it. Writes policy.yaml (unless nothing is worth keeping),
+sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
 """
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from fp4train import files
+from fp4train.cli.launch import launch, settings
+from fp4train.cli.output import usage
+from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
+from fp4train.config.schema import to_config
+from fp4train.errors import UserError
+from fp4train.hardware import find_gpu
+from fp4train.run.swaps import as_swap
+
+if TYPE_CHECKING:
+    from fp4train.studies.summary import Report
+
+USAGE = usage(__doc__)
 OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
+WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
 
@@ -56,8 +56,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
+    from fp4train.run.belonging import check_paths
     from fp4train.run.host import keep_freed_memory
-    from fp4train.studies.parts import CHOSEN, Parts
+    from fp4train.studies.parts import Parts
     from fp4train.studies.progress import StudyProgress
     from fp4train.studies.record import open_record
     from fp4train.studies.sensitivity import Effort, Study, groups_of, identity_of
@@ -80,7 +81,8 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     )
     keep, cost = number(options, "keep"), number(options, "cost")
     keep_freed_memory()
-    chosen, swap = settings(cfg)
+    chosen, swap, named = settings(cfg)
+    check_paths(chosen, named)
     config = to_config(chosen)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
@@ -105,10 +107,10 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
             trade = trade_off(
                 found, keep=None if cost is not None else KEEP if keep is None else keep, cost=cost, gpu=gpu
             )
-            measured = study.also(study.parts.under(trade.policy, CHOSEN))
+            judged = study.judge(trade.policy, shown.show) if trade.policy.keep else None
         finally:
             study.end()
-    report = Report(subject=subject, found=found, trade=trade, measured=measured)
+    report = Report(subject=subject, found=found, trade=trade, judged=judged)
     print(report.render(_written(report, folder)))
     return 0
 
@@ -122,13 +124,19 @@ def _written(report: Report, folder: Path) -> list[str]:
     from fp4train.analysis.curves import save_figure
     from fp4train.studies.picture import picture
 
+    policy = report.policy_file()
     try:
         files.write(folder / "sensitivity.json", json.dumps(report.as_json(), indent=1, allow_nan=False).encode())
-        files.write(folder / "policy.yaml", report.policy_file().encode())
+        if policy is not None:
+            files.write(folder / "policy.yaml", policy.encode())
+        else:
+            with files.Folder.open(folder) as opened:
+                opened.remove("policy.yaml")  # of a call with other batches
         save_figure(picture(report), folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "
             "on when there is room"
         ) from error
-    return [str(folder / each) for each in ("policy.yaml", "sensitivity.json", "sensitivity.png")]
+    names = ("sensitivity.json", "sensitivity.png") if policy is None else WRITTEN
+    return [str(folder / each) for each in names]

@@ -10,6 +10,7 @@ from pathlib import Path
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.text import whole_number
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
@@ -65,12 +66,13 @@ def study_command(
             raise UserError(f"{verb} RUN names the run; step=… chooses its checkpoint, not {argument}")
         else:
             rest.append(argument)
-    step = found.pop("step", None)
-    if step is not None and not step.isdecimal():
-        raise UserError(f"step={step!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
-    fresh = run is None or (step is not None and int(step) == 0)
+    text = found.pop("step", None)
+    step = None if text is None else whole_number(text)
+    if text is not None and step is None:
+        raise UserError(f"step={text!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
+    fresh = run is None or step == 0
     if run is None:
-        if step is not None and int(step):
+        if step:
             raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
         if init := [a for a in words if a.startswith(("init=", "init_step="))]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
@@ -91,9 +93,9 @@ def whole(options: dict[str, str], key: str, default: int, least: int = 1) -> in
         UserError: it is none, or below `least`.
     """
     text = options.get(key, str(default))
-    if not text.isdecimal() or int(text) < least:
+    if (found := whole_number(text)) is None or found < least:
         raise UserError(f"{key}={text!r} must be a whole number from {least}")
-    return int(text)
+    return found
 
 
 def number(options: dict[str, str], key: str) -> float | None:

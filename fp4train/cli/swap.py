@@ -1,7 +1,14 @@
-"""`fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]`: change the recipe of a run, at once if it is running.
+"""fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]
 
-`fp4train swap RUN` lists recorded and pending swaps; `fp4train swap RUN cancel=ID|STEP|all` takes those back that have
-not begun. Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
+Change the recipe of a run, at once if it is running. Without recipe= it lists the swaps that are recorded and pending.
+
+  recipe=NAME      and recipe.KEY=VALUE
+  at=200           the step; the default is the next one
+  wait=10          seconds to wait for the answer of the process that trains; 0: do not wait
+  cancel=ID        instead of recipe=: take back a swap that has not begun, by its ID or step; cancel=all: each of them
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: recipes of your own
+
+Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ import math
 from pathlib import Path
 
 from fp4train import checkpoint
+from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
@@ -17,9 +25,9 @@ from fp4train.run import directory as run_directory
 from fp4train.run.history import steps_done
 from fp4train.run.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
 from fp4train.run.swaps import as_swap, read_swaps
-from fp4train.text import tabulate
+from fp4train.text import tabulate, whole_number
 
-USAGE = "fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]"
+USAGE = usage(__doc__)
 WAIT = 10.0
 NO_ANSWER = 2
 
@@ -136,8 +144,8 @@ def _cancel(run: Path, what: str, wait: float) -> int:
     if what in open_requests and cancel_request(run, what):
         print(f"{run}: request {what} is cancelled")
         return 0
-    if what.isdecimal() and int(what) in recorded:
-        return _forget(run, int(what), wait)
+    if (number := whole_number(what)) is not None and number in recorded:
+        return _forget(run, number, wait)
     known = [*open_requests, *map(str, recorded)]
     raise UserError(
         f"cancel={what}: {run} has no such pending swap; "
@@ -158,9 +166,10 @@ def _value(words: list[str], key: str) -> str | None:
 
 
 def _step(text: str | None) -> int | None:
-    if text is not None and not text.isdecimal():
+    step = None if text is None else whole_number(text)
+    if text is not None and step is None:
         raise UserError(f"at={text!r} must be a step (an integer ≥ 0)")
-    return None if text is None else int(text)
+    return step
 
 
 def _seconds(text: str | None) -> float:

@@ -1,19 +1,36 @@
-"""`fp4train [train] key=value…`: train a run, or go on with it."""
+"""fp4train [train] key=value…
+
+Train a run, or go on with it; the keys are listed below.
+
+  recipe=nvfp4     and the other groups: model, data, optim, schedule, policy, phases, track; GROUP=FILE.yaml, too
+  run.name=NAME    the run is written to runs/NAME; run.overwrite=true replaces one that is there
+  data=text data.path=PATH   UTF-8 text; data.suffixes=[.txt,.md] are the files that are read of a folder
+  data=hf data.name=NAME     of Hugging Face, or data.path=FILE.jsonl|FILE.parquet; data.column=text, data.max_tokens=…
+  data=tokens data.path=PATH data.vocab_size=N    ids of tokens, data.val_path=PATH those of validation
+  resume=RUN       go on from its newest checkpoint, or resume_step=200; with run.name=NAME as another run
+  init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200
+  parallel.KEY=N   how the ranks that torchrun or srun starts share the run (docs/scale.md)
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own
+  -m KEY=A,B       a sweep: one run after another
+  --cfg job        the configuration, nothing trained
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Swapped, launch, settings
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
 from fp4train.run import history
@@ -21,7 +38,9 @@ from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 
 if TYPE_CHECKING:
+    from fp4train.checkpoint import Checkpoint
     from fp4train.parallel.world import World
+    from fp4train.run.divergence import Rewind
     from fp4train.train import Result
 
 _log = logging.getLogger("fp4train")
@@ -49,10 +68,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     def task(cfg: DictConfig) -> int:
         nonlocal world, speaks
         try:
-            chosen, config, swap = _chosen(cfg)
+            chosen, config, swap, named = _chosen(cfg)
             world = World.start(place, config.parallel, choose_device(config.device, place))
             speaks = place.lead
-            return _train(chosen, config, swap, world)
+            return _train(chosen, config, swap, named, world)
         except AgreedError:
             if speaks:
                 raise
@@ -60,9 +79,11 @@ def _as_rank(arguments: list[str], place: Place) -> int:
         except BaseException as error:
             if world is not None:
                 world.fail(error)
+            if isinstance(error, LostError):
+                speaks = error.speaks
             if speaks or not isinstance(error, UserError):
                 raise
-            return 1
+            return error.exit_code
 
     try:
         if {"-m", "--multirun"} & set(arguments):
@@ -71,31 +92,30 @@ def _as_rank(arguments: list[str], place: Place) -> int:
                 "sweep by itself"
             )
         code = launch(arguments, task)
-    except UserError:
+    except UserError as error:
         if speaks:
             raise
-        code = 1
+        code = error.exit_code
     return code if world is None else world.end(code)
 
 
-def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, tuple[str, dict[str, Any]] | None]:
-    chosen, swap = settings(cfg)
-    return chosen, to_config(chosen), swap
+def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[str]]:
+    chosen, swap, named = settings(cfg)
+    return chosen, to_config(chosen), swap, named
 
 
 def _train(
-    chosen: DictConfig, config: Config, swap: tuple[str, dict[str, Any]] | None, world: World | None = None
+    chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World | None = None
 ) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
-    from fp4train.precision.report import summarise
     from fp4train.run.advice import before_cooldown, rate_jump
-    from fp4train.run.build import build, choose_device
+    from fp4train.run.belonging import check_paths
+    from fp4train.run.build import choose_device
     from fp4train.run.determinism import determinism
-    from fp4train.run.gpu import explain
+    from fp4train.run.divergence import Rewind
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.resume import find_start
-    from fp4train.train import train
 
     keep_freed_memory()
     directory = config.run.dir
@@ -103,6 +123,9 @@ def _train(
         world = World.start(Place(), config.parallel, choose_device(config.device))
     if world.size > 1:
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+    with world.together():
+        if world.lead:  # the others' machines may have another key
+            check_paths(chosen, named)
     with ExitStack() as stack:
         stack.enter_context(determinism(config.train.deterministic))
         with world.together():
@@ -116,29 +139,64 @@ def _train(
             return 0
         with world.together():
             before = None if start is None else to_config(run_directory.read_config(start.path.parent.parent))
-        run = build(config, chosen, start, swap, world)
-        code = 1
+        if start is not None and before is not None and (jump := rate_jump(before, config, start.step)):
+            _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
         try:
-            _log.info("%s: %s", directory, run.description)
-            said = "\n".join([summarise(run.plan), *run.gathers()])
-            _log.info("%s\nevery layer and GEMM: %s\n", said, directory / run_directory.PLAN)
-            if start is not None:
-                _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
-            if start is not None and before is not None and (jump := rate_jump(before, config, run.step)):
-                _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
-            try:
-                result = train(run)
-            except (RuntimeError, MemoryError) as error:
-                if (text := explain(error, run)) is None:
-                    raise
-                raise UserError(text) from error
-            code = 128 + result.signal if result.signal is not None else 0 if result.saved else 1
+            result: Result | Rewind = _to_its_end(config, chosen, start, swap, world)
+            while isinstance(result, Rewind):
+                again = replace(config.run, overwrite=False)
+                config = replace(config, resume=str(directory), resume_step=result.step, run=again)
+                gc.collect()  # what the diverged run held, before as much is built again
+                result = _to_its_end(config, chosen, find_start(config, chosen, world), None, world, result)
         finally:
-            run.tracker.finish(code)
             picture = _draw(directory) if world.lead else ""
     if world.lead:
         print(_summary(directory, result) + picture)
-    return code
+    return _code(result)
+
+
+def _to_its_end(
+    config: Config,
+    chosen: DictConfig,
+    start: Checkpoint | None,
+    swap: Swapped | None,
+    world: World,
+    rewind: Rewind | None = None,
+) -> Result | Rewind:
+    """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
+    from fp4train.precision.report import summarise
+    from fp4train.run.build import build
+    from fp4train.run.divergence import DivergedError
+    from fp4train.run.gpu import explain
+    from fp4train.train import train
+
+    run, code = build(config, chosen, start, swap, world, rewind), 1
+    try:
+        _log.info("%s: %s", run.directory, run.description)
+        said = "\n".join([summarise(run.plan), *run.gathers()])
+        _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
+        if start is not None:
+            _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
+        try:
+            result = train(run)
+        except DivergedError as error:
+            if error.rewind is None:
+                raise
+            _log.error("%s", error)
+            code = 0
+            return error.rewind
+        except (RuntimeError, MemoryError) as error:
+            if (explained := explain(error, run)) is None:
+                raise
+            raise explained from error
+        code = _code(result)
+        return result
+    finally:
+        run.tracker.finish(code)
+
+
+def _code(result: Result) -> int:
+    return 128 + result.signal if result.signal is not None else 0 if result.saved else 1
 
 
 def _finished(config: Config, run: Path, step: int) -> str:
@@ -179,4 +237,5 @@ def _summary(directory: Path, result: Result) -> str:
         name = signal.Signals(result.signal).name
         last = f"resume={directory} goes on" if result.saved else "but its end is not saved"
         ended = f"stopped by {name}, {last}"
-    return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s"
+    diverged = "" if result.diverged is None else f"; {result.diverged}"
+    return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s{diverged}"

@@ -13,12 +13,15 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fp4train.config.foreign import suggestion
 from fp4train.config.targets import own_class
 from fp4train.errors import UserError
+from fp4train.paths import NamesPath, is_hub_name
 from fp4train.text import near_miss
 
 MISSING = "???"
@@ -95,7 +98,30 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
             yield from unknown_keys(value, hints(str(key)), where)
 
 
+def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(full key, value) of every text below `node` that names a file or folder, by the type of its field: `Path`, or
+    one of `fp4train.paths`. A field's default is left out: its class names that."""
+    if isinstance(node, Mapping):
+        kind, hints = _described(node, hint)
+        defaults = {} if kind is None else {name: field.default for name, field in _fields(kind).items()}
+        for key, value in node.items():
+            if str(key) not in defaults or defaults[str(key)] != value:
+                yield from path_values(value, hints(str(key)), f"{path}.{key}" if path else str(key))
+        return
+    for option in _annotated_options(hint):
+        marks = [each for each in get_args(option)[1:] if isinstance(each, NamesPath)]
+        if _is_sequence(option) and isinstance(node, (list, tuple, str)):
+            for item, kind in product([node] if isinstance(node, str) else node, get_args(option)):
+                yield from path_values(item, kind, path)
+        elif isinstance(node, str) and (option is Path or any(not (m.hub and is_hub_name(node)) for m in marks)):
+            yield path, node
+
+
 def _options(hint: Any) -> tuple[Any, ...]:
+    return tuple(get_args(o)[0] if get_origin(o) is Annotated else o for o in _annotated_options(hint))
+
+
+def _annotated_options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -123,7 +149,7 @@ def _is_mapping(hint: Any) -> bool:
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     try:
-        return get_type_hints(kind)
+        return get_type_hints(kind, include_extras=True)
     except NameError as error:
         raise UserError(f"{_full_name(kind)}: the type of a field cannot be resolved at run time: {error}") from error
 
@@ -198,10 +224,9 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     prefix = f"{path}." if path else ""
     for key in node:
         if key not in fields:
-            raise UserError(
-                f"unknown key {prefix + str(key)!r}{near_miss(prefix + str(key), [prefix + n for n in fields])} "
-                f"(known: {', '.join(fields)})"
-            )
+            word, known = prefix + str(key), [prefix + name for name in fields]
+            hint = suggestion(word, known) or near_miss(word, known)
+            raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
         if _needed(field) and name not in node:
             raise UserError(f"{prefix}{name} is missing")
@@ -229,6 +254,10 @@ def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ..
 def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         raise UserError(f"{path}={node} must be finite")
+    if isinstance(node, (int, float)) and abs(node) >= 2**63 and (isinstance(node, int) or float not in options):
+        raise UserError(
+            f"{path}={node:.3g} must lie within ±(2**63 - 1)" if abs(node) < 1e300 else f"{path} is too large"
+        )
     if Any in options or type(node) in options:
         return node
     if any(get_origin(option) is Literal and node in get_args(option) for option in options):

@@ -109,7 +109,13 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"--config-dir {folder}: there is no such folder")
     own = own_options()
-    for group, names in options(folder).items():
+    found = options(folder)
+    if not found.keys() & own.keys() and not any([*folder.glob("*.py"), *folder.glob("*/__init__.py")]):
+        raise UserError(
+            f"--config-dir {folder}: it holds no options and no plugins: options are files such as "
+            f"{folder / 'recipe' / 'NAME.yaml'}, in folders named {', '.join(sorted(own))}; a plugin is a Python module"
+        )
+    for group, names in found.items():
         for name in names:
             if name in own.get(group, ()):
                 raise UserError(

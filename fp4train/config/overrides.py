@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import product
@@ -19,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from fp4train.config import foreign
 from fp4train.config.binding import complete
 from fp4train.config.folders import (
     CONFIGS,
@@ -97,10 +99,16 @@ def parse(arguments: list[str]) -> list[Override]:
     found = []
     for word in words:
         try:
-            found.append(parser.parse_override(word))
-        except HydraException as error:
+            override = parser.parse_override(word)
+            if override.package is not None and not override.key_or_group.startswith("hydra"):
+                plain_word = word.replace(f"@{override.package}", "", 1)
+                raise UserError(f"{word!r}: a group has one place in the configuration, without @: {plain_word}")
+            found.append(override)
+        except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
             if "=" not in word and Path(word).is_dir():
                 raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
+            if "=" not in word:
+                raise UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them") from error
             why = _first_lines(error).partition(" expecting ")[0]
             if odd := re.search(r"token recognition error at: '(.)", why):
                 key, equals, value = word.partition("=")
@@ -178,6 +186,16 @@ def plugins(arguments: list[str]) -> list[str]:
     return found
 
 
+def quoted(key: str, value: str) -> str:
+    """ "key='value'", as Hydra's grammar takes any text."""
+    return f"{key}='" + value.replace("'", "\\'") + "'"
+
+
+def as_typed(key: str, value: str) -> str:
+    """ "key=value" as it is typed in a shell."""
+    return f"{key}={value}" if re.fullmatch(r"[a-zA-Z0-9_./:-]+", value) else shlex.quote(quoted(key, value))
+
+
 def for_resume(arguments: list[str]) -> list[str]:
     """The arguments of a command with resume=RUN; each key=value is marked as an addition (++).
 
@@ -190,7 +208,7 @@ def for_resume(arguments: list[str]) -> list[str]:
         key, _, path = argument.partition("=")
         if key == "resume" and not _is_override(argument):
             # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
-            argument = "resume='" + path.replace("'", "\\'") + "'"
+            argument = quoted("resume", path)
         value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra"))
         marked.append(f"++{argument}" if value and key not in known and "@" not in key else argument)
     return marked
@@ -241,9 +259,8 @@ def check_flags(arguments: list[str]) -> None:
         if name not in _KNOWN_FLAGS:
             namesakes = [f"{k}=…" for k in keys(plain(compose([]), resolve=False)) if k.rpartition(".")[2] == bare]
             hint = f"; keys are written without dashes: {' or '.join(namesakes)}" if namesakes else ""
-            raise UserError(
-                f"unknown flag {name}{hint}{'' if hint else near_miss(name, _KNOWN_FLAGS)}; fp4train --help lists keys"
-            )
+            hint = hint or foreign.suggestion(bare.partition("=")[0]) or near_miss(name, _KNOWN_FLAGS)
+            raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")
 
 
 def check(arguments: list[str]) -> None:
@@ -305,7 +322,8 @@ def check_option(group: str, option: str, known: list[str]) -> None:
     """
     if option not in (*known, *(["null", "None"] if group == "experiment" else [])):
         raise UserError(
-            f"{group}={option}: there is no such {group}{near_miss(option, known)} (known: {', '.join(known)})"
+            f"{group}={option}: there is no such {group}{foreign.option_suggestion(group, option, known)} "
+            f"(known: {', '.join(known)})"
         )
 
 
@@ -337,7 +355,8 @@ def _check_keys(wanted: list[str], have: list[str]) -> None:
         if 1 < len(near) <= 3:
             hint = f"; did you mean {' or '.join(map(repr, near))}?"
         else:
-            hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else near_miss(key, namesakes or others)
+            hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else ""
+            hint = hint or foreign.suggestion(key, have) or near_miss(key, namesakes or others)
         raise UserError(f"unknown key {key!r}{hint}{known}")
 
 

@@ -24,12 +24,15 @@ from fp4train.optim.optimizer import Optimizer
 from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
+from fp4train.paths import PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
 from fp4train.track.config import Tracking
 
 MOST_STEPS = 10**12
 """Steps beyond this are a slip of the hand; positions in the data stay below 2**63."""
+MOST_TOKENS = 2**40
+"""Tokens per step; the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,9 @@ class TrainSettings:
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
+        on_divergence: what to do when the loss is far above its past (`run/divergence.py`), besides saying so: "warn"
+            goes on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past the batches since.
+        rewinds: times that a run goes back; the next divergence ends it.
     """
 
     steps: int
@@ -86,8 +92,13 @@ class TrainSettings:
     step_timeout: float = 0.0
     deterministic: bool = False
     cuda_graph: bool = False
+    on_divergence: str = "warn"
+    rewinds: int = 5
 
     def __post_init__(self) -> None:
+        check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
+        if self.rewinds < 0:
+            raise ValueError(f"train.rewinds={self.rewinds} must be a number of times, or 0 for none")
         if not 0 <= self.step_timeout <= 1e9:
             raise ValueError(f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 for no limit")
         for name in ("steps", "batch_size", "seq_len"):
@@ -95,6 +106,11 @@ class TrainSettings:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
+        if self.tokens > MOST_TOKENS:
+            made = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
+            raise ValueError(f"{made} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} are possible")
+        if self.steps * self.batch_size >= 2**63:
+            raise ValueError(f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63")
         if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
             raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
 
@@ -133,12 +149,15 @@ class CheckpointSettings:
             it can be resumed like the run itself. None: no second copy.
         keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's cooldown, from
             which a finished run is extended; it costs the disk one checkpoint more.
+        milestones: beside the newest, keep so many older ones at growing distance: with keep=2 and every=100 one that
+            is 200 to 800 steps old, one of 800 to 3,200 steps, … They cost the disk a checkpoint each.
     """
 
     every: int
     keep: int
     also: Path | None = None
     keep_before_cooldown: bool = True
+    milestones: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", None if self.also is None else Path(self.also))
@@ -146,6 +165,8 @@ class CheckpointSettings:
             raise ValueError(f"checkpoint.every={self.every} must be a number of steps, or 0 for the end only")
         if self.keep < 1:
             raise ValueError(f"checkpoint.keep={self.keep} must be at least 1")
+        if not 0 <= self.milestones <= 32:
+            raise ValueError(f"checkpoint.milestones={self.milestones} must be a number of checkpoints, at most 32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +200,10 @@ class Config:
     backend: str
     device: str
     gpu: str | None
-    resume: str | None
+    resume: PathText | None
     plugins: tuple[str, ...] = ()
     resume_step: int | None = None
-    init: str | None = None
+    init: PathText | None = None
     init_step: int | None = None
     parallel: Parallel = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)

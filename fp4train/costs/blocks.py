@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4train.formats import get_format
-from fp4train.precision import autocast
+from fp4train.precision.context import Context, use
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +72,6 @@ class BlockCost:
     backward: float
     attentions: tuple[Attention, ...]
     input: float
-
-
-def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
-    """Bytes of a quantised matrix [rows, columns]: packed codes, and one scale per block."""
-    tall, wide = spec.block[0] or rows, spec.block[1] or columns
-    scales = math.ceil(rows / tall) * math.ceil(columns / wide)
-    return rows * columns * get_format(spec.element).bits / 8 + scales * (4 if spec.scale == "fp32" else 1)
 
 
 def measure_blocks(
@@ -130,7 +122,7 @@ def _inputs(
         seen[block] = (x, *others)
         return x
 
-    with _forwards({block: partial(note, block) for block in blocks}), autocast(recipe), torch.no_grad():
+    with _forwards({block: partial(note, block) for block in blocks}), use(Context(recipe=recipe)), torch.no_grad():
         model(torch.empty(sequences, seq_len, dtype=torch.int64, device="meta"))
     return seen
 
@@ -168,7 +160,7 @@ def _measure(
 
     traffic = _Traffic()
     forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
-    with _forwards(forwards), autocast(recipe), _FunctionStandIns(stand_ins, traffic):
+    with _forwards(forwards), use(Context(recipe=recipe)), _FunctionStandIns(stand_ins, traffic):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
             y = block(x, *inputs[1:])
         forward, traffic.bytes = traffic.bytes, 0.0

@@ -6,8 +6,9 @@ One stage and microbatch take the sum over its blocks of
     backward   max(the same of backward + what is recomputed,                        weight gather [+ gradient scatter])
 
 FSDP copies what it gathers into the weights and gradients into what it scatters, a read and a write of each. The
-gathers and scatters of weights hide behind the block that runs; the collectives of tensor parallelism do not, unless
-`hides_tensor`. Gradients are reduced in the last microbatch only. A step is
+gathers and scatters of weights hide behind the block that runs, those of embedding and head behind nothing; the
+collectives of tensor parallelism do not, unless `hides_tensor`. Gradients are reduced in the last microbatch only. A
+step is
 
     (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
 
@@ -16,11 +17,12 @@ GEMMs and quantising: `estimate.py`. Parameters of the rest:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fp4train.costs.blocks import BlockCost, packed_bytes
+from fp4train.costs.blocks import BlockCost
 from fp4train.costs.estimate import layer_costs
 from fp4train.costs.links import Interconnect
 from fp4train.costs.memory import USABLE, RankMemory, entered, rank_memory
@@ -32,7 +34,7 @@ from fp4train.costs.workload import Kind, Workload
 from fp4train.hardware import Gpu
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan, part_of
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, packed_bytes
 
 ATTENTION: Final = (0.60, 0.50)
 """Share of the BF16 peak that attention reaches forward and backward: FlashAttention-3 on H100, causal, head dimension
@@ -154,8 +156,10 @@ class _Estimate:
         for plan in plans:
             mine = self.split(plan)
             form = wire_form(mine, self.mesh.shard, self.mesh.gather)
-            coded = form.row is not None or form.column is not None
-            shared = self.mesh.shard * self.mesh.microbatches if coded else 1
+            again = mine.dgrad.operands.second
+            # What is requantised from codes is whole on every rank, and freed after each pass.
+            parts = form.coded and (again is None or again.requantises is None)
+            shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
             for row in layer_costs(mine, self.gpu, self.tokens, 1, weight_passes=passes):
                 into = forward if row.gemm_name == "fprop" else backward
@@ -227,11 +231,12 @@ class _Estimate:
             return whole
         return self._form(whole, row) + self._form(whole, column)
 
-    def weights(self, weights: Sequence[Weight]) -> Wire:
-        """What it takes to gather some weights and to reduce their gradients."""
+    def weights(self, weights: Sequence[Weight], *, kept: bool = False) -> Wire:
+        """What it takes to gather some weights and to reduce their gradients; `kept`: from forward to backward."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         repeats = self.load.recomputed > 0
-        again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in weights)
+        backward = () if kept else weights
+        again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in backward)
         elements = sum(weight.of_rank(self.mesh) for weight in weights)
         gradient = self.mesh.reduce_bytes * elements
         shard, replicas = self.groups["shard"], self.groups["replicate"]
@@ -253,9 +258,10 @@ class _Estimate:
         found = {}
         for number, blocks in enumerate(stages(mesh, len(load.order))):
             counts = load.stage(blocks)
-            key = (*sorted(counts.items()), number == mesh.pipeline - 1)
+            outer = load.outer(number, mesh)
+            key = (*sorted(counts.items()), number == mesh.pipeline - 1, *(weight.name for weight in outer))
             if key not in found:
-                found[key] = self.stage(counts, last=number == mesh.pipeline - 1)
+                found[key] = self.stage(counts, self.weights(outer, kept=True), last=number == mesh.pipeline - 1)
         parts, collectives = max(found.values(), key=lambda stage: sum(stage[0].values()))
         if mesh.pipeline > 1:
             waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
@@ -273,8 +279,12 @@ class _Estimate:
             not_coded=load.not_coded(mesh),
         )
 
-    def stage(self, counts: Mapping[int, int], *, last: bool) -> tuple[dict[str, float], list[Collective]]:
-        """Seconds of all microbatches on one stage by what they are spent on, and its collectives."""
+    def stage(self, counts: Mapping[int, int], outer: Wire, *, last: bool) -> tuple[dict[str, float], list[Collective]]:
+        """Seconds of all microbatches on one stage by what they are spent on, and its collectives.
+
+        `outer`: of the weights outside the blocks, which are gathered before a forward pass and kept for its backward
+        pass; their gradients are complete when nothing is left to hide behind.
+        """
         m = self.mesh.microbatches
         names = ("GEMMs", "quantising", "attention", "elementwise", "recomputation", "copies of FSDP")
         parts = dict.fromkeys((*names, "amax over tensor ranks"), 0.0)
@@ -300,6 +310,10 @@ class _Estimate:
                 flows["amax"].add(number * m, amax_bytes, seconds.amax, seconds.amax)
             parts["recomputation"] += number * m * again
             parts["copies of FSDP"] += number * wire.copied / self.bandwidth
+        parts["copies of FSDP"] += outer.copied / self.bandwidth
+        hidden = math.inf if self.mesh.own_units else 0.0
+        flows["forward"].add(m, outer.gathered, outer.gather, outer.gather - hidden)
+        flows["gradients"].add(1, outer.reduced, outer.reduce, outer.reduce - hidden)
         if last:
             parts["head and loss"] = m * self._head()
         parts["weight gathers"] = flows["forward"].exposed + flows["backward"].exposed
@@ -333,8 +347,9 @@ class _Estimate:
         tail = {"optimizer": OPTIMIZER_BYTES * parameters / self.bandwidth}
         more: list[Collective] = []
         if mesh.data > 1:
-            ends = self.weights(self.load.before).gather + self.sends[0].gather + self.sends[0].reduce
-            tail["first gather, last reduction"] = ends
+            tail["first gather, last reduction"] = self.sends[0].gather + self.sends[0].reduce
+            if mesh.own_units:
+                tail["first gather, last reduction"] += self.weights(self.load.before).gather
             group, counted = self.groups["shard"], 4.0 * len(self.load.order) * len(self.load.kinds[0].plans)
             tail["norm and amax of weights"] = group.reduce_seconds(8) + group.reduce_seconds(counted)
             seconds = tail["norm and amax of weights"]

@@ -15,16 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.costs.roofline import (
     COPY,
     LAUNCH,
     SCALE_EPILOGUE,
     decoded_width,
-    emulate_seconds,
     gemm_seconds,
     move_seconds,
     needs_amax,
+    own_seconds,
     quantise_seconds,
 )
 from fp4train.costs.table import render
@@ -143,7 +144,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
             costs += layer_costs(layer, gpu, plan.tokens, microbatches)
             for gemm in (gemm for part in layer.parts for gemm in part.gemms):
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
-                    points[gemm.elements] = break_even(gemm.operands, gpu)
+                    points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
         stretches.append(StretchCost(title=stretch.title, steps=stretch.stop - stretch.start, rows=tuple(costs)))
     return CostEstimate(gpu=gpu, stretches=tuple(stretches), break_even=points)
 
@@ -171,7 +172,7 @@ def layer_costs(
     for tensor, forms in FORMS.items():
         times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
-        seconds = _tensor(gpu, counts[tensor], [(spec, _why_emulated(gemm) is not None) for gemm, spec in users])
+        seconds = _tensor(gpu, counts[tensor], [(spec, gemm.backend) for gemm, spec in users])
         for gemm, _ in users:
             quantise[gemm.name] += times * seconds / len(users)
     costs = []
@@ -195,13 +196,15 @@ def layer_costs(
     return costs
 
 
-def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, bool]]) -> float:
-    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, emulated)."""
+def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
+    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, backend)."""
     seconds = 0.0
-    for cost, emulated in ((quantise_seconds, False), (emulate_seconds, True)):
-        specs = [spec for spec, is_emulated in forms if is_emulated == emulated]
-        if specs:
-            seconds += cost(gpu, count, specs[0], specs[1] if len(specs) > 1 else None)
+    for backend in dict.fromkeys(backend for _, backend in forms):
+        first, second = (*(spec for spec, each in forms if each == backend), None)[:2]
+        if backend in LAYER_BACKENDS:
+            seconds += quantise_seconds(gpu, count, first, second)
+        else:
+            seconds += own_seconds(gpu, count, first, second, codes=backend == "native")
     return seconds
 
 
@@ -217,15 +220,18 @@ def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
     return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
 
 
-def break_even(operands: Operands, gpu: Gpu, *, largest: int = 1 << 16) -> int | None:
+def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te", largest: int = 1 << 16) -> int | None:
     """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for it alone beats BF16.
+
+    backend: whose kernels quantise.
 
     None if it never does, up to `largest`. In training the two forms of a tensor share reads, which changes this size;
     the rows of an estimate include that.
     """
 
     def gain(n: int) -> float:
-        quantised = sum(quantise_seconds(gpu, n * n, spec, None) for spec in (operands.first, operands.second))
+        specs = [spec for spec in (operands.first, operands.second) if spec is not None]
+        quantised = sum(_tensor(gpu, n * n, [(spec, backend)]) for spec in specs)
         low_precision = gemm_seconds(gpu, operands.elements("bfloat16"), n, n, n)
         return gemm_seconds(gpu, "BF16", n, n, n) - low_precision - quantised
 

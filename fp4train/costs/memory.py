@@ -5,7 +5,8 @@
     gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
     codes             of weights that stay on the rank: those of its shard, or without shards both forms of every weight
     activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
-    weight copies     that autograd keeps of layers without a quantised GEMM, in the recipe's dtype
+    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not of weights that
+                      shards gather, which are freed after each use; under torch.compile once per microbatch in flight
     unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks,
                       which stay gathered, and the gradients of one block and of those outside
     logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the gradient of its input
@@ -76,15 +77,17 @@ def _of_stage(load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int])
     flights = mesh.in_flight(stage)
     again = load.recomputed
     kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
-    copies = sum(n * (1 - again) * k.cost.weights / mesh.tensor for k, n in kinds)
-    running = again * max((saved(k.cost, mesh) + k.cost.weights / mesh.tensor for k, _ in kinds), default=0.0)
+    rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
+    # Graphs of torch.compile save the copy that each pass makes.
+    copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
+    running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
     parts = {
         "weights, float32": 4 * local,
         "moments": 8 * local,
         "gradients": 4 * (whole if mesh.microbatches > 1 and mesh.shard > 1 else 0.0) + 4 * local,
         "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
         "activations": flights * kept + running,
-        "weight copies for backward": flights * copies,
+        "weights in BF16": copies * rounded,
         "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
         "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
         "reserve": RESERVE,

@@ -32,6 +32,8 @@ class Mesh:
         codes: activations are gathered over `tensor` as codes, in layers that quantise them.
         joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
             bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
+        own_units: embedding and head are gathered in BF16 and by themselves, the head behind the blocks (torchtitan,
+            Megatron-LM). fp4train's travel in float32 before the first block.
         hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor parallelism).
     """
 
@@ -48,6 +50,7 @@ class Mesh:
     reduce_bytes: int = 4
     codes: bool = False
     joined: bool = False
+    own_units: bool = False
     hides_tensor: bool = False
 
     def __post_init__(self) -> None:

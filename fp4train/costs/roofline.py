@@ -48,7 +48,7 @@ _GEMM_SHARES: Final[Mapping[tuple[int, int], Mapping[str, float]]] = MappingProx
 )
 _QUANTISE_SHARE: Final = 0.84
 _QUANTISE_SHARE_BLACKWELL: Final = 0.50
-_EMULATE_SHARE: Final = 0.68
+_OWN_SHARE: Final = 0.68
 
 
 def gemm_share(gpu: Gpu, rate: str) -> float:
@@ -136,19 +136,25 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
     return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
 
 
-def emulate_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
-    """The same for emulation: each form is read as BF16 and written as decoded BF16, after an amax pass.
+def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
+    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself.
 
-    Square blocks are quantised once for both forms. The kernels are fp4train's, assumed to reach three quarters of the
-    bandwidth of a copy.
+    The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
+    where they do the same.
+
+    Args:
+        codes: written are codes and scales, for native products; else decoded values, for emulation, where square
+            blocks are quantised once for both forms.
     """
+    share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
     forms = [spec for spec in (row, column) if spec is not None]
-    if len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
+    if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
         forms = forms[:1]
     seconds = 0.0
     for spec in forms:
         seconds += move_seconds(gpu, 2 * count, COPY) if needs_amax(spec) else 0.0
-        seconds += move_seconds(gpu, (2 + decoded_width(spec)) * count, _EMULATE_SHARE)
+        written = stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec)
+        seconds += move_seconds(gpu, (2 + written) * count, share)
     return seconds
 
 

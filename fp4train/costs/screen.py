@@ -35,7 +35,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         body += ["", *_collectives(cost)]
     notes = [
         f"checkpoint: {12 * load.parameters / 1e9:.4g} GB; each rank copies {_gib(cost.memory.host)} GiB to its host",
-        *_gathers(cost),
+        *_aligned(cost),
     ]
     if not cost.fits:
         notes.append(
@@ -99,22 +99,12 @@ def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
     ]
 
 
-_FORMS = {"recipe": "as codes and scales", "bf16": "in BF16", "fp32": "in float32"}
-
-
-def _gathers(cost: ClusterCost) -> list[str]:
-    """How weights travel, those that do not travel as codes, and a mesh whose shards cut no blocks of scales."""
-    if cost.mesh.shard == 1:
-        return []
-    text = f"weights of the blocks are gathered {_FORMS[cost.mesh.gather]}"
-    if cost.not_coded:
-        number = sum(sum(names.values()) for names in cost.not_coded.values())
-        text += f"; {number} that are quantised are not: "
-        text += "; ".join(f"{', '.join(names)} ({why})" for why, names in cost.not_coded.items())
+def _aligned(cost: ClusterCost) -> list[str]:
+    """A mesh whose shards cut no blocks of scales, if this one's do."""
     if not any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct):
-        return [text]
+        return []
     other = aligned_shard(cost.workload.distinct, cost.mesh)
-    return [text, f"no weight is cut by {' '.join(other.overrides())}"]
+    return [f"no weight is cut by {' '.join(other.overrides())}"]
 
 
 def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:

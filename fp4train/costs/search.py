@@ -16,6 +16,7 @@ from fp4train.costs.cluster import ClusterCost, cluster_cost
 from fp4train.costs.fit import problems
 from fp4train.costs.links import Interconnect
 from fp4train.costs.mesh import Mesh
+from fp4train.costs.shards import Weight, find_weights
 from fp4train.costs.workload import Workload
 from fp4train.hardware import Gpu
 
@@ -44,7 +45,7 @@ class Candidate:
 
 def candidates(
     model: nn.Module,
-    measure: Callable[[int], Workload],
+    measure: Callable[[int, int], Workload | None],
     gpu: Gpu,
     links: Interconnect,
     *,
@@ -56,7 +57,8 @@ def candidates(
     """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those that fit before others.
 
     Args:
-        measure: the workload of a microbatch of so many sequences.
+        measure: the workload of a microbatch of so many sequences on so many tensor-parallel ranks; None: the recipe
+            cannot run there.
         like: a mesh that communicates as those that are tried; its sizes do not matter.
         recompute: the choices to try.
     """
@@ -64,8 +66,9 @@ def candidates(
     for sequences in MICROBATCHES:
         if batch % sequences:
             continue
-        load = measure(sequences)
-        for mesh in _meshes(model, load, links, gpus, batch // sequences, like):
+        for mesh in _meshes(model, find_weights(model, {}), links, gpus, batch // sequences, like):
+            if (load := measure(sequences, mesh.tensor)) is None:
+                continue
             for again in recompute:
                 run = replace(load, recomputed=1.0 if again else 0.0)
                 cost = cluster_cost(run, gpu, links, mesh)
@@ -74,9 +77,8 @@ def candidates(
 
 
 def _meshes(
-    model: nn.Module, load: Workload, links: Interconnect, gpus: int, passes: int, like: Mesh
+    model: nn.Module, weights: list[Weight], links: Interconnect, gpus: int, passes: int, like: Mesh
 ) -> Iterator[Mesh]:
-    weights = load.distinct
     for tensor in _divisors(gpus, links.domain):
         for pipeline in _divisors(gpus // tensor, MOST_STAGES):
             data = gpus // tensor // pipeline

@@ -16,13 +16,12 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from fp4train.costs.blocks import packed_bytes
 from fp4train.costs.mesh import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import LayerPlan, part_of
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, packed_bytes
 
 ROW_WISE = ("attention.wo", "mlp.down")
 """Layers whose inputs tensor parallelism splits: those that write to the residual stream."""
@@ -82,8 +81,8 @@ class Weight:
         """How it is gathered over the shards."""
         part = self.part(mesh)
         if part is None or self.block is None or self.block < 0:
-            # What lies outside the blocks is gathered as it is. Published BF16 gathers are of all matrices.
-            return WireForm(dtype=torch.bfloat16 if mesh.gather == "bf16" and len(self.shape) > 1 else torch.float32)
+            # What lies outside the blocks, and norms, are gathered as they are.
+            return WireForm(dtype=torch.bfloat16 if mesh.own_units and len(self.shape) > 1 else torch.float32)
         return wire_form(part, mesh.shard, mesh.gather)
 
     def why_values(self, mesh: Mesh) -> str | None:
@@ -106,14 +105,8 @@ class Weight:
             backward: for dgrad, else for fprop.
             repeats: backward also needs what fprop does, to recompute it.
         """
-        form = self.wire(mesh)
-        row, column = (form.row, False), (form.column, form.column is not None and not form.column.transposable)
-        sent = {column, row} if backward and repeats else {column if backward else row}
-        return sum(self._bytes(spec, form.dtype) for spec, _ in sent) * self.of_rank(mesh) / self.count
-
-    def _bytes(self, spec: QuantSpec | None, dtype: torch.dtype) -> float:
-        """Of the whole weight as codes and scales, or as values."""
-        return float(self.count * dtype.itemsize) if spec is None else packed_bytes(spec, *_matrix(self.shape))
+        sent = self.wire(mesh).bytes(*_matrix(self.shape), backward=backward, repeats=repeats)
+        return sent * self.of_rank(mesh) / self.count
 
     def resident_bytes(self, mesh: Mesh) -> float:
         """Bytes of the weight as the GEMMs read it: both forms of its codes, and what was gathered for them."""

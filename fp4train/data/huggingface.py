@@ -17,6 +17,7 @@ from fp4train.data.tokenize import token_chunks
 from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
 from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
 from fp4train.errors import DataError
+from fp4train.paths import PathOrHubName, PathText
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
@@ -25,17 +26,17 @@ READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 class HuggingFace:
     """Rows of `name` (a hub data set) or of `path` (local files), whose `column` holds the text."""
 
-    name: str | None = None
+    name: PathOrHubName | None = None
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    path: str | None = None
+    path: PathText | None = None
     column: str = "text"
     max_tokens: int | None = 200_000_000
     max_documents: int | None = None
     tokenizer: TokenizerConfig = field(default_factory=Bytes)
     val: float = 0.01
-    cache_dir: str = "~/.cache/fp4train"
+    cache_dir: PathText = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_val(self.val)

@@ -13,17 +13,18 @@ from fp4train.data.files import existing_path, files_of, stamp
 from fp4train.data.tokenize import token_chunks
 from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
 from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+from fp4train.paths import PathText
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
     """A text file, or every file below a folder whose suffix is one of `suffixes`."""
 
-    path: str
+    path: PathText
     suffixes: Sequence[str] = (".txt", ".md")
     tokenizer: TokenizerConfig = field(default_factory=Bytes)
     val: float = 0.05
-    cache_dir: str = "~/.cache/fp4train"
+    cache_dir: PathText = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_val(self.val)

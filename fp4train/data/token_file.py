@@ -22,6 +22,7 @@ from fp4train.data.digests import file_digest
 from fp4train.data.files import existing_path, expanded
 from fp4train.data.tokens import Ids, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError
+from fp4train.paths import PathText
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -35,9 +36,9 @@ LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 class Tokens:
     """A file of token ids below `vocab_size`, and optionally another one for validation."""
 
-    path: str
+    path: PathText
     vocab_size: int
-    val_path: str | None = None
+    val_path: PathText | None = None
     dtype: str | None = None
     val: float = 0.01
 

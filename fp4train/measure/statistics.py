@@ -207,7 +207,7 @@ def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
             columns = None if apart is None or apart.latest is None else apart.latest[0]
             seen.x = sample(args[0].reshape(-1, args[0].shape[-1]), columns)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
-            seen.w = sample(module.weight, columns)  # type: ignore[arg-type]
+            seen.w = sample(module.w_NK, columns)  # type: ignore[arg-type]
         if output.requires_grad:
             seen.hooked = True
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]

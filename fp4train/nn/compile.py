@@ -46,7 +46,7 @@ def call(layer: Linear, input: Tensor) -> Tensor:
         return result
     route = layer.handle.route()
     if route.kind == "plain":
-        return torch.nn.functional.linear(input, layer.weight, layer.bias)
+        return torch.nn.functional.linear(input, layer.w_NK, layer.bias)
     if route.kind == "eager":
         result = untraced(layer, input)
         return result
@@ -59,7 +59,7 @@ def call(layer: Linear, input: Tensor) -> Tensor:
             context, training = current(), torch.is_grad_enabled()
             assert context is not None
             x_MK = x_MK.to(route.dtype)
-            tensors = (x_MK, layer.weight, layer.bias)
+            tensors = (x_MK, layer.w_NK, layer.bias)
             wanted = [training and t is not None and t.requires_grad for t in tensors]
             y_MN, _ = OPERATOR.linear(*tensors, layer.handle, context, training, wanted, route.keeps_x)
     return y_MN.to(out_dtype).view(shape)

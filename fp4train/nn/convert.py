@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Turn every `nn.Linear` inside `model` into `fp4train.nn.Linear`, in place, and return the model.
 
+    So does every `Conv1D` of transformers (GPT-2), whose weight stays [in_features, out_features].
+
     Parameters are shared, not copied: an existing optimizer stays valid, tied weights stay tied. Hooks and the keys of
     the state dict stay the same. If `model` is itself an `nn.Linear`, its replacement is returned. A subclass of
     `nn.Linear` stays an instance of its class; it is not converted if its forward may differ. Layers that are already
@@ -37,7 +39,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         module = model.get_submodule(name)
         if isinstance(module, Linear):
             module.settle(layer, backend)
-        elif isinstance(module, nn.Linear) and layer.unconverted is None:
+        elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):
@@ -72,10 +74,10 @@ def _checked_layers(model: nn.Module) -> dict[str, Layer]:
     return layers
 
 
-# Subclasses of nn.Linear
+# Subclasses of nn.Linear, and Conv1D
 
 
-def _class_for(kind: type[nn.Linear], name: str, module: nn.Linear) -> type[Linear]:
+def _class_for(kind: type[nn.Module], name: str, module: nn.Module) -> type[Linear]:
     """The class of fp4train's layer that is also a subclass of `kind`."""
     theirs = {key for base in kind.__mro__ if base not in nn.Linear.__mro__ for key in vars(base)} | vars(module).keys()
     if taken := sorted(_needed() & theirs):
@@ -94,7 +96,7 @@ def _needed() -> frozenset[str]:
 
 
 @cache
-def _subclass(kind: type[nn.Linear]) -> type[Linear]:
+def _subclass(kind: type[nn.Module]) -> type[Linear]:
     if kind is nn.Linear:
         return Linear
 
@@ -102,11 +104,12 @@ def _subclass(kind: type[nn.Linear]) -> type[Linear]:
         # Pickle cannot import this class by name; it is made again from `kind`.
         return _new, (kind,), *super(made, self).__reduce_ex__(max(2, int(protocol)))[2:]
 
-    made: type[Linear] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
+    own = {"__module__": kind.__module__, "__reduce_ex__": reduce, "transposed": not issubclass(kind, nn.Linear)}
+    made: type[Linear] = type(kind.__name__, (Linear, kind), own)
     return made
 
 
-def _new(kind: type[nn.Linear]) -> Linear:
+def _new(kind: type[nn.Module]) -> Linear:
     made = _subclass(kind)  # type: ignore[arg-type]
     return made.__new__(made)
 

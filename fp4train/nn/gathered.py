@@ -17,15 +17,25 @@ from fp4train.backends import Prepared
 if TYPE_CHECKING:
     from fp4train.nn.call import Call
     from fp4train.nn.weights import WeightForm
+    from fp4train.quantize import QuantSpec
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class Source(Protocol):
-    """Where a gathered weight comes from. What it gives is valid until the weight is freed after the layer's call."""
+    """Where a gathered weight comes from. What it gives is valid until the weight is freed after the layer's call.
+
+    rounds: whether ranks send each other BF16 values that stand for the float32 master.
+    """
+
+    rounds: bool
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """The weight in a form, from codes; None if the weight did not come as codes: `values` has it then."""
+        ...
+
+    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
+        """The whole weight [N, K] as `spec` rounds it, in BF16, from its codes; None if they did not come."""
         ...
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -43,6 +53,10 @@ class Gathered(Tensor):
 
     source: Source
 
+    def copied(self) -> Tensor:
+        """The weight in memory of its own, not freed after the call: in BF16 if it came so, else in float32."""
+        return self.to(torch.bfloat16 if self.source.rounds else torch.float32, copy=True)
+
     @staticmethod
     def __new__(cls, source: Source, shape: torch.Size, device: torch.device) -> Gathered:
         made: Gathered = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
@@ -55,6 +69,8 @@ class Gathered(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0] if args and isinstance(args[0], Gathered) else None
+        if own is not None and func is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"dtype"}:
+            return own.source.values(kwargs["dtype"]).clone()
         if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
             return Gathered(own.source, own.shape, own.device)
         return func(*_with_masters(args), **{name: _master(each) for name, each in (kwargs or {}).items()})

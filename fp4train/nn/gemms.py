@@ -22,12 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Backend, Prepared
 from fp4train.nn.call import Call
-from fp4train.nn.place import Place, Ranks
+from fp4train.nn.forms import Form, Forms
+from fp4train.nn.place import Place
 from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import Context
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, RandomKey, measure_amax, quantizer
+from fp4train.quantize import Decoded, Quantized, quantizer
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 
 
@@ -56,126 +57,6 @@ def torch_autocasts(device: str) -> bool:
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
     """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their operands again."""
     return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
-
-
-class Form:
-    """One form of x or dy: row-wise, or column-wise (that of the transposed tensor, along tokens).
-
-    Args:
-        tensor: "x" or "dy".
-        operand: index of the operand, for the random key.
-        spec: quant spec; None for high precision.
-        codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
-        place: where the tensor lies in the whole layer's; None: it is whole.
-        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `place` share.
-    """
-
-    __slots__ = (
-        *("codes", "column", "delayed", "direct", "feature", "holders", "make", "operand", "pure", "rank", "spec"),
-        *("stochastic", "tensor"),
-    )
-
-    def __init__(
-        self,
-        tensor: str,
-        operand: int,
-        spec: QuantSpec | None,
-        device: str,
-        *,
-        codes: bool,
-        column: bool,
-        place: Place | None = None,
-        tokens: bool = False,
-    ) -> None:
-        self.tensor, self.operand, self.spec, self.codes, self.column = tensor, operand, spec, codes, column
-        self.stochastic = spec is not None and spec.random
-        self.delayed = spec is not None and spec.delayed is not None
-        self.pure = not self.stochastic and not self.delayed
-        """Whether it is a function of the tensor alone, of its parts on other ranks included."""
-        self.feature = 0 if place is None else place.starts(tensor)[1]
-        self.rank = place.tensor.rank if tokens and place is not None and place.tensor is not None else 0
-        self.holders: tuple[Ranks, ...] = ()
-        if place is not None and spec is not None:
-            self.holders = place.holders(tensor, spec, transposed=column, tokens=tokens)
-        self.direct = self.pure and not self.holders
-        """Whether it takes neither random bits nor an amax."""
-        if spec is not None:
-            chosen = quantizer(spec, device)
-            self.make = chosen.codes if codes else chosen.values
-
-    def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
-        """This form of x [M, K]."""
-        if self.column:
-            x_MK = x_MK.T
-        if self.spec is None:
-            return Decoded(x_MK, None)
-        if self.direct:
-            return self.make(x_MK)
-        return self.make(x_MK, self.key(call, x_MK.shape[1 if self.column else 0]), self.amax(x_MK, call))
-
-    def key(self, call: Call, tokens: int) -> RandomKey | None:
-        """What selects the random bits of a tensor of so many tokens."""
-        if not self.stochastic:
-            return None
-        return call.key(self.operand, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
-
-    def amax(self, x: Tensor, call: Call) -> Tensor | None:
-        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
-        if self.delayed and self.spec is not None:
-            return call.amax(self.tensor, self.spec, x)
-        if not self.holders or self.spec is None:
-            return None
-        amax = measure_amax(x, self.spec)
-        for ranks in self.holders:
-            amax = ranks.largest(amax)
-        return amax
-
-
-class Forms:
-    """Both forms of x or dy, from one read of the tensor if a kernel supports that."""
-
-    __slots__ = ("column", "direct", "joined", "pair", "plain", "pure", "row")
-
-    def __init__(self, row: Form, column: Form, device: str) -> None:
-        self.row, self.column = row, column
-        self.pure = row.pure and column.pure
-        self.direct = row.direct and column.direct
-        self.plain = not any(form.delayed or form.holders for form in (row, column))
-        """Whether the amaxes are those of the tensor itself."""
-        self.joined = row.holders if row.holders == column.holders else ()
-        """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
-        self.pair = None
-        if row.spec is not None and column.spec is not None:
-            self.pair = PairQuantizer(
-                quantizer(row.spec, device),
-                quantizer(column.spec, device),
-                row_codes=row.codes,
-                column_codes=column.codes,
-            )
-
-    def prepare(
-        self, x_MK: Tensor, call: Call, *, row: bool = True, column: bool = True
-    ) -> tuple[Prepared | None, Prepared | None]:
-        """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
-        if row and column and self.pair is not None:
-            if self.direct:
-                return self.pair(x_MK)
-            row_amax, column_amax = (None, None) if self.plain else self._amaxes(x_MK, call)
-            tokens = x_MK.shape[0]
-            return self.pair(x_MK, self.row.key(call, tokens), row_amax, self.column.key(call, tokens), column_amax)
-        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
-
-    def _amaxes(self, x_MK: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """The amaxes of both forms, if they are not those of x."""
-        if not self.joined:
-            return self.row.amax(x_MK, call), self.column.amax(x_MK.T, call)
-        assert self.row.spec is not None and self.column.spec is not None
-        own = measure_amax(x_MK, self.row.spec), measure_amax(x_MK.T, self.column.spec)
-        both = torch.cat([amax.reshape(-1) for amax in own])
-        for ranks in self.joined:
-            both = ranks.largest(both)
-        row, column = both.tensor_split([own[0].numel()])
-        return row.view(own[0].shape), column.view(own[1].shape)
 
 
 class LayerGemms:

@@ -111,6 +111,8 @@ class Linear(nn.Linear):
     """
 
     is_fp4train_linear = True
+    transposed = False
+    """Whether the weight is stored as [in_features, out_features] (`Conv1D` of transformers)."""
 
     def __init__(
         self,
@@ -128,10 +130,11 @@ class Linear(nn.Linear):
         self._begin(layer or alone, backend)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, layer: Layer, backend: str) -> Linear:
+    def from_linear(cls, linear: nn.Module, layer: Layer, backend: str) -> Linear:
         """A replacement for `linear` with its parameters, hooks, training flag and other attributes."""
         new = cls.__new__(cls)
         new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in linear.__dict__.items()})
+        new.in_features, new.out_features = layer.in_features, layer.out_features
         new._begin(layer, backend)
         return new
 
@@ -170,7 +173,7 @@ class Linear(nn.Linear):
     def move(self, place: Place) -> None:
         """Make this layer the shard at `place`; its parameters must be that shard, as DTensors if the layer is cut."""
         shard = self.weight if place.tensor is None else local(self.weight)
-        self.out_features, self.in_features = shard.shape
+        self.out_features, self.in_features = shard.T.shape if self.transposed else shard.shape
         self.place = place
         parts = 1 if place.tensor is None else place.tensor.size
         self.settle(
@@ -211,6 +214,8 @@ class Linear(nn.Linear):
             plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
             self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
         self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
+        if context.met is not None:
+            context.met.append(self._gemms.quantised)
         return self._gemms
 
     # -- the call -----------------------------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ class Linear(nn.Linear):
         context = now.context
         if context is None:
             if self.place is None or self.place.tensor is None:
-                return F.linear(input, self.weight, self.bias)
+                return F.linear(input, self.w_NK, self.bias)
             context = _outside(input.dtype)
         gemms = self.gemms_in(context, input.device)
         x_MK, out_dtype, shape = self.matrix(input)
@@ -247,9 +252,10 @@ class Linear(nn.Linear):
         if (place is None or place.tensor is None) and (
             not gemms.quantised or gemms.device == "meta"
         ):  # for meta tensors the shape is enough
-            return self.by_torch(x_MK, gemms.dtype)
+            keeps = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
+            return self.by_torch(x_MK, gemms.dtype, self.new_call(context, gemms, False) if keeps else None)
         if gemms.together is not None:
-            whole = self.weight.clone() if isinstance(self.weight, Gathered) else self.weight
+            whole = self.weight.copied() if isinstance(self.weight, Gathered) else self.w_NK.contiguous()
             position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
             return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
         training = torch.is_grad_enabled()
@@ -258,7 +264,7 @@ class Linear(nn.Linear):
             call = once(self, lambda: self.new_call(context, gemms, training, tokens))
         else:
             call = self.new_call(context, gemms, training, tokens)
-        w_NK: Tensor = self.weight
+        w_NK: Tensor = self.w_NK
         bias_N: Tensor | None = self.bias
         if place is not None:
             if place.tensor is not None:
@@ -274,6 +280,11 @@ class Linear(nn.Linear):
                 self.outliers.record(x_MK, (call.seed, call.step))
         y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]
         return y_MN
+
+    @property
+    def w_NK(self) -> Tensor:
+        """The weight [out_features, in_features]; a view where it is stored transposed."""
+        return self.weight.T if self.transposed else self.weight
 
     def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
         """(x [M, K] of an input, the dtype and the shape of the output).
@@ -295,14 +306,14 @@ class Linear(nn.Linear):
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
-    def by_torch(self, x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
-        bias = None if self.bias is None else self.bias.to(dtype)
+    def by_torch(self, x_MK: Tensor, dtype: torch.dtype, call: Call | None = None) -> Tensor:
+        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16; of a sum, rounding
+        the weight once per step if there is a `call`."""
+        x_MK, bias = x_MK.to(dtype), None if self.bias is None else self.bias.to(dtype)
         sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
         if sums or isinstance(self.weight, Gathered):
-            y_MN: Tensor = HighPrecision.apply(x_MK.to(dtype), self.weight, bias, sums)  # type: ignore[no-untyped-call]
-            return y_MN
-        return widened(F.linear, x_MK.to(dtype), self.weight.to(dtype), bias)
+            return HighPrecision.apply(x_MK, self.w_NK, bias, sums, call)  # type: ignore[no-untyped-call, no-any-return]
+        return widened(F.linear, x_MK, self.w_NK.to(dtype), bias)
 
     def new_call(self, context: Context, gemms: LayerGemms, training: bool, tokens: int = 0) -> Call:
         """A call of this layer with so many tokens; `training`: whether gradients are enabled."""
@@ -318,6 +329,7 @@ class Linear(nn.Linear):
             *(gemms, context.seed, step, offset or 0, self._layer_key, weights, self.scaling, training),
             context.counters,
         )
+        call.parameter = self.weight if self.transposed else None
         if gemms.plan.recipe.outliers is not None:
             self._begin_parts(gemms, call, keep=context.step is not None)
         return call

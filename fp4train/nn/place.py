@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.quantize import QuantSpec, amax_extent
+from fp4train.quantize import QuantSpec, RandomKey, amax_extent, measure_amax
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ _CUT_AXIS: dict[tuple[str, str | None], str] = {
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks:
     """The ranks that hold the parts of something, and this rank's index among them. Every method but `part` is a
-    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only."""
+    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only.
+
+    torch 2.13 has new names for two of its collectives and warns of the old ones.
+    """
 
     group: Any
     rank: int
@@ -76,14 +79,16 @@ class Ranks:
         self._divides(x_MD.shape[0])
         part = x_MD.new_empty(x_MD.shape[0] // self.size, *x_MD.shape[1:])
         if not x_MD.is_meta:
-            dist.reduce_scatter_tensor(part, x_MD.contiguous(), group=self.group)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(part, x_MD.contiguous(), group=self.group)
         return part
 
     def gather_rows(self, x_MD: Tensor) -> Tensor:
         """The rows of all ranks [size · M, D], in the order of the ranks."""
         whole = x_MD.new_empty(x_MD.shape[0] * self.size, *x_MD.shape[1:])
         if not x_MD.is_meta:
-            dist.all_gather_into_tensor(whole, x_MD.contiguous(), group=self.group)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(whole, x_MD.contiguous(), group=self.group)
         return whole
 
     def part(self, x_MD: Tensor) -> Tensor:
@@ -183,6 +188,14 @@ class Place:
         """Over how many ranks the tokens of a microbatch are cut."""
         return self.tensor.size if self.tensor is not None and self.sequence else 1
 
+    def holders_before(
+        self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
+    ) -> tuple[Ranks, ...]:
+        """The same for the amax of what `spec.requantises` rounds, along the other axis."""
+        if spec.requantises is None:
+            return ()
+        return self.holders(tensor, spec.requantises, transposed=not transposed, tokens=tokens)
+
     def whole_input(self, x_MK: Tensor) -> Tensor:
         """x of all tokens, before fprop."""
         ranks = self.gathers
@@ -212,6 +225,14 @@ class Place:
         x_MK = x_MK.repeat(tokens, 1) if self.cut == "out" else x_MK
         y_MN = torch.nn.functional.linear(x_MK, w_NK.to(x_MK.dtype))
         return y_MN.narrow(0, 0, y_MN.shape[0] // tokens) if self.cut == "in" else y_MN
+
+
+def amax_over(holders: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
+    """The amax of a tensor of which this rank holds x: `measure_amax` on all of `holders`."""
+    amax = measure_amax(x_RC, spec, key)
+    for ranks in holders:
+        amax = ranks.largest(amax)
+    return amax
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
     per_token = spec.block[1 if along_tokens else 0] is not None
     if per_token:
         cut.append(scales)
-    if amax is not None and amax.numel() > 1 and not along_tokens:
+    outer = spec.global_scale == "block"
+    if amax is not None and (outer or (amax.numel() > 1 and not along_tokens)):
         cut.append(amax)
     sent = [tensor.contiguous().view(torch.uint8) for tensor in cut]
     buffer = torch.cat([tensor.reshape(1, -1) for tensor in sent], dim=1)

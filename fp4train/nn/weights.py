@@ -13,6 +13,7 @@ model on every rank.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
-from fp4train.nn.place import Place
-from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
+from fp4train.nn.place import Place, Ranks, amax_over
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, amax_extent, quantizer, requantised
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 
 
@@ -34,7 +35,10 @@ class WeightForm:
         place: where the weight lies in the whole layer's; None: it is whole.
     """
 
-    __slots__ = ("decode", "dtype", "holders", "key", "make", "operand", "spec", "start", "transposed")
+    __slots__ = (
+        *("before", "decode", "dtype", "holders", "key", "make", "operand", "requantise", "spec", "start"),
+        "transposed",
+    )
 
     def __init__(
         self,
@@ -47,18 +51,23 @@ class WeightForm:
         place: Place | None = None,
     ) -> None:
         self.spec, self.dtype = spec, dtype
-        if spec is not None:
-            chosen = quantizer(spec, device)
-            self.make = chosen.codes if backend.takes_codes else chosen.values
-            self.decode = None if backend.takes_codes else chosen.decode
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
-        self.key = (spec, backend.name, dtype, column and not self.transposed)
         turned = self.operand == DGRAD_W
+        self.holders: tuple[Ranks, ...] = ()
+        self.before: tuple[Ranks, ...] = ()
+        if place is not None and spec is not None:
+            self.holders = place.holders("w", spec, transposed=turned)
+            self.before = place.holders_before("w", spec, transposed=turned)
+        if spec is not None:
+            rest = quantizer(replace(spec, requantises=None), device)
+            chosen = rest if self.before else quantizer(spec, device)
+            self.make, self.requantise = (each.codes if backend.takes_codes else each.values for each in (chosen, rest))
+            self.decode = None if backend.takes_codes else chosen.decode
+        self.key = (spec, backend.name, dtype, column and not self.transposed)
         start = (0, 0) if place is None else place.starts("w")
         self.start = (start[1], start[0]) if turned else start
-        self.holders = () if place is None or spec is None else place.holders("w", spec, transposed=turned)
 
     def finish(self, prepared: Prepared) -> Prepared:
         """This form from codes that were gathered, or from the values that serve both forms."""
@@ -96,11 +105,14 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
+        rounded = None
         if isinstance(w_NK, Gathered):
             sent = w_NK.source.form(form, call)
             if sent is not None:
                 return sent
-            w_NK = w_NK.source.values(w_NK.dtype)
+            if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
+                rounded = w_NK.source.rounded(form.spec.requantises, call)
+            w_NK = w_NK.source.values(w_NK.dtype) if rounded is None else rounded
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
@@ -122,9 +134,7 @@ class PreparedWeights:
                 prepared = found
                 break
         if prepared is None:
-            if form.holders and form.spec is not None:
-                amax = self._amax_over_ranks(w_NK.detach(), form.spec, form)
-            prepared = self._prepare(w_NK.detach(), form, call, amax)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, rounded is not None)
             if self._keep:
                 self._forms.append((form.key, prepared))
         if form.transposed:
@@ -139,25 +149,30 @@ class PreparedWeights:
         self._amaxes.clear()
         self._amax, self._entered = None, False
 
-    @staticmethod
-    def _prepare(w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None) -> Prepared:
+    def _prepare(
+        self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, rounded: bool = False
+    ) -> Prepared:
+        """`rounded`: w is what `form.spec.requantises` gave."""
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         key = call.weight_key(form.operand, form.start) if spec.random else None
-        return form.make(w, key, amax)
+        if form.before and spec.requantises is not None and not rounded:
+            w = requantised(w, spec, self._amax_over_ranks(w.T, spec.requantises, form.before, form.operand))
+        if form.holders:
+            amax = self._amax_over_ranks(w, spec, form.holders, form.operand, key)
+        return (form.requantise if rounded else form.make)(w, key, amax)
 
-    def _amax_over_ranks(self, w_NK: Tensor, spec: QuantSpec, form: WeightForm) -> Tensor:
+    def _amax_over_ranks(
+        self, w: Tensor, spec: QuantSpec, holders: tuple[Ranks, ...], operand: int, key: RandomKey | None = None
+    ) -> Tensor:
         """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
-        whole = amax_extent(spec) == "tensor" and spec.hadamard is None
-        key = ("tensor",) if whole else form.key
-        if key not in self._amaxes:
-            amax = measure_amax(w_NK.T if form.operand == DGRAD_W else w_NK, spec)
-            for ranks in form.holders:
-                amax = ranks.largest(amax)
-            self._amaxes[key] = amax
-        return self._amaxes[key]
+        whole = amax_extent(spec) == "tensor" and spec.hadamard is None and spec.requantises is None
+        known = ("tensor",) if whole else (spec, operand)
+        if known not in self._amaxes:
+            self._amaxes[known] = amax_over(holders, w, spec, key)
+        return self._amaxes[known]
 
     def delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax; its own enters the history once per step, at its first call in training.

@@ -5,8 +5,8 @@ Every block, and what is outside of the blocks, is one unit. Its float32 masters
 not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
 give the bits of two microbatches.
 
-Weights of the blocks' layers are gathered as codes, scales and amax where their recipe allows (`gather`), all others in
-float32: either gives the bits of one rank. A gather in BF16 rounds the masters before they are quantised.
+Weights of the blocks' layers are gathered as `precision.gather` says: as codes, scales and amax where their recipe and
+backend allow, all others as values. What lies outside of the blocks is gathered in float32.
 """
 
 from __future__ import annotations

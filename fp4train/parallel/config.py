@@ -24,7 +24,10 @@ _ABSENT = {
     "which cuts tokens between the matrices, and model.recompute=true",
     "ep": "expert parallelism cuts experts over ranks, and no model here has experts; parallel.tp cuts the matrices of "
     "every block",
+    "norm": "the gradient norm is summed in float64 on any number of ranks, and there is nothing to choose",
 }
+DROPPED = ("norm",)
+"""Keys that earlier versions had. A saved configuration that holds one is read without it."""
 
 
 def why_absent(name: str) -> str | None:
@@ -62,13 +65,11 @@ class Parallel:
             codes do not depend on tp; "data": also those of the data ranks, so that they do not depend on how a batch
             is cut; "local": this rank's alone.
         gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
-            where the layer's recipe quantises the weight, else values in the recipe's dtype; in every bit as on one
-            rank. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
+            where the layer's recipe quantises the weight, else values in the recipe's dtype, in every bit as on one
+            rank; BF16, which changes digits, where Transformer Engine quantises the weight or outlier channels are
+            quantised apart. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in any case. "bf16":
             each rank's is rounded to BF16, for half the bytes and other digits; replicas send float32.
-        norm: precision in which the squares of the gradient norm are summed. "float64": the norm, and with it
-            clipping, does not depend on how gradients are cut over ranks. "auto": float64 on several ranks; float32 on
-            one, as torch sums it.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
     """
 
@@ -82,7 +83,6 @@ class Parallel:
     amax: str = "tp"
     gather: str = "recipe"
     reduce: str = "float32"
-    norm: str = "auto"
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -108,8 +108,6 @@ class Parallel:
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
         check_choice("parallel.reduce", self.reduce, REDUCES)
-        if self.norm not in ("auto", "float64"):
-            raise ValueError(f"parallel.norm={self.norm!r} must be auto or float64")
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"parallel.timeout={self.timeout} must lie between 1 and 1000000 seconds")
 

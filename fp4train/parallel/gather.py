@@ -29,6 +29,7 @@ from fp4train.nn import Linear
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.gemms import LayerGemms
+from fp4train.nn.place import Ranks
 from fp4train.nn.weights import WeightForm
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
@@ -91,6 +92,8 @@ class WeightGather:
         """What to send for the next forward pass, and"""
         self.backward: tuple[Part, ...] = (MASTER,)
         """for the backward pass of the last one."""
+        self.rounds = mode == "bf16"
+        """Whether the values that are sent stand for the master's."""
         self._made: dict[Part, Sent] = {}
         self._sent_at: Position | None = None
         self._received: dict[Part, Sent] = {}
@@ -137,12 +140,13 @@ class WeightGather:
         if gemms is None:
             return (MASTER,), (MASTER,)
         way = wire_form(gemms.plan, self.group.size(), self.mode)
-        if position is None and (way.row or way.column):
+        self.rounds = way.rounds or self.mode == "bf16"
+        if position is None and way.coded:
             return (MASTER,), (MASTER,)
-        values, row, column = (Part(None, dtype=way.dtype),), way.row, way.column
+        values = (Part(None, dtype=way.dtype),)
         return (
-            values if row is None else (Part(row),),
-            values if column is None else (Part(column, not column.transposable),),
+            values if way.row is None else (Part(way.row),),
+            values if way.column is None else (Part(way.column, way.turned),),
         )
 
     def missing(self) -> Iterator[tuple[object, Tensor]]:
@@ -243,16 +247,26 @@ class WeightGather:
         if form.spec is None:
             return form.finish(Decoded(self.values(form.dtype), None))
         part = Part(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
-        if (sent := self._received.get(part)) is None or not self._is_here(sent, (call.seed, call.step)):
-            return None
-        found = _whole(sent, part, self.shape)
-        if form.operand == DGRAD_W and not part.column:
+        found = self._codes(part, call)
+        if found is not None and form.operand == DGRAD_W and not part.column:
             found = _turned(found)
-        return form.finish(found)
+        return None if found is None else form.finish(found)
+
+    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
+        """See `nn.gathered.Source`."""
+        if (found := self._codes(Part(spec), call)) is None:
+            return None
+        values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
+        return (values if scale is None else values * scale).to(torch.bfloat16)
+
+    def _codes(self, part: Part, call: Call) -> Quantized | None:
+        """The whole quantised weight, if it came in this step."""
+        sent = self._received.get(part)
+        return _whole(sent, part, self.shape) if sent and self._is_here(sent, (call.seed, call.step)) else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.Source`."""
-        for wanted in (dtype, torch.bfloat16 if self.mode == "bf16" else torch.float32):
+        for wanted in (dtype, torch.bfloat16 if self.rounds else torch.float32):
             sent = self._received.get(Part(None, dtype=wanted))
             if sent is not None and self._is_here(sent, self._received_at):
                 return sent.tensors[0].to(dtype)
@@ -260,15 +274,14 @@ class WeightGather:
 
     def master(self) -> Tensor:
         """See `nn.gathered.Source`."""
-        for dtype in (torch.float32, torch.bfloat16) if self.mode == "bf16" else (torch.float32,):
+        for dtype in (torch.float32, torch.bfloat16) if self.rounds else (torch.float32,):
             sent = self._received.get(Part(None, dtype=dtype))
             if sent is not None and self._is_here(sent, self._received_at):
                 return sent.tensors[0].to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
-        whole = self.shard.new_empty(self.shape)
-        dist.all_gather_into_tensor(whole, self.shard.detach(), group=self.group)
-        return whole
+        ranks = Ranks(group=self.group, rank=self.group.rank(), size=self.group.size())
+        return ranks.gather_rows(self.shard.detach())
 
     def _is_here(self, sent: Sent, position: Position | None) -> bool:
         """Whether what was received is that of the step, and not freed since."""
@@ -314,6 +327,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         for block in blocks
         for parameter in _parameters(block)
         if isinstance(parameter._module_info.module, Linear)
+        and not parameter._module_info.module.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0

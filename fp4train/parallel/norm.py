@@ -4,7 +4,7 @@
 
 Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how the gradients are
 cut, in the last bits, and training amplifies them: two runs of 4-bit training part within a few steps. In float64 the
-rounding to float32 at the end removes the difference.
+rounding to float32 at the end removes the difference. One rank sums as many do: two ranks are two microbatches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from fp4train.parallel.world import World
+
+_PIECE = 1 << 16
+"""Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
 
 
 def gradient_norms(
@@ -28,14 +31,24 @@ def gradient_norms(
         gradients: this rank's parts (`shards.local`), at least one.
         copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
     """
-    if not world.norm64:
-        norms = torch.stack(torch._foreach_norm(list(gradients)))
-        return torch.linalg.vector_norm(norms), norms
-    norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
-    squares = norms.square()
-    if copies is not None:
-        squares = squares / torch.tensor(copies, device=squares.device)
-    return world.summed_over_parts(squares.sum()).sqrt().float(), norms.float()
+    squares = _squares(gradients)
+    once = squares if copies is None else squares / torch.tensor(copies, device=squares.device)
+    return world.summed_over_parts(once.sum()).sqrt().float(), squares.sqrt().float()
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each, float64 [N].
+
+    One kernel for all of them on a GPU. On a CPU torch would make a float64 copy of each tensor.
+    """
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
+    return torch.stack([torch.stack([_square(p) for p in torch.split(g.reshape(-1), _PIECE)]).sum() for g in gradients])
+
+
+def _square(piece: Tensor) -> Tensor:
+    exact = piece.double()
+    return exact.dot(exact)
 
 
 def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:

@@ -9,7 +9,6 @@ over gloo between the CPUs, so that they never wait for a device.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import traceback
@@ -25,19 +24,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp4train.checkpoint import ALONE, Ranks
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.launch import Place
+from fp4train.parallel.meeting import Meeting
 
 T = TypeVar("T")
 
 STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions."""
-_FAILED = "failed"
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
 """Of the messages of collectives that another rank has left."""
-_GRACE = timedelta(seconds=3)
-"""How long a rank that lost the others waits for the word of the one that failed."""
 
 
 class AgreedError(UserError):
@@ -58,9 +55,9 @@ class World:
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
         control: the group of all ranks for decisions.
-        store: where a rank leaves its last word.
+        meeting: where a rank leaves its last word; None in a world of one.
+        timeout: seconds that a collective waits for a rank.
         ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
-        norm64: whether squares of the gradient norm are summed in float64.
     """
 
     place: Place = field(default_factory=Place)
@@ -71,9 +68,9 @@ class World:
     peers: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
-    store: Any = None
+    meeting: Meeting | None = None
+    timeout: float = 0.0
     ranks: Ranks = ALONE
-    norm64: bool = False
 
     @classmethod
     def start(cls, place: Place, parallel: Parallel, device: torch.device) -> World:
@@ -87,21 +84,14 @@ class World:
         except ValueError as error:
             raise UserError(str(error)) from error
         if place.size == 1:
-            return cls(place=place, device=device, norm64=parallel.norm == "float64")
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
+            return cls(place=place, device=device)
         timeout = timedelta(seconds=parallel.timeout)
         cuda = device.type == "cuda"
+        meeting = Meeting.join(place, parallel.timeout)
         try:
-            # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the
-            # one before.
-            own = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            assert place.address is not None
-            found = TCPStore(place.address, place.port, None, own, timeout, wait_for_workers=False)
-            store = PrefixStore(f"fp4train/{place.attempt}", found)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                store=store,
+                store=meeting.store,
                 rank=place.rank,
                 world_size=place.size,
                 timeout=timeout,
@@ -120,10 +110,11 @@ class World:
             ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"rank {place.rank} of {place.size} does not meet the others at {place.address}:{place.port} within "
+            text = (
+                f"rank {place.rank} of {place.size} does not connect to the others within "
                 f"parallel.timeout={parallel.timeout:g} s: {said}"
-            ) from error
+            )
+            raise LostError(text, speaks=meeting.say(LostError.exit_code, text)) from error
         return cls(
             place=place,
             device=device,
@@ -133,9 +124,9 @@ class World:
             peers=peers,
             pipeline=pipeline,
             control=control,
-            store=store,
+            meeting=meeting,
+            timeout=parallel.timeout,
             ranks=ranks,
-            norm64=True,
         )
 
     # -- who ----------------------------------------------------------------------------------------------------------
@@ -316,35 +307,28 @@ class World:
         """End this rank at once, and so the job: the others may be in a collective that this one will never join.
 
         The first rank that fails says so. What others then see, a collective that breaks, follows from it and is not
-        told, unless no rank gave a word: then one was killed.
+        told, unless no rank gave a word: then one was killed, or hangs.
         """
+        assert self.meeting is not None
         who = f"rank {self.place.rank} on {socket.gethostname()}"
         said = (str(error).strip().splitlines() or [""])[0]
-        broken = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
-        word = (
-            f"{who} ended: {said}" if isinstance(error, UserError) else f"{who} ended: {type(error).__name__}: {said}"
-        )
-        if broken:
-            word = f"{who} lost another rank, which ended without a word (killed, or out of memory?): {said}"
-        if not broken or self._last_word() is None:
-            first = word
-            with suppress(Exception):
-                first = self.store.compare_set(_FAILED, "", word).decode()
-            if first == word:
-                if not broken and not isinstance(error, UserError):
-                    traceback.print_exception(error)
-                print(f"fp4train: {word}", file=sys.stderr)
-        self._leave(1)
-
-    def _last_word(self) -> str | None:
-        """What a rank that failed has left, after a moment in which it may do so."""
-        try:
-            self.store.wait([_FAILED], _GRACE)
-            return str(self.store.get(_FAILED).decode())
-        except dist.DistNetworkError:  # without torchrun the lead keeps the store: it is the lead that ended
-            return "rank 0 speaks for itself"
-        except RuntimeError:  # the store's: no word within the grace, so the other rank was killed
-            return None
+        code = error.exit_code if isinstance(error, UserError) else 1
+        unexpected = not isinstance(error, UserError)
+        word = f"{who} ended: {type(error).__name__}: {said}" if unexpected else f"{who} ended: {said}"
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
+            lost, unexpected, code = self.meeting.lost(), False, LostError.exit_code
+            if lost is None:
+                self.meeting.leave(self.meeting.code)
+            late = (
+                f"did not answer within parallel.timeout={self.timeout:g} s (it hangs? train.step_timeout shows where)"
+            )
+            why = late if "imed out" in str(error) else "ended without a word (killed, or out of memory?)"
+            word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {said}"
+        if self.meeting.say(code, word):
+            if unexpected:
+                traceback.print_exception(error)
+            print(f"fp4train: {word}", file=sys.stderr)
+        self.meeting.leave(code)
 
     def end(self, code: int) -> int:
         """Part from the other ranks; returns `code` in a world of one, ends the process with it elsewhere.
@@ -356,14 +340,9 @@ class World:
                 dist.barrier(group=self.control)
             with suppress(Exception):
                 dist.destroy_process_group()
-            self._leave(code)
+            if self.meeting is not None:
+                self.meeting.leave(code)
         return code
-
-    def _leave(self, code: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(code)
 
 
 def _group_along(mesh: DeviceMesh, dimensions: tuple[str, ...], timeout: timedelta) -> dist.ProcessGroup:

@@ -19,6 +19,7 @@ paths, or the modules, in order.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,8 +31,24 @@ NAMED_BY = "fp4train_blocks"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is an nn.Linear, a subclass, or a module marked as a linear layer (`is_fp4train_linear`)."""
-    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False)
+    """Whether this is an nn.Linear, a subclass, a `Conv1D`, or a module marked as a linear layer
+    (`is_fp4train_linear`)."""
+    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the linear layer of Hugging Face's GPT-2, y = x·w + b with w [in, out].
+
+    It is known by its class's module and name, because transformers is not imported.
+    """
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer."""
+    found = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
+    return int(found[0]), int(found[1])  # type: ignore[arg-type, index]
 
 
 def block_paths(model: nn.Module) -> list[str]:
@@ -193,7 +210,7 @@ def _repeated_attributes(module: nn.Module, repeated: list[_Part]) -> list[_Part
 
 
 def _weights(linears: Iterable[nn.Module]) -> int:
-    return sum(linear.in_features * linear.out_features for linear in linears)  # type: ignore[operator, misc]
+    return sum(math.prod(features(linear)) for linear in linears)
 
 
 def _is_opened(stack: nn.Module, part: _Part) -> bool:

@@ -15,10 +15,12 @@ raises an error.
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -27,6 +29,7 @@ from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class GraphInput(type):
@@ -51,6 +54,8 @@ class Context(metaclass=GraphInput):
     """Cache for layers that read the same input in one forward pass; cleared on exit."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
+    met: list[bool] | None = field(default=None, repr=False)
+    """Where the layers are watched: for each layer that was called, whether it quantises."""
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
@@ -124,9 +129,40 @@ def _enter(entered: State) -> Iterator[None]:
 
 
 @contextmanager
-def _use(context: Context | None) -> Iterator[None]:
+def use(context: Context | None) -> Iterator[None]:
+    """Run layers in `context`, without what `autocast` checks."""
     with _enter(state()._replace(context=context, backward=backward_pass())):
         yield
+
+
+@contextmanager
+def _watched(context: Context) -> Iterator[None]:
+    """`use`; on the end of the first outermost region of a recipe and policy in a thread, warn if no layer quantises.
+
+    A region that is watched has a copy of the recipe. A layer then looks its plan up, because it compares recipes by
+    identity, and notes what it found. Later regions cost a layer nothing.
+    """
+    outer = current()
+    met = None if outer is None else outer.met
+    key, judged = (context.recipe, context.policy), _THREAD.__dict__.setdefault("judged", set())
+    if outer is None and context.recipe.quantised and key not in judged:
+        met = []
+    if met is not None:
+        context = replace(context, recipe=copy.copy(context.recipe), met=met)
+    with use(context):
+        yield
+    if outer is None and met is not None:
+        judged.add(key)
+        if not any(met):
+            _log.warning("autocast(%s): nothing is quantised: %s", type(context.recipe).__name__, _why_not(met))
+
+
+def _why_not(met: list[bool]) -> str:
+    if met:
+        return f"the policy keeps all {len(met)} layers that ran in high precision; LayerPolicy(last=0) keeps fewer"
+    return (
+        "no fp4train layer ran in it; fp4train.convert(model) makes them, fp4train.conversion(model) lists the others"
+    )
 
 
 def autocast(
@@ -140,6 +176,8 @@ def autocast(
     counters: torch.Tensor | None = None,
 ) -> AbstractContextManager[None]:
     """Run the fp4train linear layers called inside in `recipe`.
+
+    One warning is logged when the first region of a recipe and policy ends and no layer in it was quantised.
 
     Args:
         recipe: precision of the three GEMMs.
@@ -167,7 +205,7 @@ def autocast(
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
     context = Context(recipe=recipe, policy=policy, seed=seed, step=step, token_offset=token_offset, counters=counters)
-    return _use(context if enabled else None)
+    return _watched(context) if enabled else use(None)
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:

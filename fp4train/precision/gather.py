@@ -1,9 +1,14 @@
 """What of a weight is sent when FSDP gathers it from the shards of the float32 master, and why.
 
 Codes of a shard are the shard of the codes if it consists of whole blocks of scales, so a quantised weight can be sent
-as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. The weight of a layer that multiplies in
-high precision is rounded to its recipe's dtype by each rank before it is sent, which changes nothing: rounding is
-elementwise. Everything else is gathered in float32 and quantised whole by every rank, as on one rank.
+as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. A weight that dgrad requantises from
+what fprop multiplied (Quartet II, TetraJet-v2) is sent as the codes of fprop for both; each rank requantises the whole.
+The weight of a layer that multiplies in high precision is rounded to its recipe's dtype by each rank before it is sent,
+which changes nothing: rounding is elementwise.
+
+Of other weights BF16 is sent, and quantised whole by every rank. One rank quantises the float32 master, and a value
+that was rounded twice can fall on another code: the losses differ, and the plan says so. Float32 is sent where shards
+are not whole blocks of scales, where another mesh or `parallel.gather=bf16` is cheaper and the bits are one rank's.
 
 `wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
@@ -14,8 +19,9 @@ from typing import Final, NamedTuple
 
 import torch
 
+from fp4train.backends import LAYER_BACKENDS
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import QuantSpec, why_not_cut
+from fp4train.quantize import QuantSpec, packed_bytes, why_not_cut
 
 GATHERS: Final = ("recipe", "bf16", "fp32")
 """What ranks send each other of weights: by the recipe; all in BF16, which rounds masters before they are quantised;
@@ -27,16 +33,36 @@ class WireForm(NamedTuple):
 
     Args:
         row: the spec whose codes are sent for fprop; None: values.
-        column: the same for dgrad, of wᵀ.
+        column: the same for dgrad; turned: whether they are codes of wᵀ, not of w.
         dtype: of values.
-        why: why values are sent in float32 although the recipe has fewer bits for the weight; None: they are not, or
-            the configuration asks for it.
+        why: why values are sent although the recipe quantises the weight, or float32 although it has fewer bits for it;
+            None: they are not, or the configuration asks for it.
+        rounds: whether the values are rounded before a layer quantises them, which one rank does not do.
     """
 
     row: QuantSpec | None = None
     column: QuantSpec | None = None
+    turned: bool = False
     dtype: torch.dtype = torch.float32
     why: str | None = None
+    rounds: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """Whether codes are sent for any of the two passes."""
+        return self.row is not None or self.column is not None
+
+    def bytes(self, rows: int, columns: int, *, backward: bool, repeats: bool = False) -> float:
+        """Bytes of a whole weight [rows, columns] when it is gathered.
+
+        Args:
+            backward: for dgrad, else for fprop.
+            repeats: backward also needs what fprop does, to recompute it.
+        """
+        row, column = (self.row, False), (self.column, self.turned)
+        sent = {column, row} if backward and repeats else {column if backward else row}
+        values = float(rows * columns * self.dtype.itemsize)
+        return sum(values if spec is None else packed_bytes(spec, rows, columns) for spec, _ in sent)
 
 
 def effective(gather: str, *, compiled: bool, blocks: bool = True) -> str:
@@ -61,30 +87,36 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     rows, rest = divmod(plan.layer.out_features, shards)
     if rest:
         return WireForm(why=f"{plan.layer.out_features} rows do not divide over {shards} shards")
+    quantised = row is not None or column is not None
     if gather == "bf16":
-        return WireForm(dtype=torch.bfloat16)
+        return WireForm(dtype=torch.bfloat16, rounds=quantised)
     dtype = plan.table.torch_dtype
-    if row is None and column is None:
+    if not quantised:
         return WireForm(dtype=dtype)
-    if (why := _why_values(plan, rows)) is not None:
-        return WireForm(why=why)
-    return WireForm(row=row, column=column, dtype=dtype)
+    if (why := _why_rounded(plan)) is not None:
+        return WireForm(dtype=torch.bfloat16, why=why, rounds=True)
+    again = None if column is None else column.requantises
+    turned = column is not None and again is None and not column.transposable
+    column = again or column
+    for spec, columns in ((row, False), (column, turned)):
+        if spec is not None and (why := why_not_cut(spec, rows, columns=columns)) is not None:
+            return WireForm(why=why)
+    return WireForm(row=row, column=column, turned=turned, dtype=dtype)
 
 
-def _why_values(plan: LayerPlan, rows: int) -> str | None:
-    """Why a weight that `plan` quantises, of which a shard has so many rows, is not sent as codes."""
+def _why_rounded(plan: LayerPlan) -> str | None:
+    """Why a weight that `plan` quantises is not sent as codes whatever its shape."""
     if plan.has_outliers:
         return "its outlier channels are quantised apart"
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
     if plan.layer_backend is not None and plan.layer.cut is None:
-        return f"{plan.layer_backend} quantises the weight itself"
-    for spec, columns in ((plan.fprop.operands.second, False), (plan.dgrad.operands.second, True)):
-        if spec is None:
-            continue
-        if spec.rounding == "stochastic":
+        return f"{LAYER_BACKENDS[plan.layer_backend].title} quantises the weight itself"
+    row, column = plan.fprop.operands.second, plan.dgrad.operands.second
+    if column is not None and column.requantises is not None:
+        column = None  # it is made of the codes of fprop
+    for spec in filter(None, (row, column)):
+        if spec.random:
             return "the weight is rounded stochastically"
-        if spec.hadamard is not None:
-            return "the weight is Hadamard-transformed"
-        if (why := why_not_cut(spec, rows, columns=columns)) is not None:
-            return why
+        if spec.hadamard is not None or spec.requantises is not None:
+            return "the weight is transformed"
     return None

@@ -7,13 +7,14 @@ and none is outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4train.precision.blocks import block_paths, is_linear
+from fp4train.precision.blocks import block_paths, features, is_linear
 
 _BLOCK = 16
 """Elements of the smallest block that shares a scale: that of NVFP4."""
@@ -52,6 +53,14 @@ class Layer:
     cut: str | None = None
     parts: int = 1
 
+    def part(self, cut: str, parts: int) -> Layer:
+        """One of `parts` shards that divide the features `cut`, "in" or "out"."""
+        if parts == 1:
+            return self
+        key = f"{cut}_features"
+        sizes = {key: math.ceil(getattr(self, key) / parts)}
+        return replace(self, cut=cut, parts=parts, **sizes)
+
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of `model` that hold linear layers, in order; the model itself if it has none."""
@@ -75,8 +84,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     return {
         name: Layer(
             name=name,
-            in_features=int(module.in_features),
-            out_features=int(module.out_features),
+            in_features=features(module)[0],
+            out_features=features(module)[1],
             block=block_of.get(module) if paths else index,
             blocks=len(paths) or len(found),
             names=names,
@@ -99,17 +108,17 @@ def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 def _why_unconverted(name: str, module: nn.Module) -> str | None:
     """Why fp4train's layer cannot replace this linear layer; None if it can or already has."""
-    if getattr(module, "is_fp4train_linear", False) or not isinstance(module, nn.Linear):
+    if getattr(module, "is_fp4train_linear", False):
         return None
     kind = type(module).__name__
     if is_uninitialised(module):
         return f"{kind} has no weights before its first batch: run one, then convert"
-    changed = _changed(type(module))
+    changed = _changed(type(module)) if isinstance(module, nn.Linear) else None
     if changed:
         return f"{kind} is a subclass of nn.Linear with a {changed} of its own"
     if "forward" in vars(module):
         return "its forward is replaced on the instance: convert the model before it is wrapped or dispatched"
-    rank = min(module.in_features, module.out_features)
+    rank = min(features(module))
     if rank < _BLOCK and any(part.lower().startswith("lora") for part in name.split(".")):
         return f"rank {rank} is below a block of {_BLOCK}"
     return None

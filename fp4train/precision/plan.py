@@ -7,7 +7,6 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +41,7 @@ class Gemm:
         dtype: dtype of operands in high precision, and of the result.
         backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
         why: the reason, as shown in tables.
+        divided: whether it is in high precision because tensor parallelism cuts through blocks of an operand.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Gemm:
     dtype: str
     backend: str
     why: str
+    divided: bool = False
 
     @property
     def elements(self) -> str:
@@ -155,7 +156,9 @@ def resolve(
             why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why)
+        gemms[name] = Gemm(
+            name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=name in divided
+        )
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 
@@ -189,12 +192,10 @@ def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
     """
     if parts == 1:
         return plan
-    key = f"{cut}_features"
-    size = {key: math.ceil(getattr(plan.layer, key) / parts)}
-    layer = replace(plan.layer, cut=cut, parts=parts, **size)
+    layer = plan.layer.part(cut, parts)
     divided = misaligned(layer, {gemm.name: gemm.operands for gemm in plan.gemms})
     kept = {
-        name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why)
+        name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True)
         for name, why in divided.items()
     }
     recipe = plan.recipe.with_high_precision(*divided) if divided else plan.recipe

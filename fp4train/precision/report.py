@@ -14,9 +14,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fp4train.precision.gather import effective, wire_form
+import torch
+
+from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, Row
+from fp4train.precision.plan import LayerPlan, Plan, Row
 from fp4train.text import columns, tabulate
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
@@ -45,29 +47,56 @@ def render(plan: Plan, *, full: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def gathers(plan: Plan, shards: int, gather: str, *, compiled: bool, blocks: bool = True) -> str:
-    """What ranks send each other of the weights of the blocks, and which ones they send in float32 all the same.
+def gathers(
+    layers: Iterable[LayerPlan], shards: int, gather: str, *, compiled: bool = False, blocks: bool = True
+) -> str:
+    """What ranks send each other of the weights of the blocks, how many bytes per weight, and why, in a sentence.
 
     Args:
-        plan: of this rank's parts of the layers.
+        layers: the plans of this rank's parts of the layers, in every stretch of a run.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
         compiled: whether torch.compile has the blocks; blocks: whether there are any.
     """
     sent = effective(gather, compiled=compiled, blocks=blocks)
+    start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
-        reason = "" if sent == gather else " (train.compile takes plain weights)" if compiled else " (no blocks)"
-        return f"weights are gathered from {shards} shards in float32{reason}"
-    kept: dict[str, dict[str, None]] = {}
-    for stretch in plan.stretches:
-        for name, layer in stretch.layers.items():
-            if (why := wire_form(layer, shards, sent).why) is not None:
-                kept.setdefault(why, {})[name] = None
-    form = "in BF16" if sent == "bf16" else "as codes and scales"
-    lines = [f"weights are gathered from {shards} shards {form}" + (", but in float32:" if kept else "")]
-    for why, names in kept.items():
-        lines.append(f"  {', '.join(name for (name,) in _fold([(each,) for each in names]))}: {why}")
-    return "\n".join(lines)
+        asked = "parallel.gather=fp32 asks for it" if sent == gather else ""
+        reason = asked or ("train.compile takes plain weights" if compiled else "the model has no blocks")
+        return f"{start} in float32 (4 B per weight), because {reason}"
+    found: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
+    inner = [plan for plan in layers if plan.layer.block is not None]
+    for plan in inner:
+        form = wire_form(plan, shards, sent)
+        found.setdefault(_sent(form, gather), []).append((plan, form))
+    parts = []
+    for text, group in sorted(found.items(), key=lambda item: -len(item[1])):
+        names = _where((plan.layer for plan, _ in group), (plan.layer for plan in inner))
+        parts.append(f"{names} " * (len(found) > 1) + text.format(_bytes(group)))
+    return start + (": " if len(found) > 1 else " ") + "; ".join(parts)
+
+
+def _sent(form: WireForm, gather: str) -> str:
+    """How a weight travels and why, with a place for its bytes."""
+    if form.coded:
+        return "as codes and scales ({} B per weight), which keep the bits of one rank"
+    name = {torch.float32: "float32", torch.bfloat16: "BF16", torch.float16: "FP16"}[form.dtype]
+    if form.rounds:
+        why = form.why or f"parallel.gather={gather} asks for it"
+        equal = "one rank quantises float32, so digits differ (parallel.gather=fp32 has its bits)"
+        return f"in {name} ({{}} B per weight), because {why}; {equal}"
+    return f"in {name} ({{}} B per weight), " + (f"because {form.why}" if form.why else "in which they are multiplied")
+
+
+def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
+    """The bytes per weight of the gathers for forward and backward, each number once."""
+    each = {
+        f"{form.bytes(rows, columns, backward=backward) / (rows * columns):.3g}"
+        for plan, form in group
+        for rows, columns in [(plan.layer.out_features, plan.layer.in_features)]
+        for backward in (False, True)
+    }
+    return " or ".join(sorted(each))
 
 
 def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:

@@ -14,7 +14,7 @@ from fp4train.quantize.quantizer import PairQuantizer, Quantizer, quantizer
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.shards import amax_extent, measure_amax, why_not_cut
+from fp4train.quantize.shards import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
 from fp4train.quantize.spec import Delayed, QuantSpec
 from fp4train.quantize.transform import Hadamard
 
@@ -34,10 +34,12 @@ __all__ = [
     "from_torch",
     "measure_amax",
     "nvfp4_quantize",
+    "packed_bytes",
     "quantize",
     "quantize_dequantize",
     "quantizer",
     "random_bits",
+    "requantised",
     "swizzle_scales",
     "to_torch",
     "unswizzle_scales",

@@ -5,8 +5,9 @@ x is rotated by a random Hadamard transform in groups of n and rounded to neares
     S = <x, x> / <x, q>
 
 is the factor (EDEN's, arXiv 2108.08842) for which the part of S*q along x is x itself. The rest of S*q is orthogonal to
-x and averages to zero over rotations. (Exactly so for uniformly random rotations; random signs come close, and leave a
-bias of 1e-4 of the energy in groups that one or two outliers dominate.) S multiplies the block scales of its group, and
+x and averages to zero over rotations. (Exactly so for uniformly random rotations. Random signs leave a bias: 3e-6 of
+the energy of a Gaussian group, 1e-5 to 1.4e-3 where one or two outliers of 30 to 100 standard deviations dominate it;
+docs/numerics.md has the measurement.) S multiplies the block scales of its group, and
 the products are rounded stochastically to E4M3, which keeps their expectation.
 
 Elements rounded to nearest have half the squared error of stochastically rounded ones: 9.8e-3 instead of 18.8e-3 on

@@ -8,10 +8,13 @@ groups of the Hadamard transform.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from fp4train.quantize.random import LANES
+from fp4train.quantize.quantizer import quantizer
+from fp4train.quantize.random import LANES, RandomKey
 from fp4train.quantize.spec import OUTER_COLUMNS, QuantSpec
 from fp4train.quantize.transform import transform
 
@@ -27,9 +30,10 @@ def amax_extent(spec: QuantSpec) -> str | None:
     return "tensor" if spec.block[0] is None else "row"
 
 
-def measure_amax(x_RC: Tensor, spec: QuantSpec) -> Tensor:
+def measure_amax(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
     """The global amax of x as `quantize` measures it, after the Hadamard transform: float32, 0-d or [R, 1].
 
+    `spec.requantises` is not applied: x is what it gave. key: draws the signs of a transform that has those of a step.
     A NaN or an infinity gives infinity, so that a maximum over ranks keeps it; every scale that depends on it is NaN.
     """
     rows = amax_extent(spec) == "row"
@@ -37,15 +41,27 @@ def measure_amax(x_RC: Tensor, spec: QuantSpec) -> Tensor:
     if x_RC.numel() == 0:
         return x_RC.new_zeros((x_RC.shape[0], 1) if rows else (), dtype=torch.float32)
     if spec.hadamard is not None:
-        x_RC = transform(x_RC, spec.hadamard)
+        x_RC = transform(x_RC, spec.hadamard, key)
     amax = x_RC.abs().amax(dim=1, keepdim=True) if rows else x_RC.abs().amax()
     return amax.float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
+def requantised(x_RC: Tensor, spec: QuantSpec, amax: Tensor) -> Tensor:
+    """The shard x as `spec.requantises` rounds it, BF16 [R, C], where `amax` is that of the whole tensor.
+
+    By the rest of the spec, `replace(spec, requantises=None)`, it is quantised as `spec` quantises x.
+    """
+    assert spec.requantises is not None
+    codes = quantizer(spec.requantises, x_RC.device.type).codes(x_RC.T, None, amax)
+    return codes.restore(torch.bfloat16).T
+
+
 def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     """Why shards of `extent` rows or columns are not whole blocks of the operand; None if they are."""
-    if spec.rounding == "eden" or spec.requantises is not None:
-        return "the amax of a tensor that is requantised or turned by signs of the step is not known over ranks"
+    if spec.requantises is not None:
+        reason = why_not_cut(spec.requantises, extent, columns=not columns)
+        if reason is not None:
+            return reason
     block = spec.block[1 if columns else 0]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"
@@ -53,6 +69,15 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
         return f"a shard of {extent} is not whole outer blocks of {OUTER_COLUMNS}"
     if columns and spec.hadamard is not None and extent % spec.hadamard.size:
         return f"a shard of {extent} is not whole Hadamard groups of {spec.hadamard.size}"
-    if columns and spec.rounding == "stochastic" and extent % LANES:
+    if columns and spec.random and extent % LANES:
         return f"a shard of {extent} is not whole draws of {LANES} random numbers"
     return None
+
+
+def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
+    """Bytes of a quantised matrix [rows, columns]: codes (E2M1 packed, others one per byte), one scale per block, and
+    those of outer blocks."""
+    tall, wide = spec.block[0] or rows, spec.block[1] or columns
+    scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.dtype.itemsize
+    outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS) if spec.global_scale == "block" else 0
+    return rows * columns * (0.5 if spec.format.bits == 4 else 1) + scales + outer

@@ -31,7 +31,10 @@ def differences(sources: Sequence[Source]) -> Html:
     keys = list(dict.fromkeys(key for source in known for key in source.config or {}))
     skipped = (*UNRECORDED, *_UNINTERESTING)
     differing = [key for key in keys if key not in skipped and len({_show(s.setting(key)) for s in known}) > 1]
-    rows = [[key, _by_value({s: _show(s.setting(key)) for s in known}, len(known))] for key in differing[:KEYS]]
+    rows = [
+        [key, _by_value({s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known))]
+        for key in differing[:KEYS]
+    ]
     if not rows:
         return section("Configuration", tag("p", "The runs have the same configuration.", class_="note"))
     more = f", {len(differing) - KEYS} more are not listed" if len(differing) > KEYS else ""

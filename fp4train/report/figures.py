@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,8 +154,7 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
                     row, stop - ran, left=ran, height=0.6, color="none", edgecolor=QUIET, linestyle=":", linewidth=0.8
                 )
             room = int((stop - start) / total * width * 11)  # characters
-            label = recipe if len(recipe) <= room else shortened(recipe, room) if room >= 8 else ""
-            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=7, color=INK)
+            axes.text((start + stop) / 2, row, label_of(recipe, room), ha="center", va="center", fontsize=7, color=INK)
         marks = [(record.event, record.step) for record in source.records if record.step]
         marks += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
         for name, step in marks:
@@ -167,6 +167,12 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("step", fontsize=8, color=INK)
+
+
+def label_of(recipe: str, room: int) -> str:
+    """As many words of a recipe's name as fit into `room` characters; empty if the first does not."""
+    label = shorten(recipe, room, placeholder="…") if room > 1 else ""
+    return "" if label == "…" else label
 
 
 def heat_maps(errors: Errors) -> Callable[[float], Figure]:

@@ -19,6 +19,8 @@ LONGEST = 2000
 
 ROOMY = 14
 """Characters from which a cell is not squeezed into a column of single words."""
+CARDS = 4
+"""Columns from which on a table is a list of cells on a phone."""
 
 
 class Html(str):
@@ -62,15 +64,19 @@ def joined(parts: Iterable[object]) -> Html:
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, right: Iterable[int] = ()
 ) -> Html:
-    """A table that scrolls in its own box where the page is narrow; columns in `right` are right-aligned."""
-    numbers = set(right)
+    """A table whose columns in `right` are right-aligned. On a phone a row of more than `CARDS` cells is a list of its
+    cells, each beside its column's name; a narrower table scrolls in its own box where it has to."""
+    numbers, cards = set(right), len(header) > CARDS
 
     def cells(row: Sequence[object], kind: str) -> Html:
-        return tag("tr", *(_cell(kind, cell, number=i in numbers) for i, cell in enumerate(row)))
+        labels = header if cards and kind == "td" else [None] * len(row)
+        found = zip(row, labels, strict=True)
+        return tag("tr", *(_cell(kind, cell, label, number=i in numbers) for i, (cell, label) in enumerate(found)))
 
     head = tag("thead", cells(header, "th"))
     body = tag("tbody", *(cells(row, "td") for row in rows))
-    scrolling = tag("div", tag("table", head, body, aria_label=caption), class_="scroll", tabindex="0")
+    one = tag("table", head, body, aria_label=caption, class_="cards" if cards else None)
+    scrolling = tag("div", one, class_="scroll", tabindex="0")
     return joined([tag("p", caption, class_="caption"), scrolling])
 
 
@@ -85,10 +91,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
 
 
-def _cell(kind: str, cell: object, *, number: bool) -> Html:
+def _cell(kind: str, cell: object, label: object, *, number: bool) -> Html:
     roomy = len(re.sub(r"<[^>]*>", "", str(cell))) > ROOMY
     names = "n" if number else "roomy" if roomy else None
-    return tag(kind, cell, class_=names, scope="col" if kind == "th" else None)
+    named = None if not label else str(label)
+    return tag(kind, cell, class_=names, scope="col" if kind == "th" else None, data_label=named)
 
 
 def folded(summary: object, *children: object, opened: bool = False) -> Html:

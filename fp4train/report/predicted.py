@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from omegaconf import OmegaConf
 
 from fp4train.config import to_config
 from fp4train.costs.estimate import estimate
@@ -15,6 +16,7 @@ from fp4train.hardware import Device, Gpu
 from fp4train.precision.layers import find_layers
 from fp4train.report.sources import UNREADABLE, Source
 from fp4train.run import directory as run_directory
+from fp4train.run.belonging import check_paths
 from fp4train.run.build import build_model, build_plan, build_timeline
 
 LARGEST = 1 << 20
@@ -56,7 +58,10 @@ def _predict(source: Source, gpu: Gpu) -> Predicted:
     for key, value in (source.config or {}).items():
         if key.startswith("model.") and isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{key}={value} is no size of a model")
-    config = to_config(run_directory.read_config(path))
+    saved = run_directory.read_config(path)
+    # All that the estimate reads of the data is the size of the vocabulary.
+    check_paths(OmegaConf.create({"resume": str(path), "data": {"tokenizer": saved.data.get("tokenizer")}}), ())
+    config = to_config(saved)
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     plan = build_plan(config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu))
     microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)

@@ -151,7 +151,7 @@ def _events(sources: Sequence[Source]) -> Html:
         told += [
             (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
             for event in source.metrics.events()
-            if event.name not in ("resume", "init", "recipe") and (event.step, event.name) not in known
+            if event.name not in ("resume", "init", "rewind", "recipe") and (event.step, event.name) not in known
         ]
         told.sort(key=lambda each: each[0])
         rows += [[source.number, source.name, *each] for each in told[:EVENTS]]

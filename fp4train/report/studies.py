@@ -56,7 +56,10 @@ class SensitivityResult:
 
     Args:
         parts: by name. pareto: (share of multiply-adds kept, predicted nMSE).
-        keep: patterns of the policy. kept, predicted, measured: its share of multiply-adds and its nMSE.
+        keep: patterns of the policy. kept, predicted, measured: its share of multiply-adds and its nMSE, the latter on
+            batches that did not choose it.
+        gain: nMSE saved against keeping nothing, batch by batch; None if nothing is kept, or in results of before it
+            was measured.
     """
 
     step: int
@@ -68,6 +71,7 @@ class SensitivityResult:
     kept: float
     predicted: float
     measured: Interval
+    gain: Interval | None
 
     def of_kind(self, kind: str) -> list[Part]:
         return [part for part in self.parts.values() if part.kind == kind]
@@ -155,6 +159,7 @@ def _parsed(folder: Folder, name: str) -> dict[str, Any]:
 
 def _sensitivity(found: dict[str, Any]) -> SensitivityResult:
     policy = found["policy"]
+    judged = policy.get("judged")
     return SensitivityResult(
         step=int(found["step"]),
         recipe=plain(found["recipe"], NAME),
@@ -165,6 +170,7 @@ def _sensitivity(found: dict[str, Any]) -> SensitivityResult:
         kept=_number(policy["macs"]),
         predicted=_number(policy["nmse"]),
         measured=_estimate(policy["measured"]["nmse"]),
+        gain=None if judged is None else _estimate(judged["gain"]),
     )
 
 

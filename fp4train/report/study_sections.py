@@ -51,7 +51,8 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
         alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted "
         "nMSE against the share of multiply-adds kept in high precision. The table has the numbers.",
         caption=f"Policy: keep {kept}, {found.kept:.1%} of the multiply-adds; nMSE {found.predicted:.4f} predicted, "
-        f"{found.measured.show('.4f')} measured.",
+        f"{found.measured.show('.4f')} measured"
+        + ("." if found.gain is None else f" on other batches, {found.gain.show('.4f')} less than with nothing kept."),
     )
     header = ["quantised", "nMSE", "bias²", "loss change"]
     caption = "±: 95 % interval over batches" + ("" if found.batches > 1 else "; a single batch has none")

@@ -52,6 +52,14 @@ summary{cursor:pointer;padding:.3rem 0}
   body{padding:.8rem .8rem 2rem}
   .wide{display:none}
   .narrow{display:block}
+  .cards,.cards tbody,.cards tr{display:block}
+  .cards thead{display:none}
+  .cards tr{padding:.4rem 0;border-bottom:1px solid var(--line)}
+  .cards td,.cards td.n{display:flex;justify-content:space-between;gap:1rem;max-width:none;padding:.1rem 0;border:0;
+    white-space:normal;text-align:right}
+  .cards td:not([data-label]){justify-content:flex-start;font-weight:600}
+  .cards td::before{content:attr(data-label);color:var(--quiet);text-align:left;flex:none;max-width:50%}
+  .cards td:empty{display:none}
 }
 @page{margin:14mm}
 @media print{

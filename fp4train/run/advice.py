@@ -71,6 +71,20 @@ def never_chosen(plan: Plan) -> str | None:
     )
 
 
+def divided_blocks(plan: Plan) -> str | None:
+    """The warning of a run whose tensor-parallel ranks quantise less than one rank would; None: all is well."""
+    layers = {name: part for stretch in plan.stretches for name, part in stretch.layers.items()}
+    cut = [(name, gemm) for name, part in layers.items() for gemm in part.gemms if gemm.divided]
+    if not cut:
+        return None
+    name, gemm = cut[0]
+    return (
+        f"parallel.tp keeps GEMMs of {len({name for name, _ in cut})} of {len(layers)} layers in high precision that "
+        f"one rank quantises, and the loss is not that of one rank ({name} {gemm.name}: {gemm.why}); the plan names "
+        "them: take fewer tensor-parallel ranks, or a wider model"
+    )
+
+
 def warn_of_schedule(config: Config) -> None:
     """Say what a schedule cannot do in so few steps."""
     steps = config.train.steps

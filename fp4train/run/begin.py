@@ -15,9 +15,11 @@ from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
 from fp4train.run import history
+from fp4train.run.divergence import Rewind
 from fp4train.run.environment import environment
 from fp4train.run.run import Run
 from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.text import printable
 from fp4train.track import mend
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
@@ -32,11 +34,14 @@ def begin(
     start: checkpoint.Checkpoint | None,
     init: checkpoint.Checkpoint | None,
     swap: tuple[str, dict[str, Any]] | None,
+    rewind: Rewind | None = None,
 ) -> None:
     """Write that the run begins or goes on: record, configuration, history, metrics."""
     config, directory = run.config, run.directory
     branching = source.resolve() != directory.resolve()
     record = _begin_record(config, cfg, source, directory, start, init, swap)
+    if rewind is not None:
+        record |= {"event": "rewind", **rewind.record}
     run_directory.write_config(directory, cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, run_directory.CONFIG_LIMIT)
     found: list[str] = []
@@ -51,7 +56,8 @@ def begin(
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
     else:
-        run.saver.saved = None if branching else start.step
+        if not branching:
+            run.saver.saved, run.saver.good = start.step, start.state.get("good")  # type: ignore[assignment]
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])
@@ -70,24 +76,30 @@ def begin(
         run.tracker.log_event(
             start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}
         )
+        if rewind is not None:
+            run.tracker.log_event(start.step + 1, "rewind", rewind.record)
         if swap is not None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
     elif init is not None:
         run.tracker.log_event(1, "init", {"from": str(init.path)})
 
 
-def abandon_later(run: Run) -> None:
+def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
     """Write the state that the run goes on from anew, which removes the checkpoints of later steps.
 
     None of them must be found as the newest.
+
+    Args:
+        even_if_none: the state is another than that of its checkpoint.
 
     Raises:
         UserError: it could not be written.
     """
     newest = run.world.of_lead(checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0)
-    if newest <= run.step:
-        return
-    _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1)
+    if not even_if_none:
+        if newest <= run.step:
+            return
+        _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1)
     begun = run.saver.begin(proven=True)
     with run.world.together():
         if not run.world.lead:
@@ -153,6 +165,6 @@ def write_plan(directory: Path, plan: Plan, step: int, gathers: Sequence[str]) -
     """
     try:
         text = history.plan_text(directory, plan, step)
-        run_directory.write_text(directory / run_directory.PLAN, "\n\n".join((text, *gathers)) + "\n")
+        run_directory.write_text(directory / run_directory.PLAN, printable("\n\n".join((text, *gathers))) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

@@ -1,16 +1,63 @@
-"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run."""
+"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run, and of this user."""
 
 from __future__ import annotations
 
+import hmac
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from fp4train import checkpoint
+from fp4train.config import plain
+from fp4train.config.overrides import as_typed
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.signature import outside_paths, signature
 from fp4train.run.swaps import check_record
 
 _log = logging.getLogger(__name__)
+
+
+def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
+    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not.
+
+    Args:
+        cfg: the saved configuration of that run with a command's overrides.
+        named: the keys, or sections, that the command line gives.
+
+    Raises:
+        UserError: there are some; it says what the command line would have to name.
+    """
+    if not cfg.resume:
+        return
+    run, given = Path(str(cfg.resume)), tuple(named)
+    outside = outside_paths(plain(cfg), run)
+    asked = [key for key in outside if not any(key == each or key.startswith(f"{each}.") for each in given)]
+    if asked and (why := _why_foreign(run)) is not None:
+        raise UserError(
+            f"{run / run_directory.CONFIG} names paths outside of the run and {why}; nothing was read or written "
+            f"there. Add what is right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
+        )
+
+
+def _why_foreign(run: Path) -> str | None:
+    """Why the configuration of a run counts as somebody else's; None: this user wrote it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    found, body = run_directory.config_parts(run / run_directory.CONFIG)
+    if found is None or found[2] is None:
+        return "has no signature: an older fp4train wrote it, or somebody else"
+    try:
+        same = hmac.compare_digest(signature(found[0], body), found[2])
+    except FileNotFoundError:  # nothing is signed on this machine yet
+        same = False
+    except OSError as error:
+        return f"cannot be told to be yours ({error})"
+    return None if same else "has the signature of another user or another machine"
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str | None:

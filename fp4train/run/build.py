@@ -33,9 +33,10 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import directory as run_directory
-from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
+from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.divergence import Rewind, take_over
 from fp4train.run.gpu import check_gpu
 from fp4train.run.oscillation import check_oscillation
 from fp4train.run.outliers import check_outliers
@@ -164,6 +165,7 @@ def build(
     start: checkpoint.Checkpoint | None = None,
     swap: tuple[str, dict[str, Any]] | None = None,
     world: World | None = None,
+    rewind: Rewind | None = None,
 ) -> Run:
     """Everything that `train` needs. The run directory must be locked by the caller, of several ranks by the lead.
 
@@ -174,6 +176,7 @@ def build(
         start: where to go on from (`find_start`).
         swap: name and plain configuration of a recipe to change to where the run goes on.
         world: the ranks; None: this process alone.
+        rewind: why it goes on from there, if its loss diverged.
 
     Raises:
         UserError: something that the user can mend; the message says what.
@@ -198,7 +201,7 @@ def build(
         overwriting = config.run.overwrite and (start is None or branching)
         identity = None if overwriting else run_directory.identity(directory)
         if start is None and not overwriting:
-            run_directory.check_restart(directory, config.checkpoint.every)
+            run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
     origin, aside = source if init is None else init.path.parent.parent, overwriting or init is not None
@@ -217,6 +220,8 @@ def build(
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
+            if rewind is not None:
+                take_over(run, rewind)
             if init is not None:
                 load_weights(run.model, init, None if run.pipeline is None else run.pipeline.inventory)
         with world.together():
@@ -224,14 +229,14 @@ def build(
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan))):
+    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan), divided_blocks(run.plan))):
         _log.warning("%s", warning)
     with world.together():
         if world.lead:
             run.identity = identity or run_directory.new_identity()
-            begin(run, cfg, source, start, init, swap)
+            begin(run, cfg, source, start, init, swap, rewind)
     if start is not None and not branching and config.resume_step is not None:
-        abandon_later(run)
+        abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
             write_plan(run.directory, run.plan, run.step, run.gathers())
@@ -305,7 +310,10 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
                 materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
             except ValueError as error:
                 raise UserError(f"the weights cannot be drawn: {error}") from error
-    optimizer = config.optim.build(model)
+    try:
+        optimizer = config.optim.build(model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())

@@ -1,7 +1,8 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
-                      line holds the run's identity and the checksum of the rest
+                      line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
+                      the run the signature of the user who named them (`signature`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     swaps.json        the recipe changes of the run, each with its step (`swaps`)
     history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
@@ -21,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,25 +36,30 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files
-from fp4train.config.binding import complete, flattened, unknown_keys
-from fp4train.config.schema import Config, plain
+from fp4train.config.schema import plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.parallel.config import DROPPED
+from fp4train.run.signature import outside_paths, signature
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
 from fp4train.track.statistics import STATISTICS
 
+_log = logging.getLogger(__name__)
+
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
+SAVED, REMOVED = "checkpoint", "checkpoints removed"
+"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 CONFIG_LIMIT = 1 << 22
 """Bytes of a configuration that are read."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})\n")
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
 
 CONTINUED = (
     "run.name",
@@ -63,7 +70,7 @@ CONTINUED = (
     "plugins",
     "eval.",
     "checkpoint.",
-    "train.step_timeout",
+    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
     "track",
     "data.cache_dir",
 )
@@ -170,7 +177,7 @@ def read_config(run: Path) -> DictConfig:
             of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
-    found, body = _parts(path)
+    found, body = config_parts(path)
     if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
         raise UserError(
             f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
@@ -192,6 +199,8 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
         if not isinstance(value, str | int | float | bool | None):
             raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
+    if isinstance(saved.get("parallel"), dict):
+        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
     return OmegaConf.create(saved)
 
 
@@ -202,7 +211,7 @@ def identity(run: Path) -> str | None:
         UserError: its configuration cannot be read.
     """
     path = run / CONFIG
-    found = _parts(path)[0] if path.is_file() else None
+    found = config_parts(path)[0] if path.is_file() else None
     return None if found is None else found[0]
 
 
@@ -213,18 +222,25 @@ def new_identity() -> str:
 
 def config_checksum(run: Path) -> str:
     """Of the saved configuration, without its first line."""
-    return hashlib.sha256(_parts(run / CONFIG)[1]).hexdigest()
+    return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
 
 
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration."""
-    body = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    write_text(run / CONFIG, f"# fp4train run {identity} sha256 {checksum}\n{body}")
+    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
+    values = plain(cfg)
+    body = OmegaConf.to_yaml(OmegaConf.create(values))
+    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
+    if outside := outside_paths(values, run):
+        try:
+            head += f" signed {signature(identity, body.encode(), create=True)}"
+        except OSError as error:
+            names = ", ".join(outside)
+            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+    write_text(run / CONFIG, f"{head}\n{body}")
 
 
-def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
-    """The (identity, checksum) that a configuration says it has, and the rest of it."""
+def config_parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
+    """The (identity, checksum, signature) that a configuration says it has, and the rest of it."""
     try:
         data = files.read(path, CONFIG_LIMIT)
     except OSError as error:
@@ -234,7 +250,8 @@ def _parts(path: Path) -> tuple[tuple[str, str] | None, bytes]:
         raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data
-    return (header[1].decode(), header[2].decode()), data[header.end() :]
+    mac = None if header[3] is None else header[3].decode()
+    return (header[1].decode(), header[2].decode(), mac), data[header.end() :]
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -256,17 +273,6 @@ def _leaves(node: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield node
-
-
-def differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
-
-    A missing key counts as its class's default: options that are newer than a saved run did not change it.
-    """
-    a, b = (flattened(complete(plain(each), Config)) for each in (old, new))
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
-    gone = set(unknown_keys(plain(old), Config))
-    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
 
 
 def workplace_of(run: Path, *, aside: bool) -> Path:
@@ -309,7 +315,7 @@ def start_over(run: Path) -> None:
             if not folder.has_file(CONFIG):
                 return
             _check_ours(folder)
-            for name in (CHECKPOINTS, REQUESTS, "wandb"):
+            for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
                 folder.remove_folder(name)
             drawn = ("curves.png", "statistics.png")
             for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
@@ -329,7 +335,7 @@ def _check_ours(folder: Folder) -> None:
             f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
             "what is beside it. Choose another run.name or run.dir"
         )
-    for name in (CHECKPOINTS, REQUESTS, "wandb"):
+    for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
         if folder.status(name) is not None and not folder.has_folder(name):
             raise UserError(
                 f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "
@@ -352,25 +358,28 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
 
 
-def check_restart(run: Path, every: int) -> None:
+def check_restart(run: Path) -> None:
     """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics would go, too.
+
+    A run says in its heartbeat and in its metrics which checkpoints became whole. Steps alone prove none: later steps
+    run while a checkpoint is written, and a kill may come before the first one is whole.
 
     Raises:
         UserError: they are gone.
     """
     try:
         with Folder.open(run) as folder:
-            saved, logged = None, 0
+            saved = None
             if folder.has_file(HEARTBEAT):
-                with suppress(ValueError, AttributeError):
+                with suppress(ValueError, AttributeError, RecursionError):
                     saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
-            elif folder.has_file(METRICS) and every:
-                logged = max((line["step"] for line in read_metrics(run / METRICS) if "event" not in line), default=0)
+            if not isinstance(saved, int) and folder.has_file(METRICS):
+                told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+                saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
     except OSError as error:
         raise UserError(f"{run}: {error}") from error
-    if isinstance(saved, int) or logged > every > 0:
-        trained = f"had saved step {saved}" if isinstance(saved, int) else f"has trained {logged} steps"
+    if isinstance(saved, int):
         raise UserError(
-            f"{run} {trained}, and its checkpoints are gone: put them back, or start over with run.overwrite=true, "
-            "which removes its metrics"
+            f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "
+            "run.overwrite=true, which removes its metrics"
         )

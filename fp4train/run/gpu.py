@@ -13,7 +13,7 @@ import re
 import torch
 
 from fp4train.costs.roofline import stored_bytes
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
 from fp4train.hardware import OLDEST_GPU, driver_version, why_no_gpu
 from fp4train.precision.plan import LayerPlan
 from fp4train.run.rescue import steps_saved
@@ -47,15 +47,15 @@ def check_gpu(name: str) -> None:
         )
 
 
-def explain(error: Exception, run: Run) -> str | None:
-    """What to do about an error of the GPU or for want of memory that ended `run`; None for any other."""
+def explain(error: Exception, run: Run) -> UserError | None:
+    """What to do about an error of the GPU or for want of memory that ended `run`, as an error; None for any other."""
     text = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return f"{run.directory}: step {run.step} does not fit into memory: {_asked(text)}. {_smaller(run)}"
+        return UserError(f"{run.directory}: step {run.step} does not fit into memory: {_asked(text)}. {_smaller(run)}")
     if not isinstance(error, RuntimeError) or not _FAILED.search(str(error)):
         return None
     where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else str(run.device)
-    return (
+    return LostError(
         f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): {text.rstrip('.')}. This process "
         f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_there(run)}"
     )

@@ -34,6 +34,7 @@ from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
 from fp4train.run.directory import CHECKPOINTS, HISTORY
+from fp4train.text import printable
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import parse_line
 
@@ -76,7 +77,7 @@ class Stretch:
 
     @property
     def title(self) -> str:
-        return f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})"
+        return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
 
     def render(self, *, full: bool) -> str:
         """As `fp4train.precision.report.render` shows a stretch of a plan."""
@@ -88,12 +89,13 @@ class Record:
     """One line.
 
     Args:
-        event: "start", "init", "resume", "branch", "swap" or "swap cancelled".
+        event: "start", "init", "resume", "branch", "rewind", "swap" or "swap cancelled".
         step: steps done then.
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on.
-        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe.
+        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe,
+            and of a rewind diverged, skipped (`fp4train.run.divergence`).
     """
 
     event: str
@@ -110,6 +112,9 @@ class Record:
             parts.append(f"from {self.values['from']}")
         if "at" in self.values:
             parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
+        if "skipped" in self.values:
+            first, last = self.values["skipped"]
+            parts.append(f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} are skipped")
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
         return "; ".join(parts)
 

@@ -121,10 +121,18 @@ class Ledger:
     Args:
         run, progress, watch: what hears of a step.
         blame: what was not finite in the step that `run.step` is at, whose loss is not: the first module's output.
+        judge: told the loss of each step; whether the weights that gave it are good.
     """
 
-    def __init__(self, run: Run, progress: Counts, watch: Shows, blame: Callable[[Run, Recipe], str]) -> None:
-        self.run, self.progress, self.watch, self.blame = run, progress, watch, blame
+    def __init__(
+        self,
+        run: Run,
+        progress: Counts,
+        watch: Shows,
+        blame: Callable[[Run, Recipe], str],
+        judge: Callable[[Run, int, float], bool] = lambda *_: True,
+    ) -> None:
+        self.run, self.progress, self.watch, self.blame, self.judge = run, progress, watch, blame, judge
         self.metrics: Values = {}
         self._step: Step | None = None
 
@@ -187,7 +195,8 @@ class Ledger:
         if step.measured is not None:
             values |= step.measured(self.run)
         values |= self.progress.advance(loss, step.recipe.name, step.numbers.at)
-        self.run.saver.prove(step.index)
+        if self.judge(self.run, step.index, loss):
+            self.run.saver.prove(step.index)
         self.watch.loss = loss
         self.run.tracker.log(step.index + 1, values)
         self.metrics |= values

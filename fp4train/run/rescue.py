@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
-from fp4train.run.directory import CHECKPOINTS
+from fp4train.run.directory import CHECKPOINTS, REMOVED, SAVED
+from fp4train.run.divergence import past_non_finite, rise, worthless
 from fp4train.run.guard import NonFiniteError, finite_weights
 from fp4train.run.ledger import Ledger
 from fp4train.run.run import Run
@@ -23,9 +24,19 @@ _log = logging.getLogger(__name__)
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
-    """Save what was before the step that failed, and say what can be done."""
+    """Save what was before the step that failed, and say what can be done.
+
+    Raises:
+        DivergedError: the run goes back to a checkpoint.
+    """
     run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
+    past_non_finite(run, str(error))
     finite = all_finite(run)
+    if run.divergence.since is not None:
+        run.saver.forsake(run.divergence.since)
+        run.saver.wait()
+        report(run)
+        return f"{error}. Before that {rise(run)}"
     if run.torn or not finite or error.of_state:
         run.saver.wait()
         report(run)
@@ -38,19 +49,21 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         last += f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
     else:
         last = "No checkpoint could be written"
+    how, where = ("Go on", f"resume={run.directory}") if steps_saved(run) else ("Begin again", "run.overwrite=true")
     return (
-        f"{error}. {last}. Go on with another recipe, more layers in high precision (policy.last) or a lower rate: "
-        f"resume={run.directory} recipe=… optim.lr=…"
+        f"{error}. {last}. {how} with another recipe, more layers in high precision (policy.last) or a lower rate: "
+        f"{where} recipe=… optim.lr=…"
     )
 
 
 def save(run: Run, *, proven: bool = False) -> None:
-    """Begin a checkpoint, which is written while the next steps run."""
-    run.saver.begin(proven=proven)
+    """Begin a checkpoint, which is written while the next steps run; none of a ruined state that would stand alone."""
+    if not worthless(run):
+        run.saver.begin(proven=proven and run.divergence.since is None)
 
 
 def report(run: Run) -> Outcome | None:
-    """Say which checkpoints could not be written: that costs the checkpoint, not the run.
+    """Log which checkpoints are whole, and say which could not be written: that costs the checkpoint, not the run.
 
     Returns:
         A checkpoint that was not written because weights or moments are not finite; None if there is none.
@@ -62,6 +75,8 @@ def report(run: Run) -> Outcome | None:
             run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
         elif outcome.bad is not None:
             bad = bad or outcome
+        else:
+            run.tracker.log_event(outcome.step, REMOVED if outcome.removed else SAVED)
     return bad
 
 
@@ -99,10 +114,13 @@ def save_and_wait(run: Run, *, proven: bool = False) -> bool:
 
 
 def save_at_end(run: Run, watch: Watch) -> bool:
-    """The last checkpoint of a run; whether it is written."""
+    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth it."""
     if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
+    if worthless(run):
+        report(run)
+        return run.step == run.config.train.steps
     return save_and_wait(run)
 
 

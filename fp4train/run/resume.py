@@ -9,7 +9,9 @@ from omegaconf import DictConfig
 
 from fp4train import checkpoint
 from fp4train.config import Config, plain
+from fp4train.config.binding import complete, flattened, unknown_keys
 from fp4train.errors import UserError
+from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
 from fp4train.run import directory as run_directory
 from fp4train.run import history
@@ -100,13 +102,24 @@ def check_source(source: Path, cfg: DictConfig) -> None:
 
 
 def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:
-    changed = run_directory.differences(saved, cfg, run_directory.RESUMED if resuming else run_directory.CONTINUED)
+    changed = _differences(saved, cfg, run_directory.RESUMED if resuming else run_directory.CONTINUED)
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
         advice = (
             "this would be another run" if resuming else "choose another run.name, or run.overwrite=true to start over"
         )
         raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
+
+
+def _differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
+    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
+
+    A missing key counts as its class's default: options that are newer than a saved run did not change it.
+    """
+    a, b = (flattened(complete(plain(each), Config)) for each in (old, new))
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(allowed)]
+    gone = set(unknown_keys(plain(old), Config))
+    return [f"{k}: {a.get(k)} → {'no longer an option' if k in gone else b.get(k)}" for k in keys]
 
 
 def _check_edits(run: Path, saved: DictConfig) -> None:
@@ -120,6 +133,9 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
     edits = history.changes(recorded, history.flat(plain(saved)))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
+        if (name := key.removeprefix("parallel.")) in DROPPED:
+            _log.warning("%s: %s=%s is dropped: %s", path, key, old, why_absent(name))
+            continue
         if not key.startswith(run_directory.RESUMED):
             raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
         _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)

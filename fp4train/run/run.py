@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
+from fp4train.config.binding import bind
 from fp4train.data import Loader
 from fp4train.data.feed import Feed
 from fp4train.data.tokens import same_data
@@ -29,6 +30,7 @@ from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
+from fp4train.run.divergence import Divergence
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.requests import Inbox
 from fp4train.run.restored import restored
@@ -86,6 +88,7 @@ class Run:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
         self.feed = Feed(self.train_data, self.device)
+        self.divergence = Divergence()
         self.graph: StepGraph | None = None
         """Records and replays the steps; None: the host queues every kernel."""
 
@@ -102,6 +105,11 @@ class Run:
     def rows(self) -> int:
         """Sequences of a microbatch."""
         return self.config.train.microbatch or self.share
+
+    @property
+    def batch(self) -> int:
+        """The place in the data of the batch of the current step: that of the step, and what was skipped before."""
+        return self.step + self.divergence.skipped(self.step)
 
     @property
     def description(self) -> str:
@@ -121,7 +129,8 @@ class Run:
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]
-        return [gathers(self.plan, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
+        layers = (layer for stretch in self.plan.stretches for layer in stretch.layers.values())
+        return [gathers(layers, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
@@ -197,6 +206,7 @@ class Run:
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
             "swaps": self.swaps,
+            "divergence": asdict(self.divergence),
         }
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
@@ -219,6 +229,7 @@ class Run:
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
+            self.divergence = bind(state.get("divergence", {}), Divergence, "divergence")
             self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
             data = state["data"]
         except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError, RecursionError) as error:

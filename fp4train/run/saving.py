@@ -9,8 +9,13 @@ fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes an
 step. A checkpoint that is due before it is done waits for it.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
-proven: weights may be finite and useless. It pushes out no other until the next step has given a finite loss. With
-`checkpoint.keep_before_cooldown` the last one from before the cooldown stays, too: a longer run goes on from it.
+proven: weights may be finite and useless. It pushes out no other until the next step has given a loss within its past
+(`divergence`). Beside the newest `checkpoint.keep` there stay
+
+    the good one               the newest that is proven, so that ruined ones never stand alone
+    the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
+    milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
+                               `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
 
 Of several ranks each copies and writes the parts that it owns. Their threads agree on what went wrong over a process
 group of their own, and all report the same outcome.
@@ -64,11 +69,13 @@ class Outcome:
         step: optimizer steps done at it.
         problem: why it could not be written; None if it was, at least to `checkpoint.also`.
         bad: the tensor that is not finite, in which case nothing was written.
+        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
     """
 
     step: int
     problem: str | None = None
     bad: str | None = None
+    removed: bool = False
 
     @property
     def written(self) -> bool:
@@ -86,6 +93,8 @@ class Saver:
         self.run, self.ranks = run, ranks
         self.saved: int | None = None
         """The newest step that is written."""
+        self.good: int | None = None
+        """The newest that a loss within its past was computed from."""
         self.last: Outcome | None = None
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
@@ -107,7 +116,7 @@ class Saver:
         """Copy the state of the run and have it written; False if the one before is not done in time.
 
         Args:
-            proven: a finite loss has been computed from this state.
+            proven: a loss within its past has been computed from this state.
         """
         if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
             _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
@@ -116,6 +125,7 @@ class Saver:
         tensors, state = checkpoint.flatten(run.state())
         if not run.world.stage:
             state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
+            state["good"] = step if proven else self.good
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
         parts = owned(tensors, leads=self.ranks.leads)
@@ -133,15 +143,20 @@ class Saver:
             except RuntimeError:
                 self._outcomes.put(Outcome(step=step, problem="a rank has ended, or does not answer"))
                 return
-            self._outcomes.put(
-                Outcome(step=step, bad=worst) if worst else self._write(step, copies, state, unproven=not proven)
-            )
+            if worst:
+                self._outcomes.put(Outcome(step=step, bad=worst))
+                return
+            before, self.good = self.good, step if proven else self.good
+            outcome = self._write(step, copies, state, unproven=not proven)
+            if not outcome.written:
+                self.good = before
+            self._outcomes.put(outcome)
 
         self._worker.put(job)
         return True
 
     def prove(self, step: int) -> None:
-        """A finite loss has been computed from the state of `step`: what is too many by now may go.
+        """A loss within its past has been computed from the state of `step`: what is too many by now may go.
 
         After the first step of a run that saves now and then, the buffers of the copy are begun, too.
         """
@@ -150,15 +165,26 @@ class Saver:
             parts = owned(checkpoint.flatten(self.run.state())[0], leads=self.ranks.leads)
             stored, _ = separate({name: part.tensor for name, part in parts.items()})
             self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
-        if self._begun == step:
-            keep, spare = self.run.config.checkpoint.keep, self._spare()
+        if (begun := self._begun == step) or self.saved == step:
 
             def job() -> None:
-                if self.saved == step and self.ranks.first:
-                    with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
-                        checkpoint.prune(folder, step, keep, spare=spare)
+                if self.saved == step:
+                    self.good = step
+                    if begun:
+                        self._prune(step)
 
             self._worker.put(job)
+
+    def forsake(self, step: int) -> None:
+        """The states from `step` on are ruined: if no checkpoint is good, those of them that have one are removed."""
+
+        def job() -> None:
+            if self.good is None and self.saved is not None:
+                self._prune(step - 1)
+                self.saved = None
+                self._outcomes.put(Outcome(step=step, removed=True))
+
+        self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
         """What has ended since the last call."""
@@ -211,14 +237,24 @@ class Saver:
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
-    def _spare(self) -> int | None:
-        """The step up to which the newest checkpoint is kept for runs that go on from before the cooldown."""
-        config = self.run.config
-        if not config.checkpoint.keep_before_cooldown:
-            return None
-        return config.schedule.cooldown_start(config.train.steps)
-
     # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _prune(self, newest: int) -> None:
+        if self.ranks.first:
+            with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
+                checkpoint.prune(folder, newest, self.run.config.checkpoint.keep, beside=self._beside)
+
+    def _beside(self, past: list[int]) -> set[int]:
+        """Of the steps `past` that have a checkpoint, those that stay beside the newest ones."""
+        config = self.run.config
+        settings, cooldown = config.checkpoint, config.schedule.cooldown_start(config.train.steps)
+        stay = {step for step in past if step == self.good}
+        if settings.keep_before_cooldown and cooldown is not None:
+            stay |= set([step for step in past if step <= cooldown][-1:])
+        for number in range(settings.milestones if settings.every else 0):
+            age = settings.every * settings.keep * 4**number
+            stay |= set([step for step in past if age <= past[-1] - step < 4 * age][:1])
+        return stay
 
     def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Make the buffers and touch each page of them; the loop does not use them before this is done."""
@@ -254,10 +290,10 @@ class Saver:
     def _write_in(
         self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
     ) -> None:
-        keep, spare, ranks = self.run.config.checkpoint.keep, self._spare(), self.ranks
+        keep, ranks = self.run.config.checkpoint.keep, self.ranks
         with ExitStack() as stack:
             folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
-            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, spare=spare, ranks=ranks)
+            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, beside=self._beside, ranks=ranks)
 
     def _write_also(
         self, place: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
@@ -275,8 +311,9 @@ class Saver:
             return also
         try:
             there = run_directory.identity(place)
-            if there not in (None, run.identity):
-                raise UserError(f"{place} holds another run ({there}): nothing is written there")
+            if there != run.identity and not (there is None and also.empty()):
+                what = "files that are not this run's" if there is None else f"another run ({there})"
+                raise UserError(f"{place} holds {what}: nothing is written there")
             copies = {run_directory.CONFIG: run.saved_config}
             for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):

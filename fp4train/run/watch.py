@@ -12,6 +12,7 @@ import faulthandler
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -26,6 +27,8 @@ from fp4train.run.directory import HEARTBEAT, LOCK, is_running
 if TYPE_CHECKING:
     from fp4train.run.run import Run
 
+_DUMPING = 2.0
+"""Seconds in which the stacks of all threads are written."""
 SECONDS = 1.0
 """Between two looks; a heartbeat is written at most every `BEAT_SECONDS`."""
 BEAT_SECONDS = 3.0
@@ -138,7 +141,8 @@ def _path(descriptor: int) -> Path | str:
 class Alarm:
     """Ends the process with the stacks of all threads on standard error if it is not set again within `seconds`.
 
-    A thread of C does it, which needs neither the interpreter nor its lock; nothing can be saved then. 0: never.
+    A thread of C writes them and SIGALRM ends the process (142 in a shell), which need neither the interpreter nor its
+    lock; nothing can be saved then. 0: never.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -146,7 +150,8 @@ class Alarm:
 
     def set(self) -> None:
         if self.seconds > 0:
-            faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__ or 2)
+            faulthandler.dump_traceback_later(self.seconds, file=sys.__stderr__ or 2)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds + _DUMPING)
 
 
 @contextmanager
@@ -156,4 +161,5 @@ def alarm(seconds: float) -> Iterator[Alarm]:
         yield Alarm(seconds)
     finally:
         if seconds > 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.cancel_dump_traceback_later()

@@ -108,7 +108,7 @@ def _step(source: Path, wanted: int | None) -> int:
 
 
 def _open(request: Request, source: Path, step: int, *, keep: bool) -> Base:
-    subject = open_checkpoint(source, step)
+    subject = open_checkpoint(source, step, request.paths)
     settings = _settings(request, subject.config, step)
     saved = plain(run_directory.read_config(source))
     sections = {name: saved[name] for name in SECTIONS}
@@ -170,6 +170,7 @@ class Forks:
             threads=self._threads(request.processes),
             packages=request.packages,
             folders=request.folders,
+            paths=request.paths,
         )
 
     def _threads(self, processes: int) -> int:
@@ -223,5 +224,5 @@ class Forks:
             return iter(())
         if self.processes > 1:
             return stack.enter_context(Pool(self.place, min(self.processes, len(jobs)))).run(jobs)
-        subject = self.base.subject or open_checkpoint(self.base.source, self.base.step)
+        subject = self.base.subject or open_checkpoint(self.base.source, self.base.step, self.place.paths)
         return here(subject, self.base.branches, self.base.settings, self.place.threads, jobs)

@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fp4train.studies.parts import BASELINE, CELL, GEMM, LAYER, NOTHING, OPERAND, WHOLE, Part, Parts
+from fp4train.studies.parts import BASELINE, CELL, CHOSEN, GEMM, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE, Part, Parts
 from fp4train.studies.record import Values
-from fp4train.studies.statistics import Estimate, estimate, jackknife
+from fp4train.studies.statistics import Estimate, estimate, jackknife, paired
 
 Gram = Sequence[Sequence[float]]
 """Inner products of the vectors of a group of batches."""
@@ -31,7 +31,7 @@ class Finding:
         name, kind, what: as of the part.
         nmse: mean of ‖g − g₀‖²/‖g₀‖² over batches.
         variance: its share that changes with the random bits; None with a single repeat, or where nothing is random.
-        bias2: the squared systematic bias over |G|²; None for a single batch, or where |G|² cannot be told from 0.
+        bias2: the squared systematic bias over |G|²; None where |G|² is not told from 0, as with one or two batches.
         cosine, loss, output: see `gradients`; output is None for a model whose last block gives no tensor.
         layers: the mean share of each layer in nMSE; empty for parts of a single layer.
     """
@@ -104,6 +104,43 @@ class Sensitivity:
         return self.findings[f"{OPERAND}/{operand}"].layers[place] - self.findings[NOTHING].layers[place]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A policy on batches that did not choose it.
+
+    Args:
+        batches: of them. chosen, everything: the recipe under the policy, and with nothing kept.
+        gain: the nMSE that the policy saves, batch by batch; over_own: than under the policy of the run, if the run has
+            another one than "everything".
+    """
+
+    batches: int
+    chosen: Finding
+    everything: Finding
+    gain: Estimate
+    over_own: Estimate | None
+
+
+def judgement(measured: Mapping[str, tuple[Part, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
+    """Compare the chosen policy with keeping nothing and with the policy of the run, batch by batch.
+
+    Args:
+        measured: name of part → the part and its values on the same groups of batches as `reference`.
+    """
+
+    def less_than(name: str) -> Estimate:
+        own, other = ([e for group in measured[each][1] for e in group["error"]] for each in (CHOSEN, name))
+        return paired(own, other)
+
+    return Judgement(
+        batches=sum(len(group["norm"]) for group in reference),
+        chosen=finding(*measured[CHOSEN], reference),
+        everything=finding(*measured[WHOLE], reference),
+        gain=less_than(WHOLE),
+        over_own=less_than(OF_THE_RUN) if OF_THE_RUN in measured else None,
+    )
+
+
 def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Sequence[Values]]) -> Sensitivity:
     """The findings of what is measured.
 
@@ -148,8 +185,11 @@ def finding(part: Part, groups: Sequence[Values], reference: Sequence[Values]) -
 
 
 def systematic(errors: Sequence[Gram], gradients: Sequence[Gram]) -> Estimate | None:
-    """The mean product of errors over that of gradients, over pairs of different batches of a group."""
-    return _ratio(errors, gradients, _pairs, _pairs)
+    """The mean product of errors over that of gradients, over pairs of different batches of a group; None where the
+    latter, |G|², is not told from 0: its interval is unknown or holds 0."""
+    gradients = gradients[: len(errors)]
+    size = jackknife(sum(len(gram) for gram in gradients), lambda chosen: _pairs(gradients, set(chosen))).interval()
+    return None if size is None or size[0] <= 0 else _ratio(errors, gradients, _pairs, _pairs)
 
 
 def share(names: Sequence[str], measured: Mapping[str, Sequence[Values]]) -> Estimate | None:

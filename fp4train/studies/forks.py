@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp4train.config import Config, plugins, to_config
+from omegaconf import OmegaConf
+
+from fp4train.config import Config, plain, plugins, to_config
+from fp4train.config.binding import path_values
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.hardware import Device
@@ -28,6 +31,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
+from fp4train.run.belonging import check_paths
 from fp4train.run.build import build_plan, build_timeline
 from fp4train.run.guard import NonFiniteError, check_evaluation
 from fp4train.run.ledger import Ledger, Values
@@ -132,15 +136,24 @@ class Branch:
         return digest(self.signature)[:16]
 
 
-def open_checkpoint(source: Path, step: int) -> Subject:
+def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | None = None) -> Subject:
     """The checkpoint of step `step` of the run in `source`.
 
+    Args:
+        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+
     Raises:
-        UserError: there is none, or it cannot be used.
+        UserError: there is none, or it cannot be used; or see `check_paths`.
     """
     saved = run_directory.read_config(source)
+    before, paths = dict(path_values(plain(saved), Config)), paths or {}
+    for key, path in paths.items():
+        OmegaConf.update(saved, key, path, force_add=True)
+    if strange := [key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}]:
+        raise UserError(f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration of {source}")
     saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = str(source), step, str(source), False
     saved.plugins = list(plugins.named())
+    check_paths(saved, paths)
     return open_subject(to_config(saved), saved, optimizer=True)
 
 

@@ -32,11 +32,11 @@ from fp4train.errors import UserError
 from fp4train.nn import Linear
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
+from fp4train.run.batches import microbatches, step_rows
 from fp4train.run.guard import first_non_finite, first_non_finite_output
 from fp4train.studies.parts import CELL, LAYER, Part
 from fp4train.studies.record import Values
 from fp4train.studies.subject import Subject
-from fp4train.train import microbatches, step_rows
 
 KEPT_BYTES = 1 << 30
 """References are kept for the next part up to this size; those of one group always are."""

@@ -115,12 +115,12 @@ def _draw_curve(axes: Axes, report: Report) -> None:
     trade, timed = report.trade, report.trade.gpu is not None
     xs = [(point.time or 0.0) if timed else 100 * point.macs for point in trade.curve]
     axes.plot(xs, [point.nmse for point in trade.curve], color=TRAIN, linewidth=1.4, marker="o", markersize=3)
-    chosen, measured = trade.chosen, report.measured.nmse
-    x = (chosen.time or 0.0) if timed else 100 * chosen.macs
-    axes.errorbar(
-        [x], [measured.mean], yerr=[measured.half_width() or 0.0], color=VALIDATION, marker="D", markersize=5, capsize=3
-    )
-    axes.annotate("measured", (x, measured.mean), (6, 6), textcoords="offset points", fontsize=8, color=VALIDATION)
+    if report.judged is not None:
+        x = (trade.chosen.time or 0.0) if timed else 100 * trade.chosen.macs
+        mean, half = report.judged.chosen.nmse.mean, report.judged.chosen.nmse.half_width() or 0.0
+        axes.errorbar([x], [mean], yerr=[half], color=VALIDATION, marker="D", markersize=5, capsize=3)
+        label = "measured, other batches"
+        axes.annotate(label, (x, mean), (6, 6), textcoords="offset points", fontsize=8, color=VALIDATION)
     style(axes, "nMSE left, predicted, against what is kept in high precision")
     axes.xaxis.set_major_locator(_few())
     axes.set_ylim(bottom=0)

@@ -11,9 +11,9 @@ forks that those asked for have, and each new table is counted as a look (`fp4tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fp4train.errors import UserError
@@ -23,6 +23,9 @@ from fp4train.studies.looks import Looks
 from fp4train.studies.progress import StudyProgress
 from fp4train.studies.ranking import Entry, Ranking
 from fp4train.studies.record import open_record
+
+MOST = 10_000
+"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Request:
         processes: that make forks at the same time.
         out: the folder of the ranking; None: one in RUN/studies.
         packages, folders: of the user's own classes and options.
+        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
     """
 
     runs: Sequence[Path]
@@ -54,11 +58,14 @@ class Request:
     out: Path | None = None
     packages: Sequence[str] = ()
     folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("forks", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {MOST}")
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.precision import Recipe
-from fp4train.studies.findings import Finding, Sensitivity, finding, summarise
+from fp4train.precision import LayerPolicy, Recipe
+from fp4train.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.studies.gradients import Gradients
 from fp4train.studies.identity import described
-from fp4train.studies.parts import BASELINE, LAYER, WHOLE, Part, Parts
+from fp4train.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, Part, Parts
 from fp4train.studies.record import StudyRecord, Values
 from fp4train.studies.statistics import estimate
 from fp4train.studies.subject import Subject
@@ -37,7 +37,8 @@ class Effort:
     Args:
         batches: of every part; None: as many as the budget allows.
         repeats: of each batch with other random bits, for parts that round stochastically and are no single layer.
-        budget: seconds; spent, after a first group of batches for every part, where the intervals are widest.
+        budget: seconds; spent, after a first group of batches for every part, where the intervals are widest. Judging
+            the policy is part of it.
         cells: also one operand of one layer at a time.
     """
 
@@ -64,13 +65,19 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
     """The groups of batches in the order in which they are measured; batch 0 is the one that the run trains on next.
 
     Raises:
-        UserError: the data has too few batches.
+        UserError: the data has too few batches, of which some must be left to judge the policy.
     """
-    most = max(1, subject.train_data.batches_per_epoch)
-    if effort.batches is not None and effort.batches > most:
-        raise UserError(f"batches={effort.batches}: the training data has {most} different batches of this size")
-    batches = most if effort.batches is None else effort.batches
-    return [range(i, min(i + GROUP, batches)) for i in range(0, batches, GROUP)]
+    most = max(2, subject.train_data.batches_per_epoch)
+    if effort.batches is not None and effort.batches >= most:
+        raise UserError(
+            f"batches={effort.batches}: the training data has {most} different batches of this size, and the policy is "
+            f"judged on some that did not choose it; give batches={most // 2} or fewer"
+        )
+    return _grouped(0, most // 2 if effort.batches is None else effort.batches)
+
+
+def _grouped(start: int, stop: int) -> list[range]:
+    return [range(i, min(i + GROUP, stop)) for i in range(start, stop, GROUP)]
 
 
 class Study:
@@ -107,11 +114,18 @@ class Study:
                 self._measure(part)
         return summarise(self.parts, self._listed, self._measured)
 
-    def also(self, part: Part) -> Finding:
-        """Measure one more part, on the batches of the whole recipe."""
-        while len(self._measured.get(part.name, ())) < len(self._measured[WHOLE]):
-            self._measure(part)
-        return finding(part, self._measured[part.name], self._measured[BASELINE])
+    def judge(self, policy: LayerPolicy, shown: Shown) -> Judgement:
+        """Measure the recipe under `policy`, with nothing kept and under the run's policy, on the batches after those
+        that chose it, as many as measured the whole recipe (or as there are)."""
+        began = self._groups[len(self._measured[BASELINE]) - 1].stop
+        count = sum(len(group["error"]) for group in self._measured[WHOLE])
+        groups = _grouped(began, min(began + count, max(2, self.parts.subject.train_data.batches_per_epoch)))
+        compared = [part for part in self._listed if part.name in (WHOLE, OF_THE_RUN)]
+        measured = {}
+        for number, part in enumerate([self.parts.under(policy, CHOSEN), *compared]):
+            shown(number, 1 + len(compared), f"{part.name}, on batches that did not choose the policy")
+            measured[part.name] = part, [self._of(part, group) for group in groups]
+        return judgement(measured, [self._of_reference(group) for group in groups])
 
     def end(self) -> None:
         """Leave the subject as it was."""
@@ -123,9 +137,14 @@ class Study:
         number = len(done)
         group = self._groups[number]
         if number == len(self._measured[BASELINE]):
-            values = self._recorded(BASELINE, group, lambda: self._gradients.of_reference(group))
-            self._measured[BASELINE].append(values)
-        done.append(self._recorded(part.key, group, lambda: self._gradients.measure(part, group)))
+            self._measured[BASELINE].append(self._of_reference(group))
+        done.append(self._of(part, group))
+
+    def _of(self, part: Part, group: range) -> Values:
+        return self._recorded(part.key, group, lambda: self._gradients.measure(part, group))
+
+    def _of_reference(self, group: range) -> Values:
+        return self._recorded(BASELINE, group, lambda: self._gradients.of_reference(group))
 
     def _recorded(self, key: str, group: range, measure: Callable[[], Values]) -> Values:
         key = f"{key} {group.start}-{group.stop - 1}"
@@ -147,7 +166,8 @@ class Study:
             longest = max(longest, time.perf_counter() - before)
         number = len(self._listed)
         while open_parts := [part for part in self._listed if len(self._measured[part.name]) < len(self._groups)]:
-            if time.perf_counter() - began + longest > budget:
+            judging = (1 + sum(each.name in (WHOLE, OF_THE_RUN) for each in self._listed)) * len(self._measured[WHOLE])
+            if time.perf_counter() - began + (1 + judging) * longest > budget:
                 return
             part = max(open_parts, key=self._width)
             shown(number, None, part.name)

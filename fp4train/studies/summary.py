@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fp4train.precision import LayerPolicy
-from fp4train.studies.findings import Finding, Sensitivity
+from fp4train.studies.findings import Finding, Judgement, Sensitivity
 from fp4train.studies.parts import GEMM, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE
 from fp4train.studies.statistics import CONFIDENCE, Estimate
 from fp4train.studies.subject import Subject
@@ -29,13 +29,14 @@ class Report:
     """What a study found, and what follows from it.
 
     Args:
-        trade: the curve and the chosen policy. measured: the recipe under the chosen policy.
+        trade: the curve and the chosen policy. judged: that policy on batches that did not choose it; None if it keeps
+            nothing.
     """
 
     subject: Subject
     found: Sensitivity
     trade: Tradeoff
-    measured: Finding
+    judged: Judgement | None
 
     def render(self, files: Sequence[str]) -> str:
         """The table; `files` are named in its last line."""
@@ -52,7 +53,9 @@ class Report:
         rows += [_row(f"{each.what} alone", each) for kind in (GEMM, OPERAND) for each in found.of_kind(kind)]
         layers = sorted(found.of_kind(LAYER), key=lambda each: -each.nmse.mean)
         rows += [_row(each.what, each) for each in layers[:LISTED]]
-        rows.append(_row("under the chosen policy", self.measured))
+        if self.judged is not None:
+            rows.append(_row("everything, on batches that judge", self.judged.everything))
+            rows.append(_row("under the chosen policy, on these", self.judged.chosen))
         table = tabulate([_HEADER, *rows], right=range(1, len(_HEADER)))
         return "\n".join([head, "", *table, "", *self._conclusions(len(layers)), f"written: {', '.join(files)}"])
 
@@ -71,25 +74,49 @@ class Report:
         if found.signal is not None:
             few = "" if found.whole.bias2 is not None else ", not told from 0: no bias² without more batches"
             lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch{few}")
-        chosen, what = trade.chosen, ", ".join(trade.policy.keep) or "nothing"
-        time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"
-        lines.append(
-            f"policy: keep {what}: {chosen.macs:.1%} of the multiply-adds{time}; nMSE {chosen.nmse:.4f} predicted, "
-            f"{_with_error(self.measured.nmse, '.4f')} measured, {found.whole.nmse.mean:.4f} with nothing kept"
-        )
+        lines += self._policy()
         if trade.curve[0].time is not None and trade.curve[0].time >= 1:
             lines.append(
                 f"with nothing kept these layers take {trade.curve[0].time:.3f} of their time in BF16 on {trade.gpu}: "
                 "for products of this size quantising costs more than it saves"
             )
-        ends = self.measured.nmse.interval()
-        if trade.policy.keep and ends is not None and ends[1] >= found.whole.nmse.mean:
-            lines.append("this policy is not told apart from keeping nothing: more batches may tell")
+        return lines
+
+    def _policy(self) -> list[str]:
+        """What to keep, and what that is worth; or why nothing is."""
+        found, trade, judged = self.found, self.trade, self.judged
+        chosen = trade.chosen
+        time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"
+        if judged is None:
+            worth = min(trade.curve[-1].kept, key=lambda unit: unit.macs, default=None)
+            why = (
+                f"no layer's damage is told apart from the floor with {found.batches} batches: give more, batches=… or "
+                "budget=…"
+                if worth is None
+                else f"of what is worth keeping {worth.layer} costs least, {worth.macs:.1%} of the multiply-adds: "
+                "allow more"
+            )
+            return [f"no policy: {why}{time}"]
+        same = f"the {judged.batches} batches" if judged.batches > 1 else "the one batch"
+        lines = [
+            f"policy: keep {', '.join(trade.policy.keep)}: {chosen.macs:.1%} of the multiply-adds{time}; nMSE "
+            f"{chosen.nmse:.4f} predicted",
+            f"judged on {same} after those that chose it: nMSE {_with_error(judged.chosen.nmse, '.4f')}, "
+            f"{_with_error(judged.gain, '.4f')} less than with nothing kept"
+            + (
+                ""
+                if judged.over_own is None
+                else f", {_with_error(judged.over_own, '.4f')} less than under the run's policy"
+            ),
+        ]
+        ends = judged.gain.interval()
+        if ends is None or ends[0] <= 0:
+            lines.append("this policy is not told apart from keeping nothing: give more batches, batches=… or budget=…")
         return lines
 
     def as_json(self) -> dict[str, Any]:
         """Plain values of everything that was found."""
-        found, trade = self.found, self.trade
+        found, trade, judged = self.found, self.trade, self.judged
         cells = {
             layer: {operand: found.cell(layer, operand) for operand in found.parts.operands}
             for layer in found.parts.layers
@@ -112,18 +139,29 @@ class Report:
             "policy": {
                 **_point(trade.chosen),
                 "keep": list(trade.policy.keep),
-                "measured": _finding(self.measured),
+                "measured": _finding(found.whole if judged is None else judged.chosen),
+                "judged": None
+                if judged is None
+                else {
+                    "batches": judged.batches,
+                    "everything": _finding(judged.everything),
+                    "gain": _plain(judged.gain),
+                    "over_the_runs": _plain(judged.over_own),
+                },
             },
         }
 
-    def policy_file(self) -> str:
-        """The chosen policy as YAML, which `policy=FILE.yaml` takes."""
-        found, chosen = self.found, self.trade.chosen
+    def policy_file(self) -> str | None:
+        """The chosen policy as YAML, which `policy=FILE.yaml` takes; None if it keeps nothing."""
+        found, chosen, judged = self.found, self.trade.chosen, self.judged
+        if judged is None:
+            return None
         return (
             f"# Chosen by fp4train sensitivity for {found.parts.recipe.name} at step {self.subject.step} of "
             f"{self.subject.name}:\n"
-            f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE {self.measured.nmse.mean:.4f} instead of "
-            f"{found.whole.nmse.mean:.4f}\n{policy_yaml(self.trade.policy)}"
+            f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE {judged.chosen.nmse.mean:.4f} instead of "
+            f"{judged.everything.nmse.mean:.4f} on {judged.batches} batches that did not choose it\n"
+            + policy_yaml(self.trade.policy)
         )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Workplace:
         source, step: the run and its checkpoint.
         candidates, settings: of the forks.
         threads: of torch in each process; sums of another number of threads differ in their last bits.
-        packages, folders: of the user's own classes.
+        packages, folders: of the user's own classes. paths: see `open_checkpoint`.
     """
 
     source: Path
@@ -45,6 +45,7 @@ class Workplace:
     threads: int
     packages: Sequence[str] = ()
     folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def here(
@@ -141,7 +142,7 @@ def _work(connection: Connection, place: Workplace) -> None:
             job = connection.recv()
             try:
                 if subject is None:
-                    subject = open_checkpoint(place.source, place.step)
+                    subject = open_checkpoint(place.source, place.step, place.paths)
                     branches = [branch(subject, each, place.settings) for each in place.candidates]
                 found: Fork | str = fork(subject, branches[job[0]], place.settings, job[1])
             except (UserError, MemoryError, RuntimeError) as error:

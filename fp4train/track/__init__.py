@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: RUN/metrics.jsonl always, Weights & Biases beside it."""
+"""Where the numbers of a run go: RUN/metrics.jsonl always, Weights & Biases or TensorBoard beside it."""
 
-from fp4train.track.config import JsonlTracking, NoTracking, WandbTracking
+from fp4train.track.config import JsonlTracking, NoTracking, TensorBoardTracking, WandbTracking
 from fp4train.track.metrics import MetricsLog, mend, read_metrics
 from fp4train.track.queued import Queued
 from fp4train.track.statistics import STATISTICS, Columns, Statistics, read_statistics
@@ -16,6 +16,7 @@ __all__ = [
     "NullTracker",
     "Queued",
     "Statistics",
+    "TensorBoardTracking",
     "Tracker",
     "Trackers",
     "WandbTracker",

@@ -4,7 +4,7 @@ Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume,
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.queued import Queued
+from fp4train.track.tensorboard import TensorBoardTracker
 from fp4train.track.tracker import NullTracker, Tracker, Trackers
 from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
@@ -23,6 +24,8 @@ STARTS = 3
 """wandb may try to go online, give up, and start again offline."""
 IMPORT_SECONDS = 30.0
 """Importing wandb and starting its service, on a machine in use."""
+
+FLUSH_SECONDS = 10.0
 
 
 class Tracking(Protocol):
@@ -92,18 +95,41 @@ class WandbTracking:
             timeout=self.timeout,
             resumed=resume_step is not None,
         )
-        try:
-            wandb = Queued(
+        return _beside(
+            metrics,
+            "wandb",
+            partial(
+                Queued,
                 start,
                 WandbTracker.__name__,
                 start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
                 finish_seconds=2 * self.timeout + PROBE_SECONDS,
                 abandon=end_service,
-            )
-        except Exception as error:  # not installed, a broken setting, its service does not start: the run goes on
-            _log.warning("wandb is switched off: %s", error)
-            return metrics
-        return Trackers(metrics, wandb)
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardTracking:
+    """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
+
+    def build(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> Tracker:
+        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
+        start = partial(TensorBoardTracker, run_dir, config, resume_step=resume_step)
+        name = TensorBoardTracker.__name__
+        queued = partial(Queued, start, name, start_seconds=IMPORT_SECONDS, finish_seconds=FLUSH_SECONDS)
+        return _beside(metrics, "tensorboard", queued)
+
+
+def _beside(metrics: Tracker, name: str, start: Callable[[], Tracker]) -> Tracker:
+    """The metrics, and a service that may fail to start: not installed, a broken setting, no answer."""
+    try:
+        return Trackers(metrics, start())
+    except Exception as error:
+        _log.warning("%s is switched off: %s", name, error)
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,18 @@ def test_a_diverged_run_shows_as_nan_and_is_drawn(tmp_path: Path) -> None:
     assert found.draw().read_bytes().startswith(PNG)
 
 
+def test_a_run_that_diverged_or_left_out_batches_is_named(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 2.0) for name in "abc"]
+    for run, events in zip(runs, (["divergence"], ["divergence", "divergence over"], ["rewind"]), strict=True):
+        log = MetricsLog(run / "metrics.jsonl")
+        for event in events:
+            log.log_event(40, event)
+        log.finish()
+    text = compare(runs).render()
+    assert "a: its loss diverged (step 40)" in text and "c: it left out batches, as it went back to step 39" in text
+    assert "b: " not in text
+
+
 def test_the_picture_goes_into_the_first_run_or_where_asked(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 2.0 + i / 50) for i, name in enumerate("abc")]
     assert compare(runs).draw() == tmp_path / "a" / "compare.png"
@@ -140,6 +152,14 @@ def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             found.write(tmp_path / name)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+a", "-a", "@a", "\t=1"])
+def test_no_name_in_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path: Path, name: str) -> None:
+    found = compare([write_run(tmp_path / "a", 2.0), write_run(tmp_path / name, 1.5, every=0, recipe=name)])
+    with found.write(tmp_path / "gap.csv").open(newline="") as file:
+        _, row = csv.DictReader(file)
+    assert row["run"] == f"'{name}" and row["recipe"].startswith("'") and float(row["gap"]) == -0.25
 
 
 def test_24_runs_are_told_apart_in_table_and_picture(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture
     assert list(tmp_path.iterdir()) == [], "it looks, and leaves nothing behind"
 
 
-def test_the_readmes_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
     """But for the distances, which depend on the CPU's instructions."""
 
     def rows(text: str) -> list[tuple[str, ...]]:
@@ -57,9 +57,9 @@ def test_the_readmes_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[
         cells = [[cell for cell in line.split("  ") if cell] for line in lines]
         return [(*(c.strip() for c in row[:4]), row[-1].strip()) for row in cells]
 
-    readme = (RECIPES.parent / "README.md").read_text("utf-8")
-    assert len(rows(readme)) == len(EVERY) + 2
-    assert rows(readme) == rows(doctor(capsys)[1])
+    page = (RECIPES.parent / "docs" / "doctor.md").read_text("utf-8")
+    assert len(rows(page)) == len(EVERY) + 2
+    assert rows(page) == rows(doctor(capsys)[1])
 
 
 def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

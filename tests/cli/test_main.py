@@ -1,5 +1,6 @@
 """Which verb a command is, what it prints for help, and the code that it exits with."""
 
+import logging
 import os
 import re
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 import fp4train
-from fp4train.cli import main, rank, report, sensitivity
+from fp4train.cli import main, plan, rank, report, sensitivity
 from fp4train.cli.main import USAGE, VERBS
+from fp4train.errors import UserError
 
 
 def run(*arguments: str) -> int | str | None:
@@ -26,35 +29,68 @@ def test_every_verb_has_a_file_of_its_name_and_a_line_in_the_usage() -> None:
         assert f"fp4train {verb}" in USAGE or verb == "train"
 
 
-@pytest.mark.parametrize("verb", ["swap", "compare", "formats", "doctor"])
-def test_help_of_a_verb_that_is_not_composed_is_the_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(verb, "--help") == 0
-    assert capsys.readouterr().out == USAGE
+OPTIONS = {
+    "train": [
+        "recipe",
+        "resume",
+        "init",
+        "data.suffixes",
+        "data.column",
+        "data.max_tokens",
+        "data.val_path",
+        "--cfg job",
+    ],
+    "plan": [*sorted({key.partition("=")[0] for key in plan.FULL}), "gpu", "gpus", "parallel", "--json"],
+    "swap": ["recipe", "at", "wait", "cancel", "plugins"],
+    "compare": ["out"],
+    "sensitivity": [*sensitivity.OPTIONS, "recipe", "step", "gpu"],
+    "rank": [*rank.OPTIONS, "recipe", "policy", "phases", "plugins"],
+    "report": report.OPTIONS,
+    "formats": [],
+    "doctor": ["--json"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_lists_its_own_options(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run(verb, "--help")
+    shown = capsys.readouterr().out
+    own = (sys.modules[f"fp4train.cli.{verb}"].__doc__ or "").strip()
+    assert shown.startswith(own) and own.startswith(f"fp4train {'[train]' if verb == 'train' else verb}")
+    assert max(map(len, own.splitlines())) <= 120
+    body = own.partition("\n\n")[2]
+    assert all(re.search(rf"(^  (.*  )?|[ ,]){key}(=|  )", body, re.MULTILINE) for key in OPTIONS[verb])
+    assert not run("help", verb)
+    assert capsys.readouterr().out == shown
+
+
+def test_help_alone_is_the_usage_and_of_no_verb_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("help")
+    assert capsys.readouterr().out.startswith(USAGE)
+    assert run("help", "pln") == 1
+    assert "unknown verb 'pln'; did you mean 'plan'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("verb", "keys"),
+    ("arguments", "message"),
     [
-        ("sensitivity", [*sensitivity.OPTIONS, "recipe", "step", "gpu"]),
-        ("rank", [*rank.OPTIONS, "recipe", "policy", "phases", "plugins"]),
-        ("report", report.OPTIONS),
+        (["comapre", "runs/a", "runs/b"], "unknown verb 'comapre'; did you mean 'compare'?"),
+        (["re-port", "runs/a"], "unknown verb 're-port'; did you mean 'report'?"),
+        (["recipe=nvfp4", "extra"], "'extra' is no key=value; a verb stands first: fp4train help lists them"),
     ],
 )
-def test_help_of_a_verb_with_options_of_its_own_lists_each(
-    verb: str, keys: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_word_that_is_no_key_and_no_verb_is_told_so(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(verb, "--help") == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"fp4train {verb} RUN") and max(map(len, shown.splitlines())) <= 120
-    body = shown.partition("\n\n")[2]
-    assert all(re.search(rf"^  (.*  )?{key}=", body, re.MULTILINE) for key in keys)
+    assert run(*arguments) == 1
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [[], ["plan"]])
+@pytest.mark.parametrize("verb", [[], ["train"], ["plan"]])
 def test_help_of_a_composed_verb_lists_groups_and_keys(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert not run(*verb, "--help")
     shown = capsys.readouterr().out
-    assert shown.startswith(USAGE) and "plugins: []" in shown
+    assert "plugins: []" in shown
     assert any(line.startswith("recipe: ") and "nvfp4_plain" in line for line in shown.splitlines())
 
 
@@ -80,6 +116,31 @@ def test_an_error_is_one_message_and_code_1(capsys: pytest.CaptureFixture[str]) 
     assert run("compare") == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("fp4train: compare needs two or more run directories")
+
+
+@pytest.mark.parametrize("stream", ["out", "err", "log", "message", "bar"])
+def test_nothing_that_is_printed_acts_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: str
+) -> None:
+    hostile = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7f é✓\tend"
+
+    def told(arguments: list[str]) -> int:
+        if stream == "log":
+            logging.getLogger("fp4train").warning("name %s", hostile)
+        elif stream == "message":
+            raise UserError(hostile)
+        elif stream == "bar":
+            for _ in tqdm([1], desc=hostile):
+                pass
+        else:
+            print(hostile, file=getattr(sys, f"std{stream}"))
+        return 0
+
+    monkeypatch.setitem(VERBS, "formats", told)
+    run("formats")
+    shown = "".join(capsys.readouterr())
+    assert "a\\u001b]0;owned\\u0007b\\u009b2Jc\\rd\\u202ee\\u007f é✓\tend" in shown
+    assert all(c.isprintable() or c in "\n\t\r" for c in shown) and ("\r" in shown) == (stream == "bar")
 
 
 def test_an_interrupt_before_the_loop_ends_with_128_and_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,13 @@ def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(capsys: pytest.C
     assert "train.seq_len=256 is the default" in printed
 
 
+def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("plan", "model.kv_heads=2", "gpu=H100", "parallel.tp=2")
+    assert run(*mesh, "recipe=quartet_ii") == 0 and run(*mesh, "recipe=nvfp4") == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "in high precision that one rank" in line]
+    assert said.startswith("note: parallel.tp keeps GEMMs of 25 of 43 layers") and "Hadamard groups of 128" in said
+
+
 def test_the_rest_of_the_gpus_are_shards(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "gpus=32", "parallel.tp=2", "--json", "train.batch_size=64") == 0
     found = json.loads(capsys.readouterr().out)
@@ -79,6 +86,55 @@ def test_the_command_that_a_search_prints_plans_the_same_mesh(capsys: pytest.Cap
     best = found["meshes"][0]
     assert again["mesh"] == best["mesh"]
     assert again["step_seconds"] == pytest.approx(best["step_seconds"])
+
+
+B200 = ("plan", "model=llama_30m", "gpu=B200", "recipe=mxfp8", "policy=all", "phases=none", "train.seq_len=2048")
+
+
+def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformer Engine runs whole layers only."""
+    seconds = {}
+    for backend in ("auto", "emulate"):
+        assert run(*B200, "parallel.tp=2", f"backend={backend}", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        ran = {row["backend"] for row in found["gemms"] if row["layer"] != "head"}
+        assert ran == {backend if backend != "auto" else "native"}
+        seconds[backend] = found["stretches"][0]["seconds"]["quantising"]
+    assert seconds["auto"] != seconds["emulate"]
+    assert run(*B200, "parallel.tp=2", "backend=te") == 1
+    assert "tensor parallelism needs collectives between them. backend=auto would" in capsys.readouterr().err
+
+
+def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {}
+    for backend in ("te", "native"):
+        assert run(*B200, "gpus=2", "parallel=auto", f"backend={backend}", "train.batch_size=8", "--json") == 0
+        meshes = json.loads(capsys.readouterr().out)["meshes"]
+        tensors[backend] = {each["mesh"]["tensor"] for each in meshes}
+    assert tensors == {"te": {1}, "native": {1, 2}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("bf16", "in BF16 (2 B per weight), in which they are multiplied"),
+        ("mxfp8", "in BF16 (2 B per weight), because Transformer Engine quantises the weight itself; one rank"),
+        ("mxfp4", "as codes and scales (0.531 B per weight), which keep the bits of one rank"),
+    ],
+)
+def test_a_sentence_says_what_is_sent_and_the_table_how_much(
+    recipe: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*B200, f"recipe={recipe}", "parallel.dp_shard=2", "--json", "train.batch_size=4") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [note for note in found["notes"] if said in note]
+    (cost,) = found["stretches"]
+    (forward,) = (each for each in cost["collectives"] if each["name"] == "weight gather, forward")
+    linear = [row for row in found["gemms"] if row["gemm"] == "fprop" and row["layer"] != "head"]
+    inner = sum(row["size"][1] * row["size"][2] for row in linear)
+    rest = cost["parameters"] - inner  # norms, embedding and head
+    each = {"bf16": 2, "mxfp8": 2, "mxfp4": 0.53125}[recipe]
+    assert forward["sent"] == pytest.approx((each * inner + 4 * rest) / 2)
 
 
 def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(

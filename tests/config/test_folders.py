@@ -46,6 +46,15 @@ def test_a_folder_of_the_users_adds_groups_and_options_and_builds_on_ours(tmp_pa
     assert found["train"]["steps"] == 7
 
 
+def test_a_folder_with_neither_options_nor_plugins_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "sysctl.d").mkdir()
+    (tmp_path / "sysctl.d/10.yaml").write_text("{}")
+    with pytest.raises(UserError, match=r"no options and no plugins: .*recipe/NAME.yaml, in folders named data"):
+        overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+    (tmp_path / "mylab.py").touch()
+    overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+
+
 @pytest.mark.parametrize("option", ["recipe/nvfp4", "model/llama_tiny", "data/tokenizer/bytes"])
 def test_an_option_of_our_name_is_refused_and_not_ignored(tmp_path: Path, option: str) -> None:
     (tmp_path / option).parent.mkdir(parents=True)

@@ -114,7 +114,7 @@ def test_a_form_is_gathered_when_its_gemm_runs() -> None:
 def test_what_is_sent_is_what_a_run_sends() -> None:
     """Transformer Engine takes whole values, but no parts of layers; the cut divides blocks of 128; others in BF16."""
     load, down = measured("8B", NVFP4(), GB200), "mlp.down"
-    assert load.not_coded(Mesh(shard=8)).keys() == {"te quantises the weight itself"}
+    assert load.not_coded(Mesh(shard=8)).keys() == {"Transformer Engine quantises the weight itself"}
     assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
     block = measured("8B", FP8Block(), H100, backend="emulate")
     divided = block.not_coded(Mesh(shard=2, tensor=16))
@@ -203,6 +203,30 @@ def test_the_first_stage_of_1f1b_holds_a_microbatch_per_stage() -> None:
     assert memory.parts["activations"] == pytest.approx(whole)
 
 
+def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None:
+    """And shards round what they send, which is freed after each use."""
+    load = measured("8B", BF16(), H100, compiled=False)
+    inner = sum(w.count for kind in load.order for w in load.kinds[kind].weights if w.plan)
+    for microbatches in (1, 16):
+        memory = rank_memory(load, Mesh(pipeline=4, microbatches=microbatches))
+        assert memory.parts["weights in BF16"] == 2 * inner / 4
+    assert rank_memory(load, Mesh(shard=8)).parts["weights in BF16"] == 0
+    graphs = rank_memory(replace(load, compiled=True), Mesh(pipeline=4, microbatches=16))
+    assert graphs.parts["weights in BF16"] == 4 * 2 * inner / 4, "each pass of a compiled block makes its own"
+
+
+def test_embedding_and_head_count_in_what_is_sent() -> None:
+    """In float32, once per microbatch, and their gradients once per step."""
+    load = measured("8B", NVFP4(), GB200, backend="emulate")
+    outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
+    blocks = sum(w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights)
+    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
+    sent = {each.name: each.sent for each in cost.collectives}
+    assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
+    assert sent["weight gather, backward"] == pytest.approx(7 / 8 * 2 * blocks)
+    assert sent["gradient reduction"] == pytest.approx(7 / 8 * 4 * load.parameters)
+
+
 def test_stages_differ_by_one_block_at_most() -> None:
     assert [len(part) for part in stages(Mesh(pipeline=8), 126)] == [16] * 6 + [15] * 2
     assert [part.start for part in stages(Mesh(pipeline=3), 9)] == [0, 3, 6]
@@ -266,7 +290,7 @@ def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
 def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     load = measured("8B", FP8Current(), H100)
 
-    def measure(sequences: int):  # type: ignore[no-untyped-def]
+    def measure(sequences: int, tensors: int):  # type: ignore[no-untyped-def]
         return measured("8B", FP8Current(), H100, sequences=sequences)
 
     found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from fp4train.costs.estimate import CostEstimate, break_even, estimate
 from fp4train.costs.roofline import (
     COPY,
-    emulate_seconds,
     gemm_seconds,
     half_size,
     move_seconds,
+    own_seconds,
     quantise_seconds,
     stored_bytes,
 )
@@ -202,8 +203,17 @@ def test_an_amax_from_history_saves_a_pass() -> None:
 
 def test_emulation_quantises_square_blocks_once() -> None:
     square, row = NVFP4().table()["dgrad"].second, NVFP4().table()["fprop"].first
-    assert emulate_seconds(H200, 1 << 24, square, square) == emulate_seconds(H200, 1 << 24, square, None)
-    assert emulate_seconds(H200, 1 << 24, row, row) == 2 * emulate_seconds(H200, 1 << 24, row, None)
+    emulated = partial(own_seconds, H200, 1 << 24, codes=False)
+    assert emulated(square, square) == emulated(square, None)
+    assert emulated(row, row) == 2 * emulated(row, None)
+
+
+def test_native_products_pay_for_the_kernels_of_fp4train() -> None:
+    """A pass per form and amax, where Transformer Engine's kernels read a tensor once for both."""
+    te, native = (price(MXFP8(), "B200", backend=backend) for backend in ("te", "native"))
+    products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
+    assert products[0] == products[1]
+    assert native.stretches[0].quantise > te.stretches[0].quantise
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def titan(model: str, recipe: Recipe, published: float, **mesh: int | bool) -> d
         "gpu": GRAND_TETON,
         "recipe": recipe,
         "published": published,
-        "mesh": Mesh(gather="bf16", joined=True, **mesh),  # type: ignore[arg-type]
+        "mesh": Mesh(gather="bf16", joined=True, own_units=True, **mesh),  # type: ignore[arg-type]
     }
 
 
@@ -62,12 +62,12 @@ def bridge(model: str, gpu: str, recipe: Recipe, published: float, sequences: in
         recipe=recipe,
         published=published,
         sequences=sequences,
-        mesh=Mesh(gather="bf16", joined=True, **mesh),  # type: ignore[arg-type]
+        mesh=Mesh(gather="bf16", joined=True, own_units=True, **mesh),  # type: ignore[arg-type]
     )
 
 
 def fsdp4(recipe: Recipe, published: float) -> Point:
-    mesh = Mesh(shard=4, gather="bf16")
+    mesh = Mesh(shard=4, gather="bf16", own_units=True)
     return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, recomputed=0.5)
 
 

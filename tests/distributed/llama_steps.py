@@ -12,6 +12,8 @@ import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, LayerPolicy, Recipe
+from fp4train.precision.recipes.quartet import QuartetII
+from fp4train.precision.recipes.tetrajet import TetraJetV2
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp32": FP32,
@@ -24,6 +26,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp8_row": FP8Row,
     "fp8_block": FP8Block,
     "fp8_delayed": lambda: FP8Delayed(history=4),
+    "quartet_ii": QuartetII,
+    "tetrajet_v2": TetraJetV2,
 }
 TIME = 64
 

@@ -31,7 +31,8 @@ Ranks = Any
     ],
 )
 def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], said: str) -> None:
-    assert said in ranks(2, "run.name=a", *arguments).message
+    ended = ranks(2, "run.name=a", *arguments)
+    assert said in ended.message and ended.codes == [1, 1], "the code of an error of the run"
 
 
 @pytest.mark.long
@@ -129,21 +130,51 @@ def fails_at_3(rank: int, what: str) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
     ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "raise ValueError('a bad disk')"))
-    told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
-    assert len(told) == 1 and told[0].startswith(f"fp4train: rank {rank} on ")
-    assert told[0].endswith("ended: ValueError: a bad disk")
+    lines = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"fp4train: rank {rank} on ")
+    assert lines[0].endswith("ended: ValueError: a bad disk")
     assert ended.codes == [1, 1] and ended.seconds < 60
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
 
+def told(ended: Any, *, by: int) -> str:
+    """The one message of a job, and that no other rank gave one."""
+    lines = [[line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err]
+    assert [len(each) for each in lines] == [int(rank == by) for rank in range(len(lines))], ended.err
+    assert "Traceback" not in ended.err[by]
+    return str(lines[by][0])
+
+
 @pytest.mark.long
-def test_a_rank_that_is_killed_ends_the_others(ranks: Ranks) -> None:
-    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(1, "os.kill(os.getpid(), 9)"))
-    assert ended.codes == [1, -9]
-    assert "lost another rank, which ended without a word" in ended.err[0] and "Traceback" not in ended.err[0]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, rank: int) -> None:
+    """Rank 0 keeps the store through which ranks tell each other: without torchrun it is gone, too."""
+    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "os.kill(os.getpid(), 9)"))
+    assert ended.codes == ([75, -9] if rank else [-9, 75])
+    said = told(ended, by=1 - rank)
+    assert f"lost rank {rank}" in said and ", which ended without a word (killed, or out of memory?)" in said
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, rank: int) -> None:
+    options = ("run.name=a", "parallel.timeout=4", "parallel.dp_replicate=3", "train.batch_size=3")
+    job = ranks.start(3, *options, patch=fails_at_3(rank, "time.sleep(30); os._exit(0)"))
+    said = [line for text in job.wait().err for line in text.splitlines() if line.startswith("fp4train: ")]
+    assert len(said) == 1, said
+    assert f" lost rank {rank} on " in said[0] and ", which did not answer within parallel.timeout=4 s" in said[0]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
+    patch = f"import os\nimport fp4train.parallel.meeting as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
+    ended = ranks(2, "run.name=a", patch=patch)
+    assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
+    assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(ended, by=1 - rank)
+    assert "within 2 s" in told(ended, by=1 - rank)
 
 
 KILLS = int(os.environ.get("FP4TRAIN_KILLS", "3"))
@@ -204,3 +235,15 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
     ranks.same("one", "asked")
     assert json.loads(Path(ranks.folder, "runs/asked/swaps.json").read_text())[0]["step"] == 3
+
+
+def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:
+    """Each machine may have a key of its own, or none."""
+    ranks.train(2, "a", "train.steps=1", XDG_STATE_HOME=str(ranks.folder / "state{rank}"))
+    named = (f"data.path={ranks.text}", f"data.cache_dir={ranks.text.parent / 'cache'}")
+    said = ranks(2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")).message
+    assert "names paths outside of the run" in said and all(each in said for each in named)
+    for options, state in ((), "state{rank}"), (named, "other{rank}"):
+        steps = f"train.steps={2 + len(options)}"
+        ended = ranks(2, "resume=runs/a", steps, *options, XDG_STATE_HOME=str(ranks.folder / state))
+        assert ended.codes == [0, 0], ended.err

@@ -16,10 +16,19 @@ def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
 
+def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_clipped(ranks: Ranks) -> None:
+    """Every key but the sizes has its default; one rank sums the gradient norm as two do."""
+    ranks.train(2, "two", "optim.clip=1.0", "train.steps=8")
+    reference = ranks.reference("train.microbatch=2", "optim.clip=1.0", "train.steps=8")
+    assert sum(line["train/grad_norm"] > 1 for line in ranks.losses(reference)) >= 4
+    ranks.same(reference, "two")
+
+
 def test_the_lead_logs_the_ranks_speed_and_memory(ranks: Ranks) -> None:
     greedy = "import torch\nheld = torch.ones(100_000_000) if rank else None\nimport builtins\nbuiltins.held = held"
     ranks.train(2, "two", "train.steps=2", "recipe=bf16", patch=greedy)
-    last = [json.loads(line) for line in (ranks.run("two") / "metrics.jsonl").read_text().splitlines()][-1]
+    lines = [json.loads(line) for line in (ranks.run("two") / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "train/loss" in line][-1]
     assert last["perf/memory_rank"] == 1 and last["perf/memory_gb"] - last["perf/memory_gb_least"] > 0.3
     assert last["perf/tokens_per_s_per_rank"] == last["perf/tokens_per_s"] / 2
 

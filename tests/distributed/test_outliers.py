@@ -13,7 +13,8 @@ OPTIONS = (
 
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=2", "parallel.dp_replicate=2"])
 def test_two_ranks_choose_and_train_as_two_microbatches(ranks: Ranks, cut: str) -> None:
-    ranks.train(2, "two", cut, *OPTIONS)
+    """Of float32 weights; by default their shards are rounded to BF16 before they are sent."""
+    ranks.train(2, "two", cut, "parallel.gather=fp32", *OPTIONS)
     ranks.same(ranks.reference("train.microbatch=2", *OPTIONS), "two")
     norms = [key for key in ranks.state("two") if key.endswith("outliers.norms")]
     assert len(norms) == 14, "each layer of both blocks has its norms in the checkpoint"

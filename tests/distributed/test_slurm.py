@@ -23,10 +23,11 @@ SRUN = '''#!{python}
 """Starts a step's tasks as Slurm does: their variables, the signals of `scancel`, one bad exit ends all."""
 import os, subprocess, sys, time
 
-words = sys.argv[1:]
-kill = "--kill-on-bad-exit=1" in words
-command = [word for word in words if word != "--kill-on-bad-exit=1"]
-nodes, per_node = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+given = [word for word in sys.argv[1:] if word.startswith(("--kill", "--wait", "--ntasks"))]
+options, command = dict(word.split("=") for word in given), sys.argv[1 + len(given):]
+assert options["--kill-on-bad-exit"] == "0"
+nodes = int(os.environ["SLURM_NNODES"])
+per_node = int(options.get("--ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
 tasks = []
 for rank in range(nodes * per_node):
     own = dict(
@@ -38,20 +39,20 @@ for rank in range(nodes * per_node):
     tasks.append(subprocess.Popen(command, env={{**os.environ, **{{k: str(v) for k, v in own.items()}}}}))
 with open("tasks", "w") as file:
     file.write(" ".join(str(task.pid) for task in tasks))
-ended = {{}}
+ended, first = {{}}, 0.0
 while len(ended) < len(tasks):
     for rank, task in enumerate(tasks):
         code = task.poll()
         if code is not None and rank not in ended:
             ended[rank] = 128 - code if code < 0 else code
-            if ended[rank] and kill:
-                time.sleep(1)
-                for other in tasks:
-                    other.kill()
+            first = time.monotonic() if len(ended) == 1 else first
+    if ended and time.monotonic() > first + float(options["--wait"]):
+        for other in tasks:
+            other.kill()
     time.sleep(0.05)
 sys.exit(max(ended.values()))
 '''
-SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.log\n'
+SCONTROL = '#!/bin/sh\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> scontrol.log; fi\n'
 
 
 def header(name: str) -> str:
@@ -69,12 +70,14 @@ def sbatch(tmp_path: Path) -> Start:
     """Runs the script's body as a job of `nodes` with 2 tasks each; `restarts`: how often it was requeued."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, source in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+    squeue = f"#!/bin/sh\ncat {tmp_path}/left\n"
+    (tmp_path / "left").write_text("12:04:59\n")
+    for name, source in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL), ("squeue", squeue)):
         (programs / name).write_text(source)
         (programs / name).chmod(0o755)
     job = str(os.getpid() % 9_000)
 
-    def start(*arguments: str, nodes: int = 2, restarts: int = 0) -> "subprocess.Popen[str]":
+    def start(*arguments: str, nodes: int = 2, restarts: int = 0, **variables: str) -> "subprocess.Popen[str]":
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -89,6 +92,7 @@ def sbatch(tmp_path: Path) -> Start:
             "SLURM_CPUS_PER_TASK": "1",
             "SLURM_JOB_NODELIST": "127.0.0.[1-2]" if nodes == 2 else "127.0.0.1",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+            **variables,
         }
         command = ["bash", str(SCRIPT), *arguments]
         return subprocess.Popen(
@@ -156,7 +160,36 @@ def test_the_script_asks_for_what_its_body_needs() -> None:
     assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
 
 
-def test_an_error_of_the_run_is_the_jobs_and_does_not_requeue(sbatch: Start, tmp_path: Path) -> None:
-    """The ranks are not started: `srun` itself fails."""
-    (tmp_path / "bin/srun").write_text("#!/bin/sh\nexit 7\n")
-    assert ended(sbatch("model=llama_8b"))[0] == 7 and not (tmp_path / "scontrol.log").exists()
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(75, 0, True), (75, 9, True), (75, 10, False), (134, 0, True), (142, 0, True), (138, 99, True)]
+    + [(code, 0, False) for code in (0, 1, 2, 7, 137, 143)],
+)
+def test_what_failed_around_a_run_is_requeued_and_an_error_of_the_run_is_not(
+    sbatch: Start, tmp_path: Path, code: int, restarts: int, requeued: bool
+) -> None:
+    """The ranks are not started: `srun` ends with their code. At once after a start at most ten times."""
+    (tmp_path / "bin/srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    found, said = ended(sbatch("model=llama_8b", restarts=restarts))
+    assert found == (0 if requeued else code) and (tmp_path / "scontrol.log").exists() == requeued, said
+
+
+@pytest.mark.parametrize(("left", "requeued"), [("4:58", True), ("0:12", True), ("1:04:58", False), ("2-0:0:1", False)])
+def test_torchruns_job_is_requeued_at_the_limit_alone(sbatch: Start, tmp_path: Path, left: str, requeued: bool) -> None:
+    """torchrun ends with 1 after a signal as after an error."""
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\necho "$@" > srun.log\nexit 1\n')
+    (tmp_path / "left").write_text(f"{left}\n")
+    found, said = ended(sbatch("model=llama_8b", RESTARTS="3"))
+    assert found == (0 if requeued else 1) and (tmp_path / "scontrol.log").exists() == requeued, said
+    words = (tmp_path / "srun.log").read_text().split()
+    assert "--ntasks=2" in words and words[words.index("--max-restarts") + 1] == "3" and "SIGUSR1" in said + str(words)
+
+
+@pytest.mark.long
+def test_a_job_of_torchruns_trains_to_its_end(ranks: Ranks, sbatch: Start, tmp_path: Path) -> None:
+    code, said = ended(sbatch(*ranks.tiny("device=cpu", "run.name=a"), nodes=1, RESTARTS="1"))
+    assert code == 0 and len(losses(tmp_path / "runs/a")) == 5, said
+
+
+def test_the_script_says_which_network_ranks_take() -> None:
+    assert re.search(r"GLOO_SOCKET_IFNAME=\w+ NCCL_SOCKET_IFNAME=\w+", SCRIPT.read_text())

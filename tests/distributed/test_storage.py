@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from fp4train.errors import UserError
 Ranks = Any
 LAST = "tensors-00001-of-00002.safetensors"
 PROGRAM = "import storage_ranks\nreport(storage_ranks.run(*arguments))"
+SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
 KILLED = "; import os; os._exit(0)"
 """The others can end no collective."""
 
@@ -24,6 +26,11 @@ def told(ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, .
     """What `task` gave on each rank of `size`; `ends`: their exit codes where not all are 0."""
     given = ranks.program(PROGRAM + KILLED * (ends is not None), size, task, str(folder), ends=ends)
     return [each[0] if each else None for each in given]
+
+
+def test_the_documentation_names_the_files_that_two_ranks_write() -> None:
+    named = re.findall(r"tensors-\S+\.safetensors", SCALE.read_text(encoding="utf-8"))
+    assert named == [LAST.replace("00001-of", "00000-of"), LAST]
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,14 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world:
         assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
 
 
+def test_what_is_requantised_and_turned_by_signs_of_the_step_is_that_of_one_rank(ranks: Ranks) -> None:
+    """Amaxes over the ranks of both roundings; shards of whole groups of the recipes' transforms and outer scales."""
+    model = {"width": 256, "hidden": 512, "layers": 1}
+    for ours, one in trained(ranks, 2, ["quartet_ii", "tetrajet_v2"], model=model):
+        assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
+        assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
+
+
 @pytest.mark.long
 def test_with_the_amax_of_each_rank_alone_it_is_not(ranks: Ranks) -> None:
     """What the tests above see if the amax is not that of the whole tensor."""

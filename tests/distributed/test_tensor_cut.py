@@ -16,6 +16,8 @@ from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import copies, cut_tensors
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
+from fp4train.precision.recipes.quartet import QuartetII
+from fp4train.run.advice import divided_blocks
 
 
 @pytest.fixture
@@ -68,6 +70,17 @@ def test_a_shard_that_divides_blocks_stays_in_high_precision_and_the_plan_says_w
     assert wq.why == "160 out features over 4 ranks: a shard of 40 is not whole blocks of 16 (dy)"
     assert rows["blocks.0.attention.wq", "wgrad"].elements == "E2M1·E2M1"
     assert rows["blocks.0.mlp.gate", "fprop"].elements == "E2M1·E2M1"
+
+
+def test_a_run_whose_shards_divide_blocks_warns_and_names_the_first(mesh: DeviceMesh) -> None:
+    narrow, wide = (
+        plan(cut_tensors(llama_steps.model(layers=1, width=width, hidden=2 * width), mesh), QuartetII())
+        for width in (128, 512)
+    )
+    assert divided_blocks(wide) is None
+    said = str(divided_blocks(narrow))
+    assert said.startswith("parallel.tp keeps GEMMs of 5 of 8 layers in high precision that one rank quantises")
+    assert "(blocks.0.attention.wq dgrad: 128 out features over 4 ranks: a shard of 32 is not whole Hadamard" in said
 
 
 def test_larger_blocks_need_larger_shards(mesh: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 Ranks = Any
-BASE = ("model.kv_heads=2", "policy=all", "parallel.norm=float64", "schedule.warmup=0")
+BASE = ("model.kv_heads=2", "policy=all", "schedule.warmup=0")
 
 
 def close(ranks: Ranks, one: Path, other: str, first: float, later: float) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from fp4train.cli import main
 from fp4train.config import overrides
+from fp4train.errors import LostError
 from fp4train.parallel.config import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ TINY = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
     *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl", "train.steps=2"),
 )
-SBATCH, SRUN = {"--nodes", "--time", "--account"}, {"--ntasks-per-node"}
+SBATCH = {"--nodes", "--time", "--account", "--export"}
 
 
 def commands(*programs: str) -> list[list[str]]:
@@ -46,7 +47,7 @@ def check_torchrun(words: list[str]) -> None:
 def test_every_command_is_of_a_program_that_is_checked_here() -> None:
     shown = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
     programs = {line.split()[0] for block in shown for line in block.splitlines()}
-    assert programs == {"torchrun", "fp4train", "sbatch", "srun", "kubectl"}
+    assert programs == {"torchrun", "fp4train", "sbatch", "kubectl"}
 
 
 @pytest.mark.long
@@ -74,17 +75,24 @@ def test_the_plan_of_a_mesh_is_made_and_fits(capsys: pytest.CaptureFixture[str])
         assert ended.value.code == 0 and "tokens/s per GPU" in said.out and "does not fit" not in said.out, said
 
 
-def test_sbatch_and_srun_are_given_options_that_they_have() -> None:
+def test_sbatch_is_given_options_that_it_has() -> None:
     found = commands("sbatch")
-    assert len(found) >= 3 and "#SBATCH" in (ROOT / "scripts/slurm.sbatch").read_text()
+    assert len(found) >= 2 and "#SBATCH" in (ROOT / "scripts/slurm.sbatch").read_text()
     for words in found:
         place = words.index("scripts/slurm.sbatch")
         assert {word for word in words[1:place] if word.startswith("-")} <= SBATCH
         overrides.check(words[place + 1 :])
-    for words in commands("srun"):
-        place = words.index("torchrun")
-        assert {word for word in words[1:place] if word.startswith("-")} <= SRUN
-        check_torchrun(words[place + 1 :])
+
+
+def test_it_says_which_network_ranks_take_and_what_launchers_start_again() -> None:
+    assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= set(re.findall(r"`(\w+_IFNAME)`", TEXT))
+    script = (ROOT / "scripts/slurm.sbatch").read_text(encoding="utf-8")
+    codes = re.findall(r"^  ([\d |]+)\)", script, re.MULTILINE)
+    assert [set(each.split(" | ")) for each in codes] == [{"138"}, {"75", "134", "142"}]
+    told = TEXT.partition("## Endings\n")[2].partition("\n## ")[0]
+    assert (
+        all(f"{code} " in told or f"{code}," in told for code in (75, 134, 138, 142, 143)) and LostError.exit_code == 75
+    )
 
 
 def test_kubectl_is_given_a_jobset() -> None:

@@ -259,11 +259,11 @@ def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch:
     prepared: list[bool] = []
     real = PreparedWeights._prepare
 
-    def prepare(w: Tensor, form: WeightForm, *others: object) -> object:
+    def prepare(self: PreparedWeights, w: Tensor, form: WeightForm, *others: object) -> object:
         prepared.append(form.operand == FPROP_W)
-        return real(w, form, *others)  # type: ignore[arg-type]
+        return real(self, w, form, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PreparedWeights, "_prepare", staticmethod(prepare))
+    monkeypatch.setattr(PreparedWeights, "_prepare", prepare)
     module = layer()
     for step in (0, 0, 1):
         gradients(module, rand(8, 32), NVFP4(), step=step)
@@ -310,7 +310,7 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(monkeypa
     monkeypatch.setattr(
         PreparedWeights,
         "_prepare",
-        staticmethod(lambda *a: (prepared.append(1), real(*a))[1]),  # type: ignore[func-returns-value]
+        lambda *a: (prepared.append(1), real(*a))[1],  # type: ignore[func-returns-value]
     )
     module, x = layer(bias=False), rand(8, 32)
     values = module.weight.detach().clone()

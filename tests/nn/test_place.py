@@ -1,6 +1,8 @@
-"""Which ranks an amax covers, and where a shard's random bits begin."""
+"""Which ranks an amax covers, where a shard's random bits begin, and the collectives."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fp4train.nn.place import Cut, Place, Ranks
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
@@ -69,3 +71,14 @@ def test_unknown_choices_are_refused(field: str, value: str) -> None:
 def test_a_cut_needs_ranks() -> None:
     with pytest.raises(ValueError, match="a layer that is cut has ranks"):
         Place(cut="in")
+
+
+def test_no_collective_has_a_name_that_torch_warns_of() -> None:
+    """Every tensor-parallel run printed torch's FutureWarning; a warning is an error in a test."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks, x = Ranks(group=dist.group.WORLD, rank=0, size=1), torch.randn(4, 2)
+        for each in (ranks.sum, ranks.largest, ranks.sum_rows, ranks.gather_rows, ranks.part):
+            assert torch.equal(each(x.clone()), x)
+    finally:
+        dist.destroy_process_group()

@@ -1,10 +1,13 @@
 """dw that is one term of a sum is not rounded before it is added."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.nn import Linear
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
@@ -70,3 +73,33 @@ def test_all_else_of_a_high_precision_layer_is_torchs(bias: bool, dtype: torch.d
         y.backward(dy)
         found.append([y, own.grad, *([] if layer.bias is None else [layer.bias.grad])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of matrices of a shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Tensor, Tensor]) -> None:
+    """Forward and backward, of microbatches that are in flight together as in a pipeline; the next step anew."""
+    layer, x, dy = tensors
+    layer.sum_gradients(True)
+    with Casts((32, 64)) as casts:
+        for step in (0, 1):
+            with autocast(BF16(), seed=1, step=step):
+                outputs = [layer(x[n : n + 24]) for n in range(0, 96, 24)]
+            for n, y in enumerate(outputs):
+                y.backward(dy[24 * n : 24 * n + 24])
+            assert casts.count == step + 1
+            with torch.no_grad():
+                layer.weight.mul_(2.0)
+    assert layer.bias is not None
+    whole = F.linear(x[:24], (layer.weight.detach() / 2).bfloat16(), layer.bias.bfloat16())
+    assert torch.equal(outputs[0], whole)

@@ -9,10 +9,11 @@ from torch import Tensor
 from fp4train.nn.place import Ranks
 from fp4train.nn.token_shards import gathered, whole_blocks
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
+from fp4train.precision.recipes.tetrajet import TetraJetV2
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, amax_extent, measure_amax, quantize
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
-RECIPES: list[Recipe] = [NVFP4(), MXFP8(), FP8Current(), FP8Row(), FP8Block()]
+RECIPES: list[Recipe] = [NVFP4(), MXFP8(), FP8Current(), FP8Row(), FP8Block(), TetraJetV2(aligned=False)]
 SPECS = list(dict.fromkeys(spec for recipe in RECIPES for spec in recipe.table().specs() if spec.block[0] in (1, None)))
 
 

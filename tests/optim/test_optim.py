@@ -1,5 +1,6 @@
 """Parameter groups of AdamW, and the shapes of the schedules."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,10 @@ from torch import nn
 
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
+from fp4train.optim.muon import Muon
+from fp4train.optim.optimizer import Constants
 from fp4train.optim.schedule import WSD, Constant, Cosine, Schedule
+from fp4train.optim.sgd import SGD
 
 
 def llama() -> nn.Module:
@@ -146,3 +150,77 @@ def test_the_cooldown_starts_where_phases_are_told_it_does() -> None:
 def test_a_bad_value_names_the_field(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+    model = llama()
+    optimizer = Muon(weight_decay=0.2).build(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon = {names[id(p)] for g in optimizer.param_groups if "ns_steps" in g for p in g["params"]}
+    assert of_muon == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
+    assert {names[id(p)] for g in optimizer.param_groups for p in g["params"]} == set(names.values())
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.2, 0.0], "muon, embedding, norms"
+
+
+def test_muons_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)])
+    optimizer = Muon(lr=1.0, weight_decay=0.0).build(model)
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.randn(64, 64)
+    optimizer.step()
+    sizes = torch.linalg.svdvals(before - model[0].weight.detach()) / (0.2 * 64**0.5)
+    assert 0.5 < float(sizes.median()) < float(sizes.max()) < 1.4
+
+
+def test_the_parts_of_muon_keep_one_state_and_the_rate_of_the_schedule_after_a_restore() -> None:
+    def trained(state: dict[str, object] | None, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+        optimizer = Muon().build(model)
+        if state is not None:
+            model.load_state_dict(state["model"])  # type: ignore[arg-type]
+            optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        for _ in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01
+            optimizer.zero_grad()
+            model(torch.arange(8)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(None, 2)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    whole, _ = trained(None, 4)
+    resumed, again = trained(kept, 2)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert len(again.state_dict()["state"]) == len(list(model.parameters()))
+
+
+def test_sgd_decays_matrices_only_and_its_constants_reach_torch() -> None:
+    groups = SGD(lr=0.5, momentum=0.8, nesterov=True, weight_decay=0.1).build(llama()).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert all((g["lr"], g["momentum"], g["nesterov"], g["fused"]) == (0.5, 0.8, True, True) for g in groups)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (SGD, {"lr": -1.0}, "lr=-1.0"),
+        (SGD, {"momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
+        (SGD, {"momentum": 0.0, "nesterov": True}, "nesterov=true needs"),
+        (Muon, {"momentum": -0.1}, "momentum=-0.1"),
+        (Muon, {"iterations": 0}, "iterations=0"),
+        (Muon, {"betas": (0.9,)}, "betas="),
+    ],
+)
+def test_constants_of_the_others_that_make_no_sense(
+    kind: type[Constants], values: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**values)  # type: ignore[arg-type]
+
+
+def test_muon_without_matrices_in_blocks_says_what_to_take() -> None:
+    with pytest.raises(ValueError, match="optim=muon needs linear layers in the blocks of Embedding; take optim=adamw"):
+        Muon().build(nn.Embedding(4, 4))

@@ -95,11 +95,16 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
         step=10,
         plan=Namespace(at=lambda step: Namespace(layers=layers)),
         linears=lambda: [
-            Namespace(layer=Namespace(name=name), weight=each.weight, outliers=Namespace(latest=None))
+            Namespace(
+                layer=Namespace(name=name), weight=each.weight, outliers=Namespace(latest=None), transposed=turned
+            )
             for name, each in model.items()
         ],
     )
+    turned = False
     assert [weight for weight, *_ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
+    turned = True
+    assert not list(watched(run, ["b.weight"])), "a Conv1D's blocks do not lie along its rows"  # type: ignore[arg-type]
 
 
 def test_what_has_no_fixed_thresholds_is_not_watched() -> None:

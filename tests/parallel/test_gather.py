@@ -18,3 +18,7 @@ def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
     gather._received = {Part(None, dtype=torch.bfloat16): Sent((rounded,), None, None)}
     whole = Gathered(gather, layer.weight.shape, rounded.device)
     assert torch.equal(whole.view(4, 8).clone(), rounded.float())
+    kept = whole.requires_grad_().copied()
+    assert kept.dtype == torch.bfloat16 and torch.equal(kept, rounded) and kept.data_ptr() != rounded.data_ptr()
+    (gradient,) = torch.autograd.grad(kept, whole, torch.ones_like(kept))
+    assert gradient.dtype == torch.float32

@@ -108,3 +108,78 @@ def test_models_carry_their_activations_in_the_recipes_dtype() -> None:
             continue
         with autocast(recipe):
             assert model(tokens).dtype == dtype
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.name == "fp4train.precision.context"]
+    caplog.clear()
+    return found
+
+
+def judged_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4train.precision.context._THREAD", threading.local())
+
+
+def test_a_region_in_which_no_layer_is_quantised_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judged_anew(monkeypatch)
+    block = convert(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)))
+    for step in range(2):
+        with autocast(NVFP4(), policy=LayerPolicy(last=2), step=step):
+            block(X)
+    assert messages(caplog) == [
+        "autocast(NVFP4): nothing is quantised: the policy keeps all 2 layers that ran in high precision; "
+        "LayerPolicy(last=0) keeps fewer"
+    ]
+    with autocast(NVFP4(), policy=LayerPolicy(last=0), step=2):
+        block(X)
+    assert not messages(caplog)
+
+
+def test_a_model_that_was_not_converted_is_warned_of_and_an_error_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judged_anew(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), autocast(NVFP4()):
+            _ = 1 / 0
+    assert not messages(caplog)
+    for _ in range(2):
+        with autocast(NVFP4()):
+            torch.nn.Linear(32, 32)(X)
+    assert [text.partition(":")[2] for text in messages(caplog)] == [
+        " nothing is quantised: no fp4train layer ran in it; fp4train.convert(model) makes them, "
+        "fp4train.conversion(model) lists the others"
+    ]
+    with autocast(BF16()):
+        torch.nn.Linear(32, 32)(X)
+    assert not messages(caplog), "a recipe in high precision was asked for"
+
+
+def test_an_inner_region_that_quantises_and_compiled_layers_count_for_the_outer_one(
+    layer: Linear, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judged_anew(monkeypatch)
+    with autocast(NVFP4(), policy=LayerPolicy(last=1)), autocast(MXFP8()):
+        layer(X)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for recipe in (NVFP4(), MXFP8()):
+        with autocast(recipe, step=0):
+            compiled(X)
+    torch._dynamo.reset()
+    assert not messages(caplog)
+
+
+def test_a_layer_that_ran_before_is_seen_in_the_first_region_of_another_thread(
+    layer: Linear, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judged_anew(monkeypatch)
+    recipe = NVFP4()
+    for _ in range(2):
+        run(layer, recipe)
+    thread = threading.Thread(target=run, args=(layer, recipe))
+    thread.start()
+    thread.join()
+    assert not messages(caplog)

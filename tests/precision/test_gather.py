@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp4train.hardware import Device
-from fp4train.precision import BF16, MXFP8, NVFP4, Recipe
+from fp4train.hardware import Device, find_gpu
+from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, QuartetII, Recipe, TetraJetV2
 from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan, part_of, resolve
+from fp4train.precision.report import gathers
 
 CPU = Device.of(torch.device("cpu"))
 
@@ -23,6 +24,60 @@ def test_a_quantised_weight_travels_as_codes_of_both_forms() -> None:
     half = plan(NVFP4().with_high_precision("fprop"))
     form = wire_form(half, 2, "recipe")
     assert form.row is None and form.column is not None and form.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("recipe", "bytes_"), [(QuartetII(), 0.5 + 1 / 16), (TetraJetV2(), 0.5 + 1 / 16 + 4 / 128)])
+def test_a_weight_that_dgrad_requantises_travels_as_the_codes_of_fprop(recipe: Recipe, bytes_: float) -> None:
+    form = wire_form(plan(recipe, 256, 256), 2, "recipe")
+    assert form.row is not None and form.column == form.row == plan(recipe).fprop.operands.second and not form.turned
+    assert [form.bytes(256, 256, backward=back, repeats=True) / 256**2 for back in (False, True)] == [bytes_, bytes_]
+    later = wire_form(plan(recipe.with_high_precision("fprop"), 256, 256), 2, "recipe")
+    assert (later.row, later.column, later.dtype) == (None, form.column, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Recipe]:
+    """Of every file in recipes/."""
+    from fp4train.cli.doctor import _recipes
+
+    return _recipes()
+
+
+@pytest.mark.parametrize("gpu", [None, "B200", "H100"])
+def test_no_recipe_sends_more_than_bf16(recipes: dict[str, Recipe], gpu: str | None) -> None:
+    """But FP32, whose weights are multiplied in float32."""
+    device = CPU if gpu is None else Device.elsewhere(find_gpu(gpu))
+    layer = Layer(name="x", in_features=512, out_features=512, block=0, blocks=1)
+    most = {}
+    for name, recipe in recipes.items():
+        form = wire_form(resolve(layer, recipe, None, "auto", device), 2, "recipe")
+        most[name] = max(form.bytes(512, 512, backward=backward) / 512**2 for backward in (False, True))
+    assert most.pop("fp32") == 4
+    assert max(most.values()) <= 2
+
+
+def test_a_weight_that_transformer_engine_quantises_travels_in_bf16() -> None:
+    layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
+    made = resolve(layer, NVFP4(), None, "auto", Device.elsewhere(find_gpu("B200")))
+    why = "Transformer Engine quantises the weight itself"
+    assert wire_form(made, 2, "recipe") == WireForm(dtype=torch.bfloat16, why=why, rounds=True)
+
+
+def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:
+    start = "weights of the blocks are gathered from 2 shards "
+    codes = start + "as codes and scales (0.504 B per weight), which keep the bits of one rank"
+    assert gathers([plan(NVFP4())], 2, "recipe") == codes
+    assert gathers([plan(BF16())], 2, "recipe") == start + "in BF16 (2 B per weight), in which they are multiplied"
+    phase = plan(NVFP4().with_high_precision("fprop"))
+    assert gathers([plan(NVFP4()), phase], 2, "recipe") == codes.replace("0.504", "0.504 or 2")
+    asked = gathers([plan(NVFP4())], 2, "bf16")
+    assert asked.startswith(start + "in BF16 (2 B per weight), because parallel.gather=bf16 asks for it; ")
+    assert asked.endswith("so digits differ (parallel.gather=fp32 has its bits)")
+    whole = start + "in float32 (4 B per weight), because "
+    assert gathers([plan(NVFP4())], 2, "fp32") == whole + "parallel.gather=fp32 asks for it"
+    assert gathers([plan(NVFP4())], 2, "recipe", compiled=True) == whole + "train.compile takes plain weights"
+    assert gathers([plan(NVFP4(), rows=65)], 2, "recipe") == whole + "65 rows do not divide over 2 shards"
+    assert gathers([plan(NVFP4()), plan(NVFP4(), block=None)], 2, "recipe") == codes, "the head is outside the blocks"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +97,7 @@ def test_what_cannot_travels_in_float32(made: LayerPlan, shards: int, why: str |
 
 def test_the_configuration_can_ask_for_values() -> None:
     assert wire_form(plan(NVFP4()), 2, "fp32") == WireForm()
-    assert wire_form(plan(NVFP4()), 2, "bf16") == WireForm(dtype=torch.bfloat16)
+    assert wire_form(plan(NVFP4()), 2, "bf16") == WireForm(dtype=torch.bfloat16, rounds=True)
     assert wire_form(plan(BF16()), 2, "recipe") == WireForm(dtype=torch.bfloat16)
 
 
@@ -59,3 +114,18 @@ def test_graphs_and_models_without_blocks_take_float32() -> None:
     assert [effective("recipe", compiled=c, blocks=b) for c, b in ((False, True), (True, True), (False, False))] == [
         *("recipe", "fp32", "fp32")
     ]
+
+
+def test_weights_that_travel_otherwise_are_named() -> None:
+    policy = LayerPolicy(last=1)
+    layers = [
+        Layer(name=f"blocks.{n}.{name}", in_features=64, out_features=rows, block=n, blocks=2)
+        for n in (0, 1)
+        for name, rows in (("wq", 64), ("wk", 16))
+    ]
+    plans = [resolve(layer, NVFP4(), policy, "emulate", CPU) for layer in layers]
+    assert gathers(plans, 2, "recipe") == (
+        "weights of the blocks are gathered from 2 shards: block 1 in BF16 (2 B per weight), in which they are "
+        "multiplied; wq of block 0 as codes and scales (0.504 B per weight), which keep the bits of one rank; wk of "
+        "block 0 in float32 (4 B per weight), because a shard of 8 is not whole blocks of 16"
+    )

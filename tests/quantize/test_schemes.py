@@ -182,3 +182,15 @@ def test_metrics_see_the_transformed_tensor() -> None:
     spec = QuantSpec(hadamard=Hadamard())
     metrics = error_metrics(x, quantize(x, spec))
     assert metrics.kurtosis < measure(x, QuantSpec()).kurtosis / 2
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("rceil", 0.0), ("floor", 0.5), ("even", 0.5), ("ceil", 0.5)])
+def test_blocks_below_the_smallest_e8m0_scale_decode_as_te_and_torchao_0_18_do(mode: str, kept: float) -> None:
+    """To zero with rceil, else to half: elements are scaled by 1 and 2¹²⁶, where 2¹²⁷ would keep the value. Larger
+    blocks keep theirs."""
+    spec = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", scale_rounding=mode, global_scale=None)
+    smallest = 448 * 2.0**-127
+    q = quantize(torch.full((1, 32), smallest / 8), spec)
+    assert q.scales.tolist() == [[0]] and q.dequantize()[0, 0].item() == kept * smallest / 8
+    larger = quantize(torch.full((1, 32), 4 * smallest), spec)
+    assert larger.scales.item() > 0 and larger.dequantize()[0, 0].item() == 4 * smallest

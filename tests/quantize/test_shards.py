@@ -9,12 +9,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4train.precision import MXFP4, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
-from fp4train.quantize import QuantSpec, RandomKey, amax_extent, measure_amax, quantize, quantizer, why_not_cut
+from fp4train.precision.recipes.quartet import QuartetII
+from fp4train.precision.recipes.tetrajet import TetraJetV2
+from fp4train.quantize import (
+    QuantSpec,
+    RandomKey,
+    amax_extent,
+    measure_amax,
+    quantize,
+    quantizer,
+    requantised,
+    why_not_cut,
+)
 
 RECIPES: list[Recipe] = [
     NVFP4(),
     NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=False),
-    *(MXFP8(), MXFP4(), FP8Current(), FP8Row(), FP8Block()),
+    *(MXFP8(), MXFP4(), FP8Current(), FP8Row(), FP8Block(), QuartetII(), TetraJetV2()),
 ]
 KEY = RandomKey(seed=7, step=3, layer=11, operand=2, row_offset=48, col_offset=64)
 SPECS = list(dict.fromkeys(spec for recipe in RECIPES for spec in recipe.table().specs()))
@@ -30,8 +41,11 @@ def drawn(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
 def shards(x: Tensor, spec: QuantSpec, axis: int, extent: int) -> list[tuple[Tensor, RandomKey, Tensor | None]]:
     """(values, key, amax) of each shard; the amax is the maximum of what the shards measure, as over ranks."""
     pieces = x.split(extent, axis)
+    if spec.requantises is not None and amax_extent(spec.requantises) is not None:
+        largest = torch.stack([measure_amax(piece.T, spec.requantises) for piece in pieces]).amax(0)
+        pieces = tuple(requantised(piece, spec, largest) for piece in pieces)
     amax: Tensor | None = None
-    own = [None if amax_extent(spec) is None else measure_amax(piece, spec) for piece in pieces]
+    own = [None if amax_extent(spec) is None else measure_amax(piece, spec, KEY) for piece in pieces]
     crosses = amax_extent(spec) == "tensor" or axis == 1
     if own[0] is not None and crosses:
         amax = torch.stack([each for each in own if each is not None]).amax(0)
@@ -41,6 +55,12 @@ def shards(x: Tensor, spec: QuantSpec, axis: int, extent: int) -> list[tuple[Ten
         at = (KEY.row_offset + first, KEY.col_offset) if axis == 0 else (KEY.row_offset, KEY.col_offset + first)
         found.append((piece, replace(KEY, row_offset=at[0], col_offset=at[1]), amax if crosses else None))
     return found
+
+
+def rest(spec: QuantSpec) -> QuantSpec:
+    """The spec of what `shards` gives."""
+    over = spec.requantises is not None and amax_extent(spec.requantises) is not None
+    return replace(spec, requantises=None) if over else spec
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}-{bool(s.hadamard)}")
@@ -61,13 +81,14 @@ def test_the_codes_of_a_shard_are_the_shard_of_the_codes(
     extent = 512 // parts
     assert why_not_cut(spec, extent, columns=axis == 1) is None
     whole = quantize(x, spec, key=KEY, kernel=kernel)
-    made = [quantize(p, spec, key=k, amax=a, kernel=kernel) for p, k, a in shards(x, spec, axis, extent)]
+    given, last = shards(x, spec, axis, extent), rest(spec)
+    made = [quantize(p, last, key=k, amax=a, kernel=kernel) for p, k, a in given]
     assert torch.equal(torch.cat([q.codes for q in made], axis), whole.codes)
     if spec.block[axis] is not None:
         assert torch.equal(torch.cat([q.scales for q in made], axis), whole.scales)
     else:
         assert all(torch.equal(q.scales, whole.scales) for q in made)
-    values = [quantizer(spec, "cpu", kernel).values(p, k, a).values for p, k, a in shards(x, spec, axis, extent)]
+    values = [quantizer(last, "cpu", kernel).values(p, k, a).values for p, k, a in given]
     assert torch.equal(torch.cat(values, axis), quantizer(spec, "cpu", kernel).values(x, KEY).values)
 
 
@@ -79,6 +100,7 @@ def test_a_value_that_is_not_finite_reaches_the_scales_of_every_shard(spec: Quan
     x = drawn(64, 64, 0, torch.bfloat16)
     x[:, 3] = bad
     first, second = shards(x, spec, 1, 32)
+    spec = rest(spec)
     assert first[2] is not None and first[2].isinf().all()
     assert quantize(second[0], spec, key=second[1], amax=second[2]).dequantize().isnan().all()
 

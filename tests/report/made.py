@@ -141,7 +141,13 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
             "operand/fprop.x": part("operand", 0.09),
         },
         "pareto": [{"macs": 0.0, "nmse": 0.1}, {"macs": 0.5, "nmse": 0.02}],
-        "policy": {"macs": 0.5, "nmse": 0.02, "keep": [layer], "measured": part("chosen policy", 0.021)},
+        "policy": {
+            "macs": 0.5,
+            "nmse": 0.02,
+            "keep": [layer],
+            "measured": part("chosen policy", 0.021),
+            "judged": {"gain": part("", 0.08)["nmse"]},
+        },
     }
     return _study(run, "sensitivity-nvfp4-30", "sensitivity.json", found)
 

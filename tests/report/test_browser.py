@@ -75,6 +75,16 @@ def test_letters_on_a_phone_are_legible(shown: Page, written: Path) -> None:
     assert len(heights) > 50 and min(heights) > 7
 
 
+def test_every_loss_and_gap_is_on_the_screen_of_a_phone(shown: Page, written: Path) -> None:
+    shown.open(written, width=390)
+    cells = "[...document.querySelectorAll('#results td')].map(e => e.getBoundingClientRect())"
+    assert shown.evaluate(f"{cells}.every(r => r.left >= 0 && r.right <= 390)")
+    labels = (
+        "[...document.querySelectorAll('#results td:last-child')].map(e => getComputedStyle(e, '::before').content)"
+    )
+    assert set(shown.evaluate(labels)) == {'"gap"'}, "each value has its column's name"
+
+
 def test_it_prints_with_every_part_open(shown: Page, written: Path) -> None:
     shown.open(written, width=1100)
     pdf = shown.pdf()

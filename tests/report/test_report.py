@@ -24,6 +24,7 @@ from fp4train.data.vocabulary import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision.layers import find_layers
+from fp4train.report.figures import label_of
 from fp4train.report.page import write_report
 from fp4train.report.style import DARK, LIGHT
 from fp4train.report.svg import VARIABLES
@@ -134,6 +135,26 @@ def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None
     path = write_ranking(run)
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "checkpoints"}))
     assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
+
+
+def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> None:
+    """A field of NVFP4 in a run of BF16: it is listed for the runs that have it."""
+    a = write_run(tmp_path / "a", seed=0, settings={"hadamard": True, "depth": 4})
+    b = write_run(tmp_path / "b", 3.03, seed=0, settings={"depth": 8})
+    text = report(tmp_path, a, b).text.partition("The 2 keys that differ")[2].partition("Environment")[0]
+    assert "train.hadamardtrue 1" in text and "train.depth4 18 2" in text and "null" not in text
+
+
+def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> None:
+    page = report(tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0))
+    cells = [attributes for tag, attributes in page.found if tag == "td"]
+    assert {"gap", "best val loss", "train loss"} <= {each.get("data-label") for each in cells}
+
+
+def test_a_bar_that_is_too_short_for_a_recipe_has_its_first_words() -> None:
+    assert label_of("NVFP4 with fprop in BF16", 16) == "NVFP4 with…"
+    assert label_of("NVFP4 with fprop in BF16", 7) == "NVFP4…" and label_of("NVFP4 with fprop in BF16", 5) == ""
+    assert label_of("BF16", 4) == "BF16" and label_of("", 3) == ""
 
 
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:

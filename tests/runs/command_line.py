@@ -1,5 +1,6 @@
 """The command line as tests call it, and what its runs leave behind."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import yaml
 
 import fp4train.train as loop
 from fp4train import checkpoint
@@ -59,14 +61,18 @@ class Cli:
     folder: Path
     capture: pytest.CaptureFixture[str]
 
+    @property
+    def paths(self) -> tuple[str, str]:
+        """What a tiny run names outside of itself, to be named again where a test has rewritten its configuration."""
+        return f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}"
+
     def tiny(self, *arguments: str) -> list[str]:
         """The arguments of a tiny run; later ones win."""
-        data = (f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}")
         verb = [arguments[0]] if arguments and arguments[0] in ("train", "plan") else []
         rest = arguments[len(verb) :]
         given = {a.partition("=")[0] for a in rest}
         resumed = "resume" in given
-        base = () if resumed else (*TINY, *data)
+        base = () if resumed else (*TINY, *self.paths)
         return [*verb, *(a for a in base if a.partition("=")[0] not in given), *rest]
 
     def raw(self, *arguments: str) -> Outcome:
@@ -165,6 +171,17 @@ def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callabl
     body["tensors"].update(bytes=size, sha256=checksum)
     del body["sha256"]
     (path / "state.json").write_text(json.dumps({**body, "sha256": checksum_of(body)}))
+
+
+def reseal_config(run: Path | str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a run's configuration as an attacker would: with the run's identity and a checksum that fits."""
+    path = Path(run, "config.yaml")
+    head, _, body = path.read_text().partition("\n")
+    values = yaml.safe_load(body)
+    change(values)
+    body = yaml.safe_dump(values)
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    path.write_text(f"{' '.join(head.split()[:4])} sha256 {checksum}\n{body}")
 
 
 def left(run: str) -> list[str]:

@@ -1,5 +1,6 @@
 """What a user gets wrong ends with one message that helps, a code other than 0, no traceback, and nothing lost."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
+from fp4train.run.history import chained_sum
 from fp4train.run.swaps import read_swaps
 
 WRONG = {
@@ -197,7 +199,27 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
         assert said.startswith("runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out")
     path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
     assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
-    assert cli("resume=runs/a", "train.steps=2").code == 0
+    assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
+
+
+def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(cli: Cli) -> None:
+    """The key is gone: the norm is summed in float64 on any number of ranks."""
+    assert cli("run.name=a", "train.steps=1").code == 0
+    path, record = Path("runs/a/config.yaml"), Path("runs/a/history.jsonl")
+    body = path.read_text().partition("\n")[2]
+    assert "norm:" not in body
+    path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
+    line = json.loads(record.read_text())
+    line["config"]["parallel"]["norm"] = "auto"
+    record.write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+    ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
+    assert ended.code == 0, ended.message
+    assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
+    assert "norm:" not in path.read_text()
+    again = cli("resume=runs/a", "train.steps=3")
+    assert again.code == 0 and "dropped" not in again.err
+    said = cli("run.name=b", "parallel.norm=float64").message
+    assert said.startswith("unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks")
 
 
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
@@ -244,7 +266,8 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
     assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
     config = Path("runs/a/config.yaml")
     config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
-    assert "does not fit this model: embed.weight has shape [" in cli("resume=runs/a", "train.steps=2").message
+    said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
+    assert "does not fit this model: embed.weight has shape [" in said
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
@@ -308,6 +331,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         ),
         (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
         (["experiment=techniqes"], "did you mean 'techniques'?"),
+        (["recipe@x=bf16"], "'recipe@x=bf16': a group has one place in the configuration, without @: recipe=bf16"),
         (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
         (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
         (["resume="], "resume= names no run"),
@@ -326,6 +350,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
+        (["train.grad_accum=4"], "'train.grad_accum'; did you mean 'train.microbatch'? (sequences per forward pass"),
+        (["learning_rate=1e-3"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        (["--learning-rate=1e-3"], "unknown flag --learning-rate; did you mean 'optim.lr'?"),
+        (["model.dropout=0.1"], "unknown key 'model.dropout': the models here have no dropout (known: width"),
+        (["recipe=fp8"], "did you mean fp8_block, fp8_current, fp8_delayed or fp8_row?"),
         (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.dtype'? (known: hadamard"),
         (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
         (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
@@ -413,3 +442,26 @@ def test_a_folder_that_cannot_be_read_is_named(cli: Cli, monkeypatch: pytest.Mon
     assert cli("run.name=a", "train.steps=1").code == 0
     monkeypatch.setattr(checkpoint, "steps", refuse)
     assert cli("resume=runs/a", "train.steps=2").message == "runs/a/checkpoints: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train.batch_size=1e18"],
+            "000 × train.seq_len=32 is 3.2e+19 tokens per step",
+        ),
+        (["train.batch_size=1e18", "train.microbatch=1"], "is 3.2e+19 tokens per step, and at most 1.1e+12"),
+        (["train.seq_len=1e18"], "is 4e+18 tokens per step"),
+        (["train.steps=1e12", "train.batch_size=1e8"], "× train.batch_size=100000000 must be below 2**63"),
+        (["train.steps=" + "9" * 5000], "for integer string conversion"),
+        (["optim.lr=" + "9" * 400], "optim.lr is too large"),
+        (["data.val=" + "9" * 400], "data.val is too large"),
+        (["model.layers=" + "9" * 400], "model.layers is too large"),
+        (["checkpoint.keep=1e30"], "checkpoint.keep=1e+30 must lie within ±(2**63 - 1)"),
+        (["plan", "gpu=B200", "gpus=" + "9" * 30], "is more than 1048576"),
+    ],
+)
+def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in cli(*arguments).message
+    assert not Path("runs").exists()

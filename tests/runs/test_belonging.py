@@ -3,20 +3,26 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from command_line import (
+    PATIENCE,
     STEADY,
+    Before,
     Cli,
     StopAt,
     events,
     left,
     losses,
     reseal,
+    steps,
 )
+
+from fp4train.run.saving import Outcome, Saver
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
@@ -44,7 +50,7 @@ def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
     saved = yaml.safe_load(config.read_text())
     del saved["checkpoint"]["also"], saved["train"]["step_timeout"]
     config.write_text(yaml.safe_dump(saved))
-    assert cli("resume=runs/a").code == 0
+    assert cli("resume=runs/a", *cli.paths).code == 0
     assert losses("runs/a") == losses("runs/whole")
     assert config.read_text().startswith("# fp4train run ")
 
@@ -53,15 +59,16 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
-    header = good.index(b"\n")
+    header, signed = good.index(b"\n"), good.index(b" signed ")
     for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
         bad = bytearray(good)
         bad[place] ^= 1
         path.write_bytes(bad)
-        ended = cli.raw("resume=runs/a", "train.steps=2")
+        ended = cli.raw("resume=runs/a", "train.steps=2", *(cli.paths if place < signed else ()))
         assert ended.code == 1, place
         told = "was changed after the run had written it" in ended.message
-        assert told or (place < header and "is a checkpoint of run" in ended.message), place
+        other = "has the signature of another user" if place > signed else "is a checkpoint of run"
+        assert told or (place < header and other in ended.message), place
     path.write_bytes(good)
     assert cli("resume=runs/a", "train.steps=2").code == 0
 
@@ -169,3 +176,28 @@ def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
     assert "its checkpoints are gone" in cli("run.name=a", "checkpoint.every=2", *STEADY).message
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
     assert cli("run.name=a", "checkpoint.every=2", "run.overwrite=true", *STEADY).code == 0
+
+
+def test_a_kill_before_the_first_checkpoint_is_whole_does_not_end_the_restarts(
+    cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = threading.Event()
+
+    def write(self: Saver, step: int, *given: Any, **options: Any) -> Outcome:
+        killed.wait(PATIENCE)  # on a slow disk, so that the kill comes before the end of it
+        return Outcome(step=step, problem="killed")
+
+    def kill(run: Any) -> None:
+        killed.set()
+        raise SystemExit(137)
+
+    command = ("run.name=a", "checkpoint.every=3", *STEADY)
+    before(5, kill)
+    with monkeypatch.context() as patched:
+        patched.setattr(Saver, "_write", write)
+        assert cli(*command).code == 137
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4] and not steps()
+    Path("runs/a/heartbeat.json").unlink(missing_ok=True)  # a kill comes before the first one, too
+    again = cli(*command)
+    assert again.code == 0, again.err
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4, 5, 6]

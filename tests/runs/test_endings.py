@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,12 @@ def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> N
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     assert steps() == [max(losses("runs/a"))]
+
+
+def test_a_run_whose_standard_streams_are_closed_trains_and_ends_with_0(cli: Cli) -> None:
+    command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=2", *STEADY)]
+    ended = subprocess.run(
+        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0 and steps() == [2]
+    assert sorted(losses("runs/a")) == [1, 2]

@@ -1,7 +1,7 @@
 """Every recipe trains through the command line: in its own precision everywhere and to the end, the loss falls."""
 
 import pytest
-from command_line import Cli, lines
+from command_line import Cli, events, lines
 
 from fp4train.config.overrides import groups
 
@@ -12,4 +12,5 @@ def test_the_loss_falls_in_every_recipe(recipe: str, cli: Cli) -> None:
     assert ended.code == 0, ended.err
     losses = [line["train/loss"] for line in lines("runs/a") if "train/loss" in line]
     assert len(losses) == 30
+    assert not events("runs/a", "divergence")
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])

@@ -90,6 +90,10 @@ def test_weights_that_are_not_finite_replace_no_good_checkpoint(cli: Cli, poison
 def test_a_learning_rate_that_is_far_too_high_ends_with_an_explanation(cli: Cli) -> None:
     ended = cli("run.name=a", "optim.lr=1e38", *STEADY)
     assert ended.code == 1 and "first non-finite" in ended.message and "lower rate" in ended.message
+    assert "there is no checkpoint" in ended.message and "resume=" not in ended.message
+    advised = ended.message.partition("lower rate: ")[2].split()
+    assert advised == ["run.overwrite=true", "recipe=…", "optim.lr=…"]
+    assert cli("run.name=a", "optim.lr=1e-3", "train.steps=1", advised[0], *STEADY).code == 0
 
 
 def test_a_gradient_that_no_loss_scale_mends_stops_the_run(cli: Cli, poison: Any) -> None:

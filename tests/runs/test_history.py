@@ -145,10 +145,10 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
     path = Path("runs/a/config.yaml")
     whole = path.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     path.write_text(whole.replace("seed: 0", "seed: 5"))
-    said = cli("resume=runs/a", "train.steps=3").message
+    said = cli("resume=runs/a", "train.steps=3", *cli.paths).message
     assert said == "runs/a/config.yaml was edited: run.seed is 5, the run was trained with 0; put it back"
     path.write_text(whole.replace("weight_decay: 0.1", "weight_decay: 0.2"))
-    ended = cli("resume=runs/a", "train.steps=3")
+    ended = cli("resume=runs/a", "train.steps=3", *cli.paths)
     assert ended.code == 0 and "config.yaml was edited: optim.weight_decay: 0.1 → 0.2" in ended.err
     assert "optim.weight_decay: 0.1 → 0.2" in cli.raw("plan", "runs/a").out
     path.write_text(path.read_text().partition("\n")[2].replace("  every: 50\n", "", 1))

@@ -16,6 +16,7 @@ from command_line import (
     everything,
     left,
 )
+from made import write_run
 
 
 @pytest.mark.usefixtures("pictures")
@@ -55,6 +56,14 @@ def test_overwriting_spares_a_folder_whose_configuration_is_not_ours(cli: Cli) -
     said = cli("run.name=a", "run.dir=mine", "run.overwrite=true", "train.steps=1").message
     assert "is not the configuration of a run of fp4train" in said
     assert Path("mine/checkpoints/precious").exists()
+
+
+def test_names_in_a_run_directory_do_not_act_on_a_terminal(cli: Cli, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, recipe="evil\x1b[2J\r\nfake")
+    for command in (["plan", "a"], ["plan", "a", "full=true"], ["compare", "a", "a", "out=gap.csv"]):
+        ended = cli.raw(*command)
+        assert ended.code == 0 and "evil\\u001b[2J\\r\\nfake" in ended.out, command
+        assert not set("\x1b\r") & set(ended.out + ended.err)
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "swaps.json", "config.yaml"])

@@ -115,7 +115,7 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     innocent = config.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     config.write_text(innocent.replace("plugins: []", "plugins: [evil]"))
     assert "evil" in config.read_text()
-    assert cli("resume=runs/a", "train.steps=2").code == 0, "the names are information"
+    assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0, "the names are information"
     assert "evil" not in config.read_text(), "and say what this command named"
     hostile = innocent.replace("plugins: []", "plugins: [evil]").replace("fp4train.models.llama.Llama", "evil.Model")
     config.write_text(hostile)
@@ -126,7 +126,7 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     config.write_text(innocent)
     recipe = {"_target_": "evil.Recipe"}
     Path("runs/a/swap_requests/1.json").write_text(json.dumps({"recipe": recipe, "name": "x", "at": None}))
-    assert cli("resume=runs/a", "train.steps=3").code == 0
+    assert cli("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
     Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 3}]))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message

@@ -22,7 +22,7 @@ CONTAINER: dict[str, Any] = {
     "command!": [str],
     "args!": [str],
     "ports": [{"containerPort!": int}],
-    "resources!": {"limits!": {"nvidia.com/gpu!": int}},
+    "resources!": {"limits!": {"nvidia.com/gpu!": int, "rdma/hca": int}},
     "volumeMounts": [{"name!": NAME, "mountPath!": r"/.*"}],
 }
 POD = {
@@ -42,6 +42,11 @@ JOB = {
     "completions!": int,
     "completionMode!": "Indexed",
     "backoffLimit": int,
+    "podFailurePolicy": {
+        "rules!": [
+            {"action!": "FailJob|Ignore|Count", "onPodConditions": [{"type!": "DisruptionTarget", "status!": "True"}]}
+        ]
+    },
     "template!": {"metadata": dict, "spec!": POD},
 }
 SCHEMA = {
@@ -50,7 +55,15 @@ SCHEMA = {
     "metadata!": {"name!": NAME, "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": r"[\w.-]+/[\w.-]+"}},
     "spec!": {
         "network": {"enableDNSHostnames": bool, "subdomain": NAME, "publishNotReadyAddresses": bool},
-        "failurePolicy": {"maxRestarts": int},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [
+                {
+                    "action!": "FailJobSet|RestartJobSet|RestartJobSetAndIgnoreMaxRestarts",
+                    "onJobFailureReasons": ["BackoffLimitExceeded|DeadlineExceeded|PodFailurePolicy"],
+                }
+            ],
+        },
         "replicatedJobs!": [{"name!": NAME, "replicas": int, "template!": {"metadata": dict, "spec!": JOB}}],
     },
 }
@@ -127,6 +140,22 @@ def test_its_pods_find_the_first_of_them_and_make_the_ranks_of_its_mesh() -> Non
     volumes = {each["name"] for each in job["template"]["spec"]["volumes"]}
     assert volumes == {each["name"] for each in pod["volumeMounts"]}
     assert given["data.path"].startswith(f"{pod['workingDir']}/"), "the data lie on the volume"
+
+
+def test_evictions_do_not_use_up_its_restarts() -> None:
+    """The evicted pod fails its Job with a reason of its own, also where the other pods have ended before it."""
+    body = jobset()["spec"]
+    (rule,) = body["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    job = body["replicatedJobs"][0]["template"]["spec"]
+    (evicted,) = job["podFailurePolicy"]["rules"]
+    assert evicted["action"] == "FailJob" and evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    assert job["backoffLimit"] == job["completions"] - 1 and job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_it_says_which_network_ranks_take_and_how_to_ask_for_rdma() -> None:
+    named = {each["name"] for each in container()["env"]}
+    assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= named and "rdma/" in FILE.read_text(encoding="utf-8")
 
 
 def test_its_command_is_one_that_torchrun_and_fp4train_read() -> None:

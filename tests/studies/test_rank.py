@@ -267,6 +267,7 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
         (["step=4"], "step=4: {run} has no such checkpoint; it has 3, 6"),
         (["fork=3"], "unknown key 'fork'; did you mean 'forks'? (known: recipe, policy, phases, step"),
         (["forks=0"], "forks=0 must be at least 1"),
+        (["forks=1e18"], "forks=1000000000000000000 must be at most 10000"),
         (["forks=2,3"], "forks=2,3: a ranking has one forks; it sweeps over recipe, policy, phases"),
         (["forks=many"], "forks='many' must be a whole number"),
         (["forks=2", "forks=3"], "forks= is given twice"),

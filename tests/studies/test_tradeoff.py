@@ -9,7 +9,7 @@ from subjects import subject_of
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.precision import NVFP4
-from fp4train.studies.findings import Finding, Sensitivity
+from fp4train.studies.findings import Finding, Judgement, Sensitivity
 from fp4train.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, Parts
 from fp4train.studies.statistics import Estimate
 from fp4train.studies.summary import Report
@@ -121,15 +121,40 @@ def test_a_cost_is_a_time_on_a_gpu(parts: Parts) -> None:
         trade_off(found, keep=None, cost=0.5, gpu=gpu)
 
 
-@pytest.mark.parametrize(("error", "told"), [(0.001, True), (0.05, False)])
-def test_the_conclusions_say_what_the_policy_does_not_show(parts: Parts, error: float, told: bool) -> None:
+def judged(gain: Estimate) -> Judgement:
+    whole, chosen = finding(WHOLE, 0.1), finding("chosen", 0.04)
+    return Judgement(batches=8, chosen=chosen, everything=whole, gain=gain, over_own=None)
+
+
+@pytest.mark.parametrize(("error", "told"), [(0.01, True), (0.05, False)])
+def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
+    parts: Parts, error: float, told: bool
+) -> None:
     found = sensitivity(parts, {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04})
     trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
-    report = Report(subject=parts.subject, found=found, trade=trade, measured=finding("chosen", 0.04, error))
-    report = replace(report, found=replace(found, signal=ONE))
+    gain = Estimate(mean=0.06, error=error, count=8, freedom=7)
+    report = Report(subject=parts.subject, found=replace(found, signal=ONE), trade=trade, judged=judged(gain))
     said = "\n".join(report._conclusions(len(parts.layers)))
+    assert "judged on the 8 batches after those that chose it: nMSE 0.0400" in said and "0.0600 ± 0." in said
     assert ("this policy is not told apart from keeping nothing" in said) is not told
     assert (
         "|G|² is 100% ± 0% of the squared gradient of a batch, not told from 0: no bias² without more batches" in said
     )
     assert "of their time in BF16 on B200: for products of this size quantising costs more" in said
+
+
+def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(parts: Parts) -> None:
+    found = sensitivity(parts, {})
+    trade = trade_off(found, keep=0.15, cost=None, gpu=None)
+    report = Report(subject=parts.subject, found=found, trade=trade, judged=None)
+    assert report.policy_file() is None and report.as_json()["policy"]["judged"] is None
+    said = "\n".join(report._conclusions(len(parts.layers)))
+    assert "no policy: no layer's damage is told apart from the floor" in said and "batches=… or budget=…" in said
+
+
+def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: Parts) -> None:
+    found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
+    trade = trade_off(found, keep=0.0001, cost=None, gpu=None)
+    report = Report(subject=parts.subject, found=found, trade=trade, judged=None)
+    said = "\n".join(report._conclusions(len(parts.layers)))
+    assert "no policy: of what is worth keeping blocks.0.mlp.up costs least" in said and "allow more" in said

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from fp4train.track import JsonlTracking, MetricsLog, NoTracking, Statistics, Trackers, WandbTracking, read_metrics
+from fp4train.track import (
+    JsonlTracking,
+    MetricsLog,
+    NoTracking,
+    Statistics,
+    TensorBoardTracking,
+    Trackers,
+    WandbTracking,
+    read_metrics,
+)
 
 
 class Failing:
@@ -97,4 +106,9 @@ def test_every_config_of_the_group_builds_its_class() -> None:
 
     folder = Path(__file__).parents[2] / "configs" / "track"
     built = {file.stem: instantiate(OmegaConf.load(file)) for file in folder.glob("*.yaml")}
-    assert built == {"jsonl": JsonlTracking(), "wandb": WandbTracking(), "none": NoTracking()}
+    assert built == {
+        "jsonl": JsonlTracking(),
+        "wandb": WandbTracking(),
+        "tensorboard": TensorBoardTracking(),
+        "none": NoTracking(),
+    }

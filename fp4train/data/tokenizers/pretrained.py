@@ -4,17 +4,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.files import existing_path, expanded
+from fp4train.data.files import existing_path
 from fp4train.data.tokenizers.base import Documents
 from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
 from fp4train.errors import DataError
+from fp4train.paths import PathOrHubName, is_hub_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
     """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one."""
 
-    name: str
+    name: PathOrHubName
     revision: str | None = None
     end_of_document: str | None = None
 
@@ -34,8 +35,7 @@ class Pretrained:
         return tokenizer
 
     def _find(self) -> Path:
-        path = expanded(self.name, "data.tokenizer.name")
-        if path.exists() or path.suffix == ".json" or self.name.startswith((".", "/", "~")) or self.name.count("/") > 1:
+        if not is_hub_name(self.name):
             found = existing_path(self.name, "data.tokenizer.name")
             return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name") if found.is_dir() else found
         try:

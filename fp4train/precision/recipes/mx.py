@@ -62,7 +62,10 @@ class MXFP6(Recipe):
 class MXFP4(Recipe):
     """OCP MX with E2M1 elements: the elements of NVFP4 in larger blocks (32) with power-of-two scales.
 
-    Gradients are rounded stochastically and transformed as in "Training LLMs with MXFP4" (arXiv:2502.20586).
+    Gradients are rounded stochastically, with scales rounded up so that nothing clips. Both operands of wgrad are
+    turned by a Hadamard transform of 32 with fixed signs; x is rounded to nearest. "Training LLMs with MXFP4"
+    (arXiv:2502.20586), where the idea is from, turns both operands of dgrad and wgrad in groups of 64 with signs drawn
+    anew, and rounds both stochastically, scaled by 3/4 so that nothing clips.
     """
 
     scale_rounding: str = "even"

@@ -34,9 +34,9 @@ INLINE F load_floats(const void *p, int64_t at, int wide) {
 }
 
 /* The rare cases outside the fast paths below are not inlined: they would be most of the code. */
-#define RARE static __attribute__((noinline))
+#define NOINLINE static __attribute__((noinline))
 
-RARE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
+NOINLINE void stage_row(const Matrix *x, int64_t row, int64_t col, int64_t width, int wide, void *stage) {
     const int64_t size = wide ? 4 : 2;
     if (x->stride_col == 1 && x->input != INPUT_F16) {
         memset(stage, 0, (size_t)(width * size));
@@ -72,7 +72,7 @@ INLINE void transpose_rows(const Matrix *x, int64_t row, int64_t col, float lane
 }
 
 /* Columns col.. of sixteen rows, if some do not exist or the rows are not adjacent in memory: then one by one, or transposed. */
-RARE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
+NOINLINE void gather_columns(const Matrix *x, int64_t row, int64_t col, float lanes[16][16]) {
     if (x->stride_col == 1 && x->input != INPUT_F16 && row + 16 <= x->rows && col + 16 <= x->cols) {
         transpose_rows(x, row, col, lanes);
         return;
@@ -85,7 +85,7 @@ INLINE int columns_inside(const Matrix *x, int64_t row) {
     return x->stride_row == 1 && x->input != INPUT_F16 && row + 16 <= x->rows;
 }
 
-RARE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
+NOINLINE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
 
 /* memcpy of whole lines of 64 bytes; the call that the compiler makes for an unknown size has a slow start. */
 INLINE void copy_bytes(void *to, const void *from, int64_t bytes) {

@@ -1,0 +1,47 @@
+"""Stochastic gradient descent with momentum, and decay on matrices only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp4train.optim.optimizer import Constants, has_fused, trainable
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Constants):
+    """The constants of SGD, beside those of `Constants`.
+
+    Args:
+        momentum: decay rate of the mean of gradients; 0: none is kept.
+        nesterov: whether the step looks ahead along it.
+    """
+
+    lr: float = 0.1
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optim.momentum={self.momentum} must lie in [0, 1)")
+        if self.nesterov and not self.momentum:
+            raise ValueError("optim.nesterov=true needs optim.momentum above 0")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over `model`'s trainable parameters.
+
+        Raises:
+            ValueError: the model has no trainable parameter.
+        """
+        parameters = trainable(model)
+        return torch.optim.SGD(
+            self.groups(parameters),
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            fused=has_fused(parameters),
+        )

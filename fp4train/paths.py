@@ -1,0 +1,39 @@
+"""Which texts of a configuration name files: a field of type `Path`, or one of the two types here.
+
+    path: PathText                    # a file or folder
+    name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
+
+They are text to everything else. A configuration that somebody else wrote may name no path outside of its run by itself
+(`fp4train.run.belonging`), and it is the type that says what is a path, in the classes of plugins, too.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class NamesPath:
+    """Marks a text that names a file or folder; with `hub` it may be a name on the Hugging Face hub as well."""
+
+    hub: bool = False
+
+
+PathText = Annotated[str, NamesPath()]
+PathOrHubName = Annotated[str, NamesPath(hub=True)]
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text is the name of something on the hub, and no path: nothing here has this name."""
+    if text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json"):
+        return False
+    return not os.path.exists(os.path.expanduser(text))
+
+
+def lies_in(text: str, folder: Path) -> bool:
+    """Whether the path that `text` names is `folder` or lies in it, wherever links lead."""
+    try:
+        return Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(os.path.realpath(folder))
+    except ValueError:  # a zero byte
+        return False

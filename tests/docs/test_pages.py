@@ -1,0 +1,179 @@
+"""The pages of docs: links lead somewhere and names exist; pages without a test of their own: commands and tables."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fp4train import backends
+from fp4train.config import overrides
+from fp4train.config.binding import bind
+from fp4train.config.folders import own_options
+from fp4train.data.huggingface import HuggingFace
+from fp4train.data.stdlib import Stdlib
+from fp4train.data.text import Text
+from fp4train.data.token_file import Tokens
+from fp4train.data.tokenizers.bpe import BytePairs
+from fp4train.doctor.report import HEADER
+from fp4train.precision import LayerPolicy, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+SMALL = ["train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1", "track=jsonl"]
+
+
+def text(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = [shlex.split(line, comments=True) for block in blocks(page, "bash") for line in block.splitlines()]
+    return [words[1:] for words in lines if words[:1] == ["fp4train"]]
+
+
+def first_cells(page: str, header: str) -> list[str]:
+    """The names in the first column of the table that has this header."""
+    table = text(page).partition(f"\n| {header} |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    return [name for cell in cells for name in (re.findall(r"`([^`]+)`", cell) or [cell])]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_titles(page: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", text(page)):
+        name, _, anchor = target.partition("#")
+        path = DOCS / name if name else DOCS / page
+        assert path.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_dotted_names_of_the_package_exist(page: str) -> None:
+    for name in set(re.findall(r"`(fp4train(?:\.\w+)+)`", text(page))):
+        module, _, last = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            assert hasattr(importlib.import_module(module), last), name
+
+
+def test_the_index_lists_every_page() -> None:
+    assert set(re.findall(r"^\| \[([\w-]+\.md)\]", text("README.md"), re.MULTILINE)) == set(PAGES) - {"README.md"}
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "data.md"])
+def test_commands_name_existing_options_and_keys(page: str) -> None:
+    found = [words for words in commands(page) if not words[0].startswith("--")]
+    assert found
+    for words in found:
+        overrides.check(words)
+
+
+def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
+    options, page = own_options(), text("configuration.md")
+    for group in ("model", "policy", "phases", "data", "optim", "schedule", "track"):
+        row = re.search(rf"^\| `{group}=` \|.*$", page, re.MULTILINE)
+        assert row and set(options[group]) <= set(re.findall(r"[\w]+", row[0])), group
+    assert set(re.findall(r"`policy\.(\w+)`", page)) == {f.name for f in fields(LayerPolicy)}
+    choices = re.search(r"^\| `backend=` \|.*$", page, re.MULTILINE)
+    assert choices and set(backends.CHOICES) <= set(re.findall(r"\w+", choices[0]))
+    keys = [key for key in first_cells("configuration.md", "key") if re.fullmatch(r"[\w.]+=", key)]
+    overrides.check([f"{key}null" for key in keys if "." in key])
+
+
+def test_data_names_every_key_of_a_source_and_every_source() -> None:
+    keys = {name.removeprefix("data.") for name in first_cells("data.md", "key")}
+    sources = {f.name for source in (HuggingFace, Stdlib, Text, Tokens) for f in fields(source)}
+    assert keys == sources - {"tokenizer"}
+    assert {name.split()[0] for name in first_cells("data.md", "`data=`")} - {"hf"} >= {"stdlib", "text", "tokens"}
+    assert {f"data.tokenizer.{f.name}" for f in fields(BytePairs)} <= set(re.findall(r"`([\w.]+)`", text("data.md")))
+
+
+def test_the_columns_of_doctor_are_explained() -> None:
+    assert tuple(first_cells("doctor.md", "column")) == HEADER
+
+
+def test_the_parts_of_the_check_of_gpus_are_those_of_the_script() -> None:
+    script = (ROOT / "scripts" / "gpu_check.sh").read_text(encoding="utf-8")
+    parts = re.findall(r"^#   (\w+)  +\w", script, re.MULTILINE)
+    assert first_cells("gpus.md", "part of `gpu_check.sh`") == parts
+
+
+def test_every_place_in_the_tree_exists_and_every_folder_is_in_it() -> None:
+    (tree,) = [block for block in blocks("layout.md", "") if "fp4train/" in block]
+    base, named = ROOT, set()
+    for line in tree.splitlines():
+        name = line.split()[0] if line.strip() else ""
+        if name == "fp4train/":
+            base = ROOT / "fp4train"
+        elif name:
+            assert (base if line.startswith(" ") else ROOT).joinpath(name).exists(), name
+            named.add(name.rstrip("/"))
+    folders = {path.parent.name for path in (ROOT / "fp4train").glob("*/__init__.py")}
+    assert folders <= named, folders - named
+
+
+def test_the_files_on_the_path_of_a_step_exist() -> None:
+    for name in first_cells("layout.md", "file"):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a file."""
+    for block in [*blocks("plugins.md", "python"), *blocks("plugins.md", "yaml")]:
+        for path, content in re.findall(r"^# (mine/[\w/.]+).*\n((?:(?!# mine/).*\n)*)", block, re.MULTILINE):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            with (tmp_path / path).open("a") as file:
+                file.write(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_recipe_in_yaml_is_one(mine: Path) -> None:
+    found = bind(yaml.safe_load((mine / "mine/recipe/house.yaml").read_text()), Recipe, "recipe")
+    assert isinstance(found, Recipe)
+
+
+def test_own_classes_train_and_resume(mine: Path) -> None:
+    """Every option that plugins.md shows, in a process of its own, by the commands that it shows."""
+    shown = sorted(str(path.relative_to(mine / "mine")) for path in (mine / "mine").rglob("*.*"))
+    assert shown == [
+        "data/counting.yaml",
+        "model/shift.yaml",
+        "mylab.py",
+        "optim/momentum.yaml",
+        "recipe/four_bit_gradients.yaml",
+        "recipe/house.yaml",
+        "schedule/inverse_root.yaml",
+    ]
+    first, again = commands("plugins.md")
+    train([*first, *SMALL], mine)
+    train([*first, *SMALL, "recipe=four_bit_gradients"], mine)
+    train([word.replace("=400", "=3") for word in again], mine)
+    metrics = (mine / "runs/shift-house/metrics.jsonl").read_text().splitlines()
+    assert [line["step"] for line in map(json.loads, metrics) if "train/loss" in line] == [1, 2, 3]
+    plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
+    assert "blocks.0" in plan and "E2M1·E4M3" in plan
+
+
+def train(arguments: list[str], folder: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fp4train", *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,206 @@
+"""A configuration that this user did not write reaches nothing outside of its run, unless the command names it."""
+
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import STEADY, Cli, everything, losses, reseal_config
+
+HOSTILE = {
+    "data.path": "secret",
+    "data.cache_dir": "tmp/pub",
+    "checkpoint.also": "home",
+    "init": "runs/other",
+    "data.tokenizer.name": "secret/tokenizer.json",
+}
+VERBS = {
+    "resume": ("resume=runs/a", "train.steps=3"),
+    "branch": ("resume=runs/a", "train.steps=3", "run.name=b"),
+    "plan": ("plan", "resume=runs/a"),
+    "sensitivity": ("sensitivity", "runs/a", "step=0"),
+    "rank": ("rank", "runs/a"),
+}
+READERS = {
+    "plan RUN": ("plan", "runs/a"),
+    "report": ("report", "runs/a", "gpu=B200"),
+    "compare": ("compare", "runs/a", "runs/a"),
+    "swap": ("swap", "runs/a"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of this user."""
+    folder = tmp_path_factory.mktemp("made")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        Cli(text, folder, _Silent())("run.name=a", "train.steps=2", *STEADY)  # type: ignore[arg-type]
+    finally:
+        os.chdir(before)
+    return folder / "runs/a"
+
+
+class _Silent:
+    """Stands for the capture of a test."""
+
+    def readouterr(self) -> Any:
+        return type("Nothing", (), {"out": "", "err": ""})
+
+
+@pytest.fixture
+def foreign(made: Path, cli: Cli) -> Path:
+    """The run `made` in runs/a, and things outside of it that are not its business."""
+    shutil.copytree(made, "runs/a")
+    Path("secret").write_text("my key " * 1000)
+    Path("home/.kube").mkdir(parents=True)
+    Path("home/.kube/config.yaml").write_text("clusters: []\n")
+    return Path("runs/a")
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key of a plain configuration."""
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values[section]
+    values[last] = value
+
+
+def hostile(run: Path) -> None:
+    """Every key of `HOSTILE` leads out of the run."""
+
+    def change(values: dict[str, Any]) -> None:
+        values["data"]["tokenizer"] = {"_target_": "fp4train.data.tokenizers.Pretrained"}
+        for key, value in HOSTILE.items():
+            put(values, key, value)
+
+    reseal_config(run, change)
+
+
+def untouched(folder: Path) -> dict[Path, bytes]:
+    """What no command may change by being refused; the lock of a run is its own."""
+    return {path: data for path, data in everything(folder).items() if path.name != ".lock"}
+
+
+def leading_out(opened: list[str]) -> list[str]:
+    """Those of the opened paths that only `HOSTILE` names."""
+    places = tuple(f"{folder}{value}" for value in HOSTILE.values() for folder in ("", f"{Path.cwd()}/"))
+    return [each for each in opened if each.startswith(places)]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The paths that are opened or listed, for as long as the test lasts."""
+    found: list[str] = []
+    on = [True]
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if on and event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename"):
+            found.append(os.fspath(arguments[0]) if isinstance(arguments[0], (str, os.PathLike)) else "")
+
+    sys.addaudithook(hear)
+    yield found
+    on.clear()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
+    cli: Cli, foreign: Path, opened: list[str], verb: str
+) -> None:
+    hostile(foreign)
+    before = untouched(cli.folder)
+    opened.clear()
+    said = cli.raw(*VERBS[verb]).message
+    assert said.startswith("runs/a/config.yaml names paths outside of the run and has no signature")
+    assert set(said.rpartition("to the command: ")[2].split()) == {f"{key}={value}" for key, value in HOSTILE.items()}
+    assert not leading_out(opened) and untouched(cli.folder) == before
+    reseal_config(foreign, lambda values: put(values, "data.path", "runs/a/text.txt"))
+    named = [f"{key}={value}" for key, value in HOSTILE.items() if key not in ("data.path", "checkpoint.also")]
+    said = cli.raw(*VERBS[verb], *named).message
+    assert said.endswith("to the command: checkpoint.also=home"), "a path in the run is its own"
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_verbs_that_only_show_a_foreign_run_follow_none_of_its_paths(
+    cli: Cli, foreign: Path, opened: list[str], verb: str
+) -> None:
+    hostile(foreign)
+    opened.clear()
+    ended = cli.raw(*READERS[verb])
+    assert ended.code == 0 and not leading_out(opened)
+    if verb == "report":
+        assert "its time on B200 is not estimated: runs/a/config.yaml names paths outside of the run" in ended.err
+
+
+def test_a_command_that_names_the_paths_goes_on_and_signs_them(cli: Cli, foreign: Path) -> None:
+    reseal_config(foreign, lambda values: put(values, "checkpoint.also", "home"))
+    assert "checkpoint.also=home" in cli.raw("resume=runs/a", "train.steps=3", *cli.paths).message
+    assert cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=null", *cli.paths).code == 0
+    assert sorted(losses("runs/a")) == [1, 2, 3]
+    assert cli.raw("resume=runs/a", "train.steps=4").code == 0, "they are this user's by now"
+
+
+def test_a_ranking_takes_the_paths_that_it_is_given(cli: Cli, foreign: Path) -> None:
+    reseal_config(foreign, lambda values: put(values, "checkpoint.also", "home"))
+    asked = ("rank", "runs/a", "recipe=bf16,nvfp4", "forks=1", "steps=1")
+    assert cli.raw(*asked, "checkpoint.also=null", *cli.paths).code == 0
+    assert "optim.name is no path" in cli.raw(*asked, *cli.paths, "optim.name=x").message
+
+
+def test_a_run_of_another_machine_says_what_to_add(
+    cli: Cli, foreign: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("other machine")))
+    said = cli.raw("resume=runs/a", "train.steps=3").message
+    assert "has the signature of another user or another machine" in said
+    assert set(said.rpartition("to the command: ")[2].split()) == set(cli.paths)
+    assert cli.raw("resume=runs/a", "train.steps=3", *cli.paths).code == 0
+
+
+def test_no_folder_with_somebody_elses_files_takes_the_second_copy_of_a_run(cli: Cli, foreign: Path) -> None:
+    reseal_config(foreign, lambda values: put(values, "run.name", ".kube"))
+    before = everything(Path("home"))
+    ended = cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=home", *cli.paths)
+    assert ended.code == 0 and "home/.kube holds files that are not this run's: nothing is written there" in ended.err
+    assert everything(Path("home")) == before
+    Path("home/.kube/config.yaml").rename("home/.kube/.config.yaml.0123456789abcdef.tmp")  # a kill may leave this
+    assert cli.raw("resume=runs/a", "train.steps=4", "checkpoint.also=home").code == 0
+    assert Path("home/.kube/checkpoints").is_dir()
+
+
+def test_the_key_is_the_users_alone_and_defaults_need_none(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    key = tmp_path / "state/fp4train/key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600 and key.stat().st_size == 32
+    key.chmod(0o644)
+    said = cli.raw("resume=runs/a", "train.steps=2").message
+    assert "cannot be told to be yours" in said and f"others can read it: remove it: '{key}'" in said
+    shutil.rmtree(tmp_path / "state")
+    default = ("run.name=b", "train.steps=1", "data=stdlib", *STEADY)
+    tiny = [a for a in cli.tiny(*default) if not a.startswith("data.")]
+    assert cli.raw(*tiny).code == 0 and not (tmp_path / "state").exists()
+    assert cli.raw("resume=runs/b", "train.steps=2").code == 0
+
+
+@pytest.mark.parametrize("home", ["/proc", None], ids=["read-only", "unset"])
+def test_without_a_place_for_the_key_a_run_trains_and_says_so_once(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)  # who is not in the list of users
+    else:
+        monkeypatch.setenv("HOME", home)
+    ended = cli("run.name=a", "train.steps=1", *STEADY)
+    assert ended.code == 0 and ended.err.count("cannot be signed as yours") == 1
+    assert "a resume must name data.path, data.cache_dir again" in ended.err
+    assert "has no signature" in cli.raw("resume=runs/a", "train.steps=2").message

@@ -1,0 +1,28 @@
+"""A power cut keeps only what was synced: the calls of fsync of a real run are recorded, and the rest is dropped."""
+
+from pathlib import Path
+
+import pytest
+from command_line import STEADY, Cli, losses, steps
+from storms.power import PowerCut
+
+
+def test_a_power_cut_at_any_moment_leaves_a_run_that_the_same_command_finishes(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("run.name=a", "checkpoint.every=2", *STEADY)
+    place = tmp_path / "power"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    with PowerCut(place) as power:
+        assert cli(*command).code == 0
+    power.close()
+    whole = losses("runs/a")
+
+    monkeypatch.chdir(power.rebuild(tmp_path / "end"))
+    assert steps()[-1] == 6 and losses("runs/a") == whole
+    for moment in power.moments[::6]:
+        monkeypatch.chdir(power.rebuild(tmp_path / str(moment), moment))
+        again = cli(*command)
+        assert again.code == 0, (moment, again.err)
+        assert losses("runs/a") == whole
