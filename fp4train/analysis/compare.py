@@ -11,7 +11,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -28,6 +28,8 @@ from fp4train.errors import UserError
 from fp4train.text import tabulate
 
 COMPARISON = "compare.png"
+DIFFERING = 12
+"""Keys that are listed where configurations differ."""
 CONFIG_LIMIT = 1 << 22
 """Bytes of a configuration that are read."""
 NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
@@ -36,10 +38,11 @@ NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run. Losses in nats a token; None where a run logged no such thing.
+    """One run. Losses in nats per token; None where a run logged no such thing.
 
     Args:
         recipe: the recipes in order of appearance.
+        quantised: share of the linear layers' multiply-adds that were quantised, over the steps; None: not known.
         train_loss: smoothed, at the run's last step.
         val_loss, best_val_loss: in high precision, the last and the lowest.
         gap: relative, at `Comparison.step`; None for the first run.
@@ -48,6 +51,7 @@ class Row:
 
     name: str
     recipe: str
+    quantised: float | None
     steps: int
     train_loss: float
     val_loss: float | None
@@ -84,6 +88,7 @@ class Comparison:
         means: one per group of runs, if any group has several seeds.
         key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
         step: the step that the gap is at.
+        differing: the keys in which configurations differ, with the value of each run; empty where one is not known.
     """
 
     histories: list[History]
@@ -91,14 +96,16 @@ class Comparison:
     means: list[SeedMean]
     key: str
     step: int
+    differing: dict[str, list[Any]]
 
     def render(self) -> str:
         """The table as aligned text."""
-        header = ["run", "recipe", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
+        header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
         cells = [
             [
                 shortened(row.name, NAME),
                 shortened(row.recipe, RECIPE) or "-",
+                "nothing" if row.quantised == 0 else _number(row.quantised, ".0%"),
                 str(row.steps),
                 _number(row.train_loss, ".4f"),
                 _number(row.val_loss, ".4f"),
@@ -122,6 +129,10 @@ class Comparison:
                 lines.append(f"{row.name}: its loss diverged (step {told[-1].step})")
             if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
                 lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
+        if self.differing:
+            values = [f"{key}={'|'.join(map(str, each))}" for key, each in self.differing.items()]
+            more = f" and {len(values) - DIFFERING} more" if len(values) > DIFFERING else ""
+            lines.append(f"the configurations differ in {', '.join(values[:DIFFERING])}{more}")
         if self.means:
             lines += ["", *self._render_means(of)]
         return "\n".join(lines)
@@ -154,7 +165,13 @@ class Comparison:
             return self.draw(out)
         rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
         if out.suffix.lower() == ".json":
-            found = {"loss": self.key, "step": self.step, "runs": rows, "means": [asdict(m) for m in self.means]}
+            found = {
+                "loss": self.key,
+                "step": self.step,
+                "differing": self.differing,
+                "runs": rows,
+                "means": [asdict(m) for m in self.means],
+            }
             text = json.dumps(_strict(found), indent=1, ensure_ascii=False) + "\n"
         else:
             lines = io.StringIO()
@@ -181,8 +198,11 @@ class Comparison:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def compare(runs: Sequence[Path]) -> Comparison:
+def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
     """Compare run directories; the first is the reference.
+
+    Args:
+        quantised: the share of a run's multiply-adds that were quantised; None: not known.
 
     Raises:
         UserError: no run given, one is not a run directory or has no metrics yet, or they share no step.
@@ -200,6 +220,7 @@ def compare(runs: Sequence[Path]) -> Comparison:
             Row(
                 name=name,
                 recipe=" → ".join(span.recipe for span in history.spans()),
+                quantised=quantised(history.path),
                 steps=history.last_step,
                 train_loss=float(history.series("train/loss").smoothed().values[-1]),
                 val_loss=float(validation.values[-1]) if len(validation) else None,
@@ -209,7 +230,27 @@ def compare(runs: Sequence[Path]) -> Comparison:
             )
         )
     means = _means(histories, rows, losses)
-    return Comparison(histories=histories, rows=rows, means=means, key=key, step=step)
+    differing = _differing([_configuration(history) for history in histories])
+    return Comparison(histories=histories, rows=rows, means=means, key=key, step=step, differing=differing)
+
+
+def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Key → the value of each run, for the keys in which they differ; those of the run itself are left out."""
+    flat = [
+        _flat({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
+        for config in configs
+        if config is not None
+    ]
+    if len(flat) < len(configs):
+        return {}
+    found = {key: [each.get(key, "-") for each in flat] for key in dict.fromkeys(key for each in flat for key in each)}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, dict) and node:
+        return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+    return {prefix: node}
 
 
 def seed_groups(histories: list[History]) -> list[dict[int, int]]:
@@ -248,15 +289,25 @@ def _means(histories: list[History], rows: list[Row], losses: list[float]) -> li
     return found
 
 
-def _identity(history: History) -> tuple[int, str | None]:
-    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+def _configuration(history: History) -> dict[str, Any] | None:
+    """The configuration of a run; None: not known."""
     try:
         text = files.read(history.path / "config.yaml", CONFIG_LIMIT)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            return 0, None  # a few of them make gigabytes
+            return None  # a few of them make gigabytes
         config = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _identity(history: History) -> tuple[int, str | None]:
+    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+    config = _configuration(history)
+    try:
+        assert config is not None
         seed = int(config["run"]["seed"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+    except (AssertionError, ValueError, KeyError, TypeError):
         return 0, None
     same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
     spans = [(span.first, span.recipe) for span in history.spans()]

@@ -81,7 +81,7 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
             markersize=3.5,
         )
         smooth.append(train.values)
-    style(axes, "loss (nats a token): training, smoothed; dots: validation")
+    style(axes, "loss (nats per token): training, smoothed; dots: validation")
     if all((values[np.isfinite(values)] > 0).all() for values in smooth):
         logarithmic(axes, fine=True)
     if limits := loss_limits(smooth):

@@ -20,6 +20,7 @@ OUTPUTS = (".png", ".csv", ".json")
 def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
     from fp4train.analysis.compare import compare
+    from fp4train.run.history import quantised_share
 
     out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
     runs = [Path(a) for a in arguments if not a.startswith("out=")]
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None and out.suffix.lower() not in OUTPUTS:
         raise UserError(f"out={out if out.name else ''}: the name must end in {' or '.join(OUTPUTS)}")
-    comparison = compare(runs)
+    comparison = compare(runs, quantised_share)
     print(comparison.render())
     print(comparison.draw() if out is None else comparison.write(out))
     return 0

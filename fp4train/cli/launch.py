@@ -21,7 +21,7 @@ from fp4train.cli.output import discard_output
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.folders import CONFIGS, check_folder, register_recipes
-from fp4train.config.schema import Config, plain
+from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.run import directory as run_directory
 
@@ -32,6 +32,8 @@ _HELP = {"--help", "-h", "--hydra-help"}
 
 def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
     """Run `task` on the composed configuration, with -m on each of the sweep's; returns the largest exit code.
+
+    The configurations of a sweep are all composed and checked before the first job.
 
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
@@ -69,7 +71,31 @@ def launch(arguments: list[str], task: Callable[[DictConfig], int]) -> int:
             raise UserError(
                 f"a sweep over {swept[0]} makes a branch of {resumed[0]} at each point: name them, run.name=…"
             )
+        if swept and not asking:
+            _check_points(arguments, swept)
         return _run_hydra(arguments, swept, task)
+
+
+def _check_points(arguments: list[str], swept: Sequence[str]) -> None:
+    """Raises UserError that names the jobs of a sweep whose configurations are refused."""
+    wrong = []
+
+    def check(cfg: DictConfig) -> int:
+        try:
+            to_config(settings(cfg)[0])
+        except UserError as error:
+            wrong.append(f"{point(swept)}: {error}")
+        return 0
+
+    _run_hydra(arguments, swept, check)
+    if wrong:
+        raise UserError("the sweep is not started: " + "\n  ".join(["", *wrong] if wrong[1:] else wrong))
+
+
+def point(swept: Sequence[str]) -> str:
+    """The overrides of this job of a sweep that others do not share."""
+    task = HydraConfig.get().overrides.task
+    return " ".join(each for each in task if each.lstrip("+").partition("=")[0].replace("/", ".") in swept)
 
 
 def _run_hydra(arguments: list[str], swept: Sequence[str], task: Callable[[DictConfig], int]) -> int:

@@ -21,19 +21,22 @@ import gc
 import logging
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import Swapped, launch, settings
+from fp4train.cli.launch import Swapped, launch, point, settings
+from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
 from fp4train.run import directory as run_directory
 from fp4train.run import history
+from fp4train.text import tabulate
+from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 
@@ -51,7 +54,33 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
-    return launch(arguments, lambda cfg: _train(*_chosen(cfg)))
+    swept, jobs = overrides.swept_keys(arguments), []
+
+    def task(cfg: DictConfig) -> int:
+        chosen = _chosen(cfg)
+        jobs.append([point(swept), chosen[1], "failed"])
+        code = _train(*chosen)
+        jobs[-1][2] = "" if code == 0 else f"exit code {code}"
+        return code
+
+    try:
+        return launch(arguments, task)
+    finally:
+        if swept and jobs:
+            print("", _jobs(jobs), sep="\n")
+
+
+def _jobs(jobs: list[list[Any]]) -> str:
+    """The jobs of a sweep as a table: their overrides, configurations and endings."""
+    rows = []
+    for job, config, ending in jobs:
+        last: dict[str, Any] = {}
+        with suppress(UserError):  # it logged nothing
+            for line in read_metrics(config.run.dir / METRICS):
+                last |= line
+        losses = (f"{last[key]:.4f}" if isinstance(last.get(key), float) else "-" for key in ("train/loss", "val/loss"))
+        rows.append((job, config.recipe.name, *losses, str(config.run.dir), ending))
+    return "\n".join(tabulate([("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3)))
 
 
 def _as_rank(arguments: list[str], place: Place) -> int:

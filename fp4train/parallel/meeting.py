@@ -101,26 +101,28 @@ class Meeting:
             self._ear.join(GRACE)
             return self.heard is None and (self.place.rank == 1 or self.place.local_rank == 0)
         self.heard = first
-        if self.keeps:
-            time.sleep(_HEARD)
         return first == self._own
 
     @property
     def code(self) -> int:
-        """The exit code of the first word."""
-        return 1 if self.heard is None else int(self.heard.partition(" ")[0])
+        """The exit code of the first word; 0: none was heard."""
+        return 0 if self.heard is None else int(self.heard.partition(" ")[0])
 
     def lost(self) -> str | None:
         """The names of the ranks that are not there any more, "" if all are; None: one of them gave a word."""
+        if self.heard is not None:
+            return None
         keeper: list[int] | None = [0]  # a store that does not answer is that of rank 0
         silent = _within(2 * GRACE, self._silent, keeper)
         return None if silent is None or self.heard is not None else self._named(silent)
 
     def leave(self, code: int) -> NoReturn:
-        """End this process at once."""
+        """End this process; if the store ends with it, when the others have heard a word, or have ended."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
+        if self.keeps:
+            time.sleep(_HEARD if code else _HEARD / 5)
         os._exit(code)
 
     def _silent(self) -> list[int] | None:

@@ -328,7 +328,7 @@ class World:
             if unexpected:
                 traceback.print_exception(error)
             print(f"fp4train: {word}", file=sys.stderr)
-        self.meeting.leave(code)
+        self.meeting.leave(self.meeting.code or code)
 
     def end(self, code: int) -> int:
         """Part from the other ranks; returns `code` in a world of one, ends the process with it elsewhere.

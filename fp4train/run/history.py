@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ LIMIT = 1 << 28
 """Bytes of a history that are read."""
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
+
+_HIGH = {"BF16", "FP16", "FP32"}
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -210,6 +213,20 @@ def steps_done(run: Path) -> int:
                 done.append(int(line["step"]))
                 break
     return max(done, default=0)
+
+
+def quantised_share(run: Path) -> float | None:
+    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
+
+    Raises:
+        UserError: the history is damaged.
+    """
+    done, steps, total = steps_done(run), 0, 0.0
+    for stretch in stretches(read_history(run)):
+        ran = max(0, min(stretch.stop, done) - stretch.start)
+        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
+        steps += ran
+    return total / steps if steps else None
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

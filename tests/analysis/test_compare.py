@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fp4train.analysis.compare import compare
 from fp4train.analysis.curves import shortened
@@ -178,3 +179,32 @@ def test_two_comparisons_at_once_do_not_share_a_temporary_file(tmp_path: Path) -
         written = list(pool.map(found.write, [tmp_path / "gap.json"] * 20))
     assert set(written) == {tmp_path / "gap.json"} and json.loads(written[0].read_text())["step"] == 40
     assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+def configured(run: Path, **values: object) -> Path:
+    sections: dict[str, dict[str, object]] = {"run": {"name": run.name, "seed": 0}}
+    for key, value in values.items():
+        section, _, name = key.partition("_")
+        sections.setdefault(section, {})[name] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(sections))
+    return run
+
+
+def test_the_keys_in_which_configurations_differ_are_named(tmp_path: Path) -> None:
+    a = configured(write_run(tmp_path / "a", 2.0), model_layers=1, model_width=32, optim_lr=0.01, train_steps=40)
+    b = configured(write_run(tmp_path / "b", 2.2), model_layers=2, model_width=64, optim_lr=0.003, train_steps=40)
+    found = compare([a, b])
+    assert found.differing == {"model.layers": [1, 2], "model.width": [32, 64], "optim.lr": [0.01, 0.003]}
+    assert "the configurations differ in model.layers=1|2, model.width=32|64, optim.lr=0.01|0.003" in found.render()
+    assert json.loads(found.write(tmp_path / "out.json").read_text())["differing"]["model.layers"] == [1, 2]
+    c = write_run(tmp_path / "c", 2.2)
+    assert not compare([a, c]).differing, "without a configuration nothing is known"
+    d = configured(write_run(tmp_path / "d", 2.2), model_layers=1, model_width=32, optim_lr=0.01, train_steps=40)
+    assert "differ in" not in compare([a, d]).render()
+
+
+def test_what_was_quantised_stands_beside_the_recipe(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", 2.0), write_run(tmp_path / "b", 2.2)
+    lines = compare([a, b], lambda run: 0.0 if run == b else 0.834).render().splitlines()
+    assert lines[0].split()[:3] == ["run", "recipe", "quantised"]
+    assert " 83%" in lines[2] and " nothing" in lines[3]

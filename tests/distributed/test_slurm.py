@@ -23,7 +23,7 @@ SRUN = '''#!{python}
 """Starts a step's tasks as Slurm does: their variables, the signals of `scancel`, one bad exit ends all."""
 import os, subprocess, sys, time
 
-given = [word for word in sys.argv[1:] if word.startswith(("--kill", "--wait", "--ntasks"))]
+given = [word for word in sys.argv[1:] if word.startswith(("--kill", "--wait", "--ntasks", "--cpus"))]
 options, command = dict(word.split("=") for word in given), sys.argv[1 + len(given):]
 assert options["--kill-on-bad-exit"] == "0"
 nodes = int(os.environ["SLURM_NNODES"])

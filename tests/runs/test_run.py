@@ -1,6 +1,7 @@
 """What a run leaves behind, and the verbs around it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -186,15 +187,39 @@ def test_hydras_own_flags_work(cli: Cli, tmp_path: Path) -> None:
     assert "unknown key 'recipe.elemnt'" in cli.raw(*own, "recipe=house", "recipe.elemnt=e4m3").message
 
 
-def test_a_sweep_runs_every_point_and_goes_on_after_a_bad_one(cli: Cli) -> None:
-    ended = cli("-m", "recipe=nvfp4,bf16", "train.microbatch=3,2", "train.steps=2")
-    assert ended.code == 1
-    assert ended.err.count("fp4train: train.microbatch=3 does not divide train.batch_size=4") == 2
-    done = [f"llama_tiny-{recipe}-microbatch=2" for recipe in ("bf16", "nvfp4")]
+def test_a_sweep_is_refused_before_its_first_job_where_one_of_them_does_not_fit(cli: Cli) -> None:
+    ended = cli("-m", "recipe=nvfp4,bf16", "optim.lr=1e-3,-1", "train.steps=2")
+    assert "  recipe=nvfp4 optim.lr=-1: optim.lr=-1.0 must be > 0\n" in ended.err
+    assert "  recipe=bf16 optim.lr=-1: optim.lr=-1.0 must be > 0\n" in ended.err
+    assert "fp4train: the sweep is not started: \n" in ended.err and not list(Path("runs").glob("llama*"))
+    assert cli("-m", "optim.lr=1e-3,-1").message == "the sweep is not started: optim.lr=-1: optim.lr=-1.0 must be > 0"
+
+
+def test_a_sweep_goes_on_after_a_job_that_fails_and_ends_with_a_table(cli: Cli) -> None:
+    Path("empty.txt").write_text("")
+    ended = cli(
+        "-m",
+        "recipe=nvfp4,bf16",
+        f"data.path=empty.txt,{cli.text}",
+        "train.microbatch=2",
+        "train.steps=2",
+        "run.name=x",
+    )
+    assert ended.code == 1 and ended.err.count("fp4train: ") == 2
+    header, _, *rows = [re.split(r"  +", line.strip()) for line in ended.out.rpartition("\njob ")[2].splitlines()]
+    assert header == ["recipe", "train loss", "val loss", "directory"]
+    assert [row[-1] for row in rows] == ["failed", rows[1][-1], "failed", rows[3][-1]]
+    assert [row[1] for row in rows] == ["NVFP4", "NVFP4", "BF16", "BF16"]
+    assert rows[3][2] == f"{losses(rows[3][-1])[2][0]:.4f}"
+
+
+def test_the_points_of_a_sweep_leave_no_trace_in_each_other(cli: Cli) -> None:
+    assert cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2", "train.steps=2").code == 0
+    done = [f"llama_tiny-{recipe}" for recipe in ("bf16", "nvfp4")]
     assert sorted(p.name for p in Path("runs").glob("*-*")) == done
     assert cli("run.name=alone", "recipe=bf16", "train.microbatch=2", "train.steps=2").code == 0
     assert losses(f"runs/{done[0]}") == losses("runs/alone"), "what ran before leaves no trace"
-    assert cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2,2", "train.steps=2").out.count("is finished") == 4
+    assert cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2", "train.steps=2").out.count("is finished") == 2
 
 
 def test_a_signal_ends_the_whole_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
