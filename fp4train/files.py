@@ -6,7 +6,7 @@ descriptor of its open directory, and no name in it leads elsewhere:
 - links are not followed, neither to files nor to folders (``O_NOFOLLOW``); the directory itself may be a link, because
   the user named it;
 - only regular files are opened, checked on the open descriptor: a pipe or a device would block or act;
-- what is read is bounded, so that a huge file costs an error and not the memory;
+- what is read is bounded, and takes no more memory than it has bytes: a huge file costs an error;
 - what is written appears whole under its name or not at all: a new file of an unguessable name, synced, then renamed.
 
 Every function raises OSError (`NotPlain` where a thing is of the wrong kind), whose message names the path.
@@ -20,12 +20,17 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+PIECE = 1 << 20
+"""Bytes that are read at a time from files that may be large."""
+LINE = 1 << 24
+"""Bytes of the longest line that is read."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _STALE_SECONDS = 60.0
@@ -124,23 +129,47 @@ class Folder:
 
     def read(self, name: str, limit: int) -> bytes:
         """All of the file `name`, which may hold up to `limit` bytes."""
-        descriptor = self.descriptor_of(name)
-        with os.fdopen(descriptor, "rb") as file:
-            size = os.fstat(descriptor).st_size
-            data = file.read(limit + 1) if size <= limit else b""
-        if size > limit or len(data) > limit:
-            raise OSError(
-                errno.EFBIG, f"{max(size, len(data)):,} bytes; more than {limit:,} are not read", self._at(name)
-            )
+        with os.fdopen(self.descriptor_of(name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, limit) + 1)  # what is asked for is allocated
+        self._bound(name, max(size, len(data)), limit)
         return data
 
-    def write(self, name: str, data: Buffer, *, sync: bool = True) -> None:
-        """Put `data` under `name`, replacing a file (or a link itself) that is there."""
+    def pieces(self, name: str, limit: int) -> Iterator[bytes]:
+        """All of the file `name`, which may hold up to `limit` bytes, `PIECE` bytes at a time."""
+        done = 0
+        with os.fdopen(self.descriptor_of(name), "rb") as file:
+            self._bound(name, os.fstat(file.fileno()).st_size, limit)
+            while piece := file.read(PIECE):
+                done += len(piece)
+                self._bound(name, done, limit)
+                yield piece
+
+    def lines(self, name: str, limit: int) -> Iterator[bytes]:
+        """The lines of the file `name`, which may hold up to `limit` bytes, each with its newline.
+
+        The last one may have none: a kill has torn it, or it is longer than `LINE` and cut there.
+        """
+        rest = b""
+        for piece in self.pieces(name, limit):
+            first, *others = piece.split(b"\n")
+            rest += first
+            for other in others:
+                yield rest + b"\n"
+                rest = other
+            if len(rest) >= LINE:
+                break
+        if rest:
+            yield rest
+
+    def write(self, name: str, data: Buffer | Iterable[Buffer], *, sync: bool = True) -> None:
+        """Put `data`, or its pieces, under `name`, replacing a file (or a link itself) that is there."""
         temporary = f".{name}.{secrets.token_hex(8)}.tmp"
         try:
             descriptor = self.descriptor_of(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                write_all(descriptor, data)
+                for piece in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+                    write_all(descriptor, piece)
                 if sync:
                     os.fsync(descriptor)
             finally:
@@ -163,7 +192,7 @@ class Folder:
         """
         found = self.status(name)
         if found is not None and found.st_nlink > 1:
-            self.write(name, self.read(name, found.st_size)[:at])
+            self.write(name, self.pieces(name, found.st_size))
         descriptor = self.descriptor_of(name, os.O_WRONLY | os.O_CREAT)
         try:
             os.ftruncate(descriptor, at)
@@ -215,6 +244,10 @@ class Folder:
                 self.remove(name)
 
     # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _bound(self, name: str, size: int, limit: int) -> None:
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size:,} bytes; more than {limit:,} are not read", self._at(name))
 
     def _at(self, name: str) -> str:
         return str(self.path / name)

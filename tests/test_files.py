@@ -4,6 +4,8 @@ import errno
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,33 @@ def test_a_full_disk_leaves_the_records_of_a_history(tmp_path: Path, monkeypatch
 
 def full() -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_is_read_takes_the_memory_that_it_has_bytes_and_not_its_limit(run: Path) -> None:
+    """As under `ulimit -v`, or on a machine that has less memory than a file may have."""
+    (run / "thing").write_bytes(b"precious")
+    code = (
+        "import resource, runpy, sys; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "print(runpy.run_path(sys.argv[1])['read'](Path(sys.argv[2]), 1 << 34))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, files.__file__, str(run / "thing")], capture_output=True, text=True
+    )
+    assert done.stdout == "b'precious'\n", done.stderr
+
+
+def test_lines_are_read_in_pieces_and_one_that_is_too_long_is_the_last(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE", 7)
+    monkeypatch.setattr(files, "LINE", 20)
+    text = b"one\n\ntwo, which is longer\ntorn"
+    (run / "thing").write_bytes(text)
+    with Folder.open(run) as folder:
+        assert b"".join(folder.pieces("thing", 100)) == text
+        assert list(folder.lines("thing", 100)) == [b"one\n", b"\n", b"two, which is longer\n", b"torn"]
+        with pytest.raises(OSError, match="30 bytes; more than 29 are not read"):
+            list(folder.lines("thing", 29))
+        (run / "thing").write_bytes(b"one\n" + b"x" * 50 + b"\ntwo\n")
+        assert list(folder.lines("thing", 100)) == [b"one\n", b"x" * 24]

@@ -9,6 +9,7 @@ losses of two runs on the same data carry the same noise, so the gap between the
 import csv
 import io
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fp4train import files
 from fp4train.analysis.curves import save_figure, shortened
 from fp4train.analysis.history import History, read_history
 from fp4train.analysis.picture import NAME, RECIPE, picture
 from fp4train.errors import UserError
+from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import tabulate
+
+_log = logging.getLogger(__name__)
 
 COMPARISON = "compare.png"
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
-CONFIG_LIMIT = 1 << 22
-"""Bytes of a configuration that are read."""
 NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
 """Sections of a configuration in which runs of another seed may differ."""
 
@@ -292,13 +293,11 @@ def _means(histories: list[History], rows: list[Row], losses: list[float]) -> li
 def _configuration(history: History) -> dict[str, Any] | None:
     """The configuration of a run; None: not known."""
     try:
-        text = files.read(history.path / "config.yaml", CONFIG_LIMIT)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            return None  # a few of them make gigabytes
-        config = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return saved_config(history.path / CONFIG)
+    except UserError as error:
+        if (history.path / CONFIG).exists():
+            _log.warning("%s", error)
         return None
-    return config if isinstance(config, dict) else None
 
 
 def _identity(history: History) -> tuple[int, str | None]:

@@ -29,6 +29,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -173,6 +174,18 @@ def steps(folder: Path) -> list[int]:
         UserError: the folder cannot be read, or is a link.
     """
     return sorted(_directories(Path(folder)))
+
+
+def newest_state(folder: Path) -> dict[str, JSON]:
+    """What the newest checkpoint in `folder` holds beside tensors, which are not verified; empty where none is usable.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    if found := _directories(folder):
+        with suppress(Unusable, OSError), opened_folder(folder) as opened, opened.folder(found[max(found)]) as each:
+            return read(each, max(found), None)[1]
+    return {}
 
 
 def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:

@@ -1,12 +1,9 @@
 """The names and marks of a checkpoint's files, shared by what writes and what reads them."""
 
-import hashlib
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fp4train import files
 from fp4train.files import Folder
@@ -16,7 +13,7 @@ VERSION, SHARDED = 1, 2
 """Of a checkpoint that one rank wrote, and of one that several wrote."""
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
-STATE_LIMIT = 1 << 28
+STATE_LIMIT = 1 << 26
 """Bytes of a state that are read; the largest of fp4train's own have some hundred thousand."""
 
 NAME = re.compile(r"step_(\d{8,18})", re.ASCII)
@@ -36,8 +33,3 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
 
 def directory_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def checksum_of(body: Mapping[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()

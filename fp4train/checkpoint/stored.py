@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fp4train.files import Folder, parent
 from fp4train.shards import like, part_of
 
 _OPEN_FILES = 64
+_MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,20 @@ def _check_whole(name: str, boxes: list[Box]) -> None:
         raise ValueError(f"the parts of {name} differ in shape or dtype")
     if (stored := sum(math.prod(box.sizes) for box in boxes)) != math.prod(first.shape):
         raise ValueError(f"the parts of {name} have {stored} elements of {math.prod(first.shape)}")
+    if len(boxes) == 1:
+        return
+    if len(first.shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(first.shape)} dimensions; parts may have {_MOST_DIMENSIONS}")
+    # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the whole where these sums
+    # are equal, which needs no comparison of each with each.
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ((0,) * len(first.shape), first.shape)
+    for sign, (offsets, sizes) in [(-1, whole), *((1, (box.offsets, box.sizes)) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(sizes)):
+            corner = tuple(o + end * n for o, n, end in zip(offsets, sizes, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise ValueError(f"the parts of {name} overlap and leave gaps")
 
 
 def _overlap(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

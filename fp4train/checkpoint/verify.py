@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS, checksum_of
+from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS
 from fp4train.checkpoint.ranks import Ranks
 from fp4train.checkpoint.stored import File, StoredTensors, status_of
 from fp4train.checkpoint.tensors import checksum, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import checksum as checksum_of
 
 
 class Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
-def read(folder: Folder, step: int, ranks: Ranks) -> tuple[StoredTensors, dict[str, JSON]]:
-    """The checkpoint in `folder`, of whose files this rank verifies a part; nothing here waits for another rank."""
+def read(folder: Folder, step: int, ranks: Ranks | None) -> tuple[StoredTensors, dict[str, JSON]]:
+    """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
+    here waits for another rank."""
     try:
         body = json.loads(folder.read(STATE, STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -40,7 +42,7 @@ def read(folder: Folder, step: int, ranks: Ranks) -> tuple[StoredTensors, dict[s
             raise Unusable(f"{STATE} holds no state")
         files = described["files"] if version == SHARDED else {TENSORS: described}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        verified = set(largest_first[ranks.rank :: ranks.size])
+        verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
         return StoredTensors(folder, read, described["aliases"]), state
     except FileNotFoundError as error:

@@ -18,7 +18,6 @@ from fp4train.checkpoint.layout import (
     STATE,
     TENSORS,
     VERSION,
-    checksum_of,
     directory_name,
     opened_folder,
 )
@@ -26,6 +25,7 @@ from fp4train.checkpoint.ranks import Ranks
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.checkpoint.tree import JSON, from_strict, merged, to_strict
 from fp4train.files import Folder
+from fp4train.sealed import sealed
 from fp4train.shards import Part, owned, separate
 
 
@@ -124,10 +124,9 @@ class Writing:
             "tensors": {**tensors, "aliases": aliases},
             "state": to_strict(union),
         }
-        text = json.dumps({**body, "sha256": checksum_of(body)}, indent=1, allow_nan=False)
         with opened_folder(self.folder) as opened:
             with opened.folder(self.temporary) as new:
-                new.write(STATE, text.encode())
+                new.write(STATE, sealed(body, indent=1))
             _replace(opened, self.temporary, self.name)
 
 

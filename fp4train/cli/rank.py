@@ -24,7 +24,6 @@ checkpoints too. Decide on the forks beforehand: every further look at a record 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -37,6 +36,7 @@ from fp4train.config.binding import bind
 from fp4train.config.folders import check_folder
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
+from fp4train.sealed import sealed
 from fp4train.text import near_miss
 
 if TYPE_CHECKING:
@@ -84,9 +84,10 @@ def main(arguments: list[str]) -> int:
             _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
             raise
     print(render(ranking) + "\n")
-    text, figure = json.dumps(plain(ranking), indent=1, allow_nan=False) + "\n", picture(ranking)
-    for folder in folders:
-        run_directory.write_text(folder / RANKING, text)
+    found, figure = plain(ranking), picture(ranking)
+    for folder, base in zip(folders, ranking.bases, strict=False):
+        body = {**found, "identity": {"run": run_directory.identity(base.source)}}
+        run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
         print(f"{folder / RANKING}; {save_figure(figure, folder / PICTURE)}")
     return 0
 

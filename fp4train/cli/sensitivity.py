@@ -21,7 +21,6 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +35,7 @@ from fp4train.config.schema import to_config
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.swaps import as_swap
+from fp4train.sealed import sealed
 
 if TYPE_CHECKING:
     from fp4train.studies.summary import Report
@@ -126,7 +126,7 @@ def _written(report: Report, folder: Path) -> list[str]:
 
     policy = report.policy_file()
     try:
-        files.write(folder / "sensitivity.json", json.dumps(report.as_json(), indent=1, allow_nan=False).encode())
+        files.write(folder / "sensitivity.json", sealed(report.as_json(), indent=1))
         if policy is not None:
             files.write(folder / "policy.yaml", policy.encode())
         else:

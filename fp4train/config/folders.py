@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from fp4train.errors import UserError
+from fp4train.sealed import CONFIG_LIMIT
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -65,10 +66,11 @@ def register_file(group: str, path: Path) -> str:
     from yaml import YAMLError
 
     try:
+        check_size(path)
         found = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{group}={path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(found, DictConfig):
         raise UserError(f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do")
@@ -100,6 +102,12 @@ def _registered(group: str) -> dict[str, str]:
     }
 
 
+def check_size(path: Path) -> None:
+    """Raises UserError where a file of options is larger than a configuration is (`fp4train.sealed`)."""
+    if (size := path.stat().st_size) > CONFIG_LIMIT:
+        raise UserError(f"{path}: {size:,} bytes; more than {CONFIG_LIMIT:,} are not read as options")
+
+
 def check_folder(folder: Path) -> None:
     """Check a folder of the user's own configs.
 
@@ -117,6 +125,7 @@ def check_folder(folder: Path) -> None:
         )
     for group, names in found.items():
         for name in names:
+            check_size(folder / group / f"{name}.yaml")
             if name in own.get(group, ()):
                 raise UserError(
                     f"{folder / group / name}.yaml: fp4train has a {group}={name} already; give the file another name"

@@ -15,6 +15,9 @@ from fp4train.backends.table import GEMMS
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import Mixed
 
+MOST_PHASES, MOST_SWAPS = 256, 1000
+"""Of a run: each stretch is planned for every layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -110,6 +113,11 @@ class Timeline:
     swaps: Sequence[Swap] = ()
 
     def __post_init__(self) -> None:
+        if len(self.phases) > MOST_PHASES or len(self.swaps) > MOST_SWAPS:
+            raise ValueError(
+                f"{len(self.phases)} phases and {len(self.swaps)} swaps: a run has at most {MOST_PHASES} and "
+                f"{MOST_SWAPS}; leave some out"
+            )
         if any(swap.step < 0 for swap in self.swaps):
             raise ValueError(f"swaps at steps {[s.step for s in self.swaps]}: steps count from 0")
         object.__setattr__(self, "swaps", tuple(sorted(self.swaps, key=lambda swap: swap.step)))

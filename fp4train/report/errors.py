@@ -50,15 +50,15 @@ def worst_operand(values: Values) -> Values:
     return np.where(np.isnan(values).all(axis=1), np.nan, known)
 
 
-def read_errors(run: Path) -> Errors | None:
-    """The errors of a run; None where none were measured.
+def read_errors(run: Path, problems: list[str]) -> Errors | None:
+    """The errors of a run; None where none were measured. What is damaged is added to `problems`.
 
     Raises:
         UserError: its statistics cannot be read.
     """
     if not (run / STATISTICS).exists():
         return None
-    found = read_statistics(run)
+    found = read_statistics(run, problems.append)
     rows, gradients = found.operands, found.gradients
     if not len(rows["step"]):
         return None

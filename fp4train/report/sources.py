@@ -10,15 +10,22 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
+from fp4train import checkpoint
 from fp4train.analysis.compare import names_of
 from fp4train.analysis.curves import shortened
 from fp4train.analysis.history import History, read_history
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.report.errors import Errors, read_errors
 from fp4train.report.html import plain
 from fp4train.report.studies import Studies, read_studies
 from fp4train.run import directory as run_directory
 from fp4train.run import history as run_history
+from fp4train.run.belonging import lost_records
+from fp4train.sealed import identity, saved_config, unlike
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT
+from fp4train.track.statistics import STATISTICS
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file that somebody else prepared may raise."""
@@ -112,7 +119,11 @@ def _source(number: int, name: str, metrics: History) -> Source:
     records = _try(lambda: run_history.read_history(path), problems, none)
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
-    config = _try(lambda: _config(path, records), problems, None)
+    config = _try(lambda: _config(path, records, problems), problems, None)
+    no_loss: dict[str, str] = {}
+    lost = _try(lambda: _lost(path, records), problems, no_loss)
+    problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
+    records = [] if run_directory.HISTORY in lost else records
     environments = [
         (record.step, record.values["environment"])
         for record in records
@@ -126,7 +137,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
         stretches=_try(partial(_plan, path, records), problems, no_plan),
         config=config,
         environments=environments,
-        errors=_try(partial(read_errors, path), problems, None),
+        errors=None if STATISTICS in lost else _try(partial(read_errors, path, problems), problems, None),
         studies=_try(lambda: read_studies(path, problems), problems, Studies()),
         problems=problems,
     )
@@ -140,9 +151,26 @@ def _plan(path: Path, records: Sequence[run_history.Record]) -> list[run_history
     return found
 
 
-def _config(path: Path, records: Sequence[run_history.Record]) -> dict[str, Any] | None:
+def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
+    """The records of a run that its newest checkpoint saw otherwise, or that are of another run: name → a sentence."""
+    with Folder.open(path) as folder:
+        state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
+        found = lost_records(folder, state, records)
+        if changed := unlike(folder, METRICS, state.get("metrics"), LIMIT):
+            found[METRICS] = (
+                f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, or not as logged"
+            )
+        own, whose = identity(folder), records[-1].values.get("run") if records else None
+    if own is not None and whose not in (None, own):
+        found[run_directory.HISTORY] = f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({own})"
+    return found
+
+
+def _config(path: Path, records: Sequence[run_history.Record], problems: list[str]) -> dict[str, Any] | None:
+    """As the history has it, or else the file, which is checked in any case."""
     known = run_history.configuration(records)
     if known is not None:
+        _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)
         return known
     return run_history.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
 

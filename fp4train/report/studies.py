@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from fp4train.files import Folder
 from fp4train.report.html import plain
+from fp4train.sealed import identity, unsealed
 
 STUDIES = "studies"
 LIMIT = 1 << 26
@@ -138,9 +138,9 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                 with studies.folder(name) as folder:
                     try:
                         if folder.has_file("sensitivity.json"):
-                            sensitivities.append(_sensitivity(_parsed(folder, "sensitivity.json")))
+                            sensitivities.append(_sensitivity(_parsed(top, folder, "sensitivity.json", problems)))
                         elif folder.has_file("rank.json"):
-                            rankings.append(_ranking(_parsed(folder, "rank.json")))
+                            rankings.append(_ranking(_parsed(top, folder, "rank.json", problems)))
                         else:
                             problems.append(f"{folder.path} has no result: the study is not finished")
                     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -150,10 +150,13 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     return Studies(sensitivities=sensitivities, rankings=rankings)
 
 
-def _parsed(folder: Folder, name: str) -> dict[str, Any]:
-    found = json.loads(folder.read(name, LIMIT))
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} holds no object")
+def _parsed(run: Folder, folder: Folder, name: str, problems: list[str]) -> dict[str, Any]:
+    found, checked = unsealed(folder.read(name, LIMIT))
+    own, whose = identity(run), (found.get("identity") or {}).get("run")
+    if own is not None and whose not in (None, own):
+        raise ValueError(f"it is of run {whose}, not of this one")
+    if not checked:
+        problems.append(f"{folder.path / name} is of an older version and has no checksum: no change would be noticed")
     return found
 
 

@@ -15,10 +15,12 @@ from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.run import directory as run_directory
 from fp4train.run import history
+from fp4train.run.belonging import lost_records
 from fp4train.run.divergence import Rewind
 from fp4train.run.environment import environment
 from fp4train.run.run import Run
 from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import printable
 from fp4train.track import mend
 from fp4train.track.config import METRICS
@@ -43,8 +45,9 @@ def begin(
     if rewind is not None:
         record |= {"event": "rewind", **rewind.record}
     run_directory.write_config(directory, cfg, run.identity)
-    run.saved_config = run.folder.read(run_directory.CONFIG, run_directory.CONFIG_LIMIT)
+    run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
     found: list[str] = []
+    lost: list[str] = []
     if branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
         run_directory.copy_files(
@@ -58,20 +61,23 @@ def begin(
     else:
         if not branching:
             run.saver.saved, run.saver.good = start.step, start.state.get("good")  # type: ignore[assignment]
+        lost = list(lost_records(run.folder, start.state, history.read_history(directory)).values())
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
         if swap is not None:
             record_swap(directory, start.step, swap[1], swap[0])
     run.swaps = read_entries(directory)
     record["environment"] = environment(run.device, run.fingerprint, run.world.size)
-    history.append(directory, plan=run.plan, **record)
+    run.history = history.append(directory, plan=run.plan, **record)
     run.tracker = config.track.build(
         directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
         for what in found:
             _log.warning("%s: %s", directory / METRICS, what)
-        if found:
-            run.tracker.log_event(start.step + 1, "metrics mended", {"found": found})
+        for what in lost:
+            _log.warning("%s", what)
+        if found or lost:
+            run.tracker.log_event(start.step + 1, "metrics mended", {"found": [*found, *lost]})
         changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
         run.tracker.log_event(
             start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}

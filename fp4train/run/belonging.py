@@ -1,11 +1,12 @@
-"""Whether a checkpoint, the record of swaps and the configuration beside it are of the same run, and of this user."""
+"""Whether a checkpoint and the records beside it are of the same run, of this user, and as the checkpoint saw them."""
 
 from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -13,9 +14,14 @@ from fp4train import checkpoint
 from fp4train.config import plain
 from fp4train.config.overrides import as_typed
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.run import directory as run_directory
+from fp4train.run.directory import HISTORY
+from fp4train.run.history import Record
 from fp4train.run.signature import outside_paths, signature
 from fp4train.run.swaps import check_record
+from fp4train.sealed import config_parts, unlike
+from fp4train.track.statistics import LIMIT, STATISTICS
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +54,7 @@ def _why_foreign(run: Path) -> str | None:
     Raises:
         UserError: it cannot be read.
     """
-    found, body = run_directory.config_parts(run / run_directory.CONFIG)
+    found, body = config_parts(run / run_directory.CONFIG)
     if found is None or found[2] is None:
         return "has no signature: an older fp4train wrote it, or somebody else"
     try:
@@ -94,3 +100,17 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             check_record(source, start.step, entries, mend=mend)  # type: ignore[arg-type]
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{start.path} holds no record of swaps: {error}") from error
+
+
+def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> dict[str, str]:
+    """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a sentence.
+
+    Args:
+        state: of the checkpoint. records: of the history.
+    """
+    found, marks = {}, state.get("metrics")
+    if changed := unlike(folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT):
+        found[STATISTICS] = f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
+    if (last := state.get("history")) and last not in {record.sum for record in records}:
+        found[HISTORY] = f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not all on record"
+    return found

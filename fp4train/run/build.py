@@ -186,6 +186,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_share(config, world)
+        run_directory.config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)

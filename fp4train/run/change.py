@@ -121,7 +121,7 @@ def _change(run: Run, timeline: Timeline, entries: Sequence[Entry], event: str, 
     def tell() -> None:
         """For those who read: what is lost with a full disk is the line in the history, not the swap."""
         try:
-            history.append(directory, event, step, plan, **values)
+            run.history = history.append(directory, event, step, plan, **values)
         except UserError as error:
             _log.error("%s", error)
         write_plan(directory, plan, step, gathers)

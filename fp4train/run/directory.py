@@ -24,7 +24,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -32,10 +31,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train import files
+from fp4train import files, sealed
 from fp4train.config.schema import plain
 from fp4train.config.targets import check_targets
 from fp4train.data.digests import KEPT as DIGESTS
@@ -43,6 +41,7 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
 from fp4train.run.signature import outside_paths, signature
+from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import read_metrics
@@ -50,16 +49,13 @@ from fp4train.track.statistics import STATISTICS
 
 _log = logging.getLogger(__name__)
 
-CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = "config.yaml", "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 SAVED, REMOVED = "checkpoint", "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
-CONFIG_LIMIT = 1 << 22
-"""Bytes of a configuration that are read."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
 
 CONTINUED = (
     "run.name",
@@ -177,18 +173,7 @@ def read_config(run: Path) -> DictConfig:
             of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
-    found, body = config_parts(path)
-    if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
-        raise UserError(
-            f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
-            "line to take the file as it stands"
-        )
-    try:
-        saved = _PlainLoader(body).get_single_data()
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
-    if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
-        raise UserError(f"{path} cannot be read as a configuration: it has no section run")
+    saved = saved_config(path)
     try:
         check_targets(saved)
     except UserError as error:
@@ -225,42 +210,31 @@ def config_checksum(run: Path) -> str:
     return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
 
 
+def config_text(cfg: DictConfig) -> str:
+    """The resolved configuration in YAML.
+
+    Raises:
+        UserError: it is too long to be read again.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    if len(text) > sealed.CONFIG_LIMIT - 200:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
+        )
+    return text
+
+
 def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
     """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
-    values = plain(cfg)
-    body = OmegaConf.to_yaml(OmegaConf.create(values))
+    body = config_text(cfg)
     head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
-    if outside := outside_paths(values, run):
+    if outside := outside_paths(plain(cfg), run):
         try:
             head += f" signed {signature(identity, body.encode(), create=True)}"
         except OSError as error:
             names = ", ".join(outside)
             _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
     write_text(run / CONFIG, f"{head}\n{body}")
-
-
-def config_parts(path: Path) -> tuple[tuple[str, str, str | None] | None, bytes]:
-    """The (identity, checksum, signature) that a configuration says it has, and the rest of it."""
-    try:
-        data = files.read(path, CONFIG_LIMIT)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a configuration: {error}") from error
-    header = _HEADER.match(data)
-    if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
-        raise UserError(f"{path} was changed after the run had written it (its first line is damaged)")
-    if header is None:
-        return None, data
-    mac = None if header[3] is None else header[3].decode()
-    return (header[1].decode(), header[2].decode(), mac), data[header.end() :]
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without anchors: a few of them make gigabytes, or a structure without an end."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an anchor and an alias; a saved configuration has plain values only")
-        return super().compose_node(parent, index)
 
 
 def _leaves(node: Any) -> Iterator[Any]:
@@ -353,7 +327,7 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
         with Folder.open(source) as old, Folder.open(run) as new:
             for name in names:
                 if old.status(name) is not None:
-                    new.write(name, old.read(name, METRICS_LIMIT))
+                    new.write(name, old.pieces(name, METRICS_LIMIT))
     except OSError as error:
         raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
 
@@ -372,7 +346,7 @@ def check_restart(run: Path) -> None:
             saved = None
             if folder.has_file(HEARTBEAT):
                 with suppress(ValueError, AttributeError, RecursionError):
-                    saved = json.loads(folder.read(HEARTBEAT, CONFIG_LIMIT)).get("saved")
+                    saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
             if not isinstance(saved, int) and folder.has_file(METRICS):
                 told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
                 saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None

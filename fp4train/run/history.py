@@ -34,7 +34,7 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
-from fp4train.run.directory import CHECKPOINTS, HISTORY
+from fp4train.run.directory import CHECKPOINTS, HISTORY, identity
 from fp4train.text import printable
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import parse_line
@@ -46,6 +46,8 @@ LIMIT = 1 << 28
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 
+MOST_DIMENSIONS = 8
+"""Of a GEMM: many take long to multiply."""
 _HIGH = {"BF16", "FP16", "FP32"}
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
@@ -98,7 +100,8 @@ class Record:
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on.
         values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe,
-            and of a rewind diverged, skipped (`fp4train.run.divergence`).
+            run, the identity of the run that wrote it, and of a rewind diverged, skipped (`fp4train.run.divergence`).
+        sum: its checksum and that of all lines before.
     """
 
     event: str
@@ -107,6 +110,7 @@ class Record:
     changed: dict[str, tuple[Any, Any]]
     stretches: tuple[Stretch, ...]
     values: dict[str, Any]
+    sum: str = ""
 
     def describe(self) -> str:
         """Everything but event and step, in a line."""
@@ -128,39 +132,43 @@ def read_history(run: Path) -> list[Record]:
     Raises:
         UserError: the file cannot be read, or a line is damaged.
     """
-    return [_record(line) for line in _lines(run)[0]]
+    return _lines(run)[0]
 
 
-def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> None:
+def append(run: Path, event: str, step: int, plan: Plan, **values: Any) -> str:
     """Add a record. `plan` is the run's from `step` on; values are "config", "environment", "changed", "from",
-    "name", "at", "recipe".
+    "name", "at", "recipe". Returns its sum, which a checkpoint remembers.
 
     Raises:
         UserError: the file cannot be read or written; its records are as before then.
     """
-    lines, size = _lines(run)
+    records, size = _lines(run)
     line = {
         "event": event,
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "run": identity(run),
         **values,
         "stretches": _compact(plan),
     }
-    line["sum"] = chained_sum(line, lines[-1]["sum"] if lines else "")
+    line["sum"] = chained_sum(line, records[-1].sum if records else "")
     text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
     try:
         with files.parent(run / HISTORY) as (folder, name):
             folder.append(name, text.encode(), size)
     except OSError as error:
         raise UserError(f"{run / HISTORY} cannot be written: {error}") from error
+    return str(line["sum"])
 
 
 def stretches(records: Iterable[Record]) -> list[Stretch]:
     """What ran and what is planned, in order: each record holds from its step on."""
     found: list[Stretch] = []
     for record in records:
-        before = [replace(s, stop=min(s.stop, record.step)) for s in found if s.start < record.step]
-        found = before
+        while found and found[-1].start >= record.step:
+            found.pop()
+        if found and found[-1].stop > record.step:
+            found[-1] = replace(found[-1], stop=record.step)
         for stretch in record.stretches:
             last = found[-1] if found else None
             if last is not None and last.stop == stretch.start and _alike(last, stretch):
@@ -262,9 +270,10 @@ def _show(value: Any) -> str:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _lines(run: Path) -> tuple[list[dict[str, Any]], int]:
+def _lines(run: Path) -> tuple[list[Record], int]:
     """The records, and how many bytes of the file they are: what is behind them is the torn end of a line."""
-    path, before, found = run / HISTORY, "", []
+    path, before = run / HISTORY, ""
+    found: list[Record] = []
     try:
         data = files.read(path, LIMIT)
     except FileNotFoundError:
@@ -277,15 +286,14 @@ def _lines(run: Path) -> tuple[list[dict[str, Any]], int]:
             line = json.loads(raw)
             if line["sum"] != chained_sum(line, before):
                 raise ValueError("its checksum differs")
-            _record(line)
+            found.append(_record(line))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             why = str(error).splitlines()[0] if isinstance(error, ValueError) else "it is no record"
             raise UserError(
                 f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
                 "without it, but then what ran before is not on record"
             ) from error
-        before = line["sum"]
-        found.append(line)
+        before = found[-1].sum
     if torn:
         _log.warning("%s: its last line was cut off and is left out", path)
     return found, len(data) - len(torn)
@@ -306,6 +314,7 @@ def _record(line: Mapping[str, Any]) -> Record:
         changed={str(key): (old, new) for key, (old, new) in line.get("changed", {}).items()},
         stretches=tuple(_expanded(each) for each in line["stretches"]),
         values={key: value for key, value in line.items() if key not in own},
+        sum=str(line["sum"]),
     )
 
 
@@ -337,6 +346,9 @@ def _compact(plan: Plan) -> list[dict[str, Any]]:
 
 def _expanded(node: Mapping[str, Any]) -> Stretch:
     sizes = [tuple(map(int, size)) for size, *_ in node["kinds"]]
+    if any(len(size) > MOST_DIMENSIONS for size in sizes):
+        raise ValueError("a GEMM of too many dimensions")
+    macs = [math.prod(size) for size in sizes]
     kinds = [("×".join(map(str, size)), *map(str, kind[1:])) for size, kind in zip(sizes, node["kinds"], strict=True)]
     return Stretch(
         start=int(node["start"]),
@@ -348,5 +360,5 @@ def _expanded(node: Mapping[str, Any]) -> Stretch:
             for name, indices in node["layers"].items()
             for gemm, index in zip(GEMMS * (len(indices) // len(GEMMS)), indices, strict=True)
         ),
-        macs=tuple(math.prod(sizes[index]) for indices in node["layers"].values() for index in indices),
+        macs=tuple(macs[index] for indices in node["layers"].values() for index in indices),
     )

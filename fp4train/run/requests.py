@@ -9,7 +9,6 @@ answers carry a checksum.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -23,7 +22,8 @@ from typing import Any
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.directory import REQUESTS, is_running
-from fp4train.run.swaps import Entry, checksum
+from fp4train.run.swaps import Entry
+from fp4train.sealed import sealed, unsealed
 from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _ask(run: Path, body: dict[str, Any]) -> str:
     key = f"{time.time_ns()}-{secrets.token_hex(4)}"
     try:
         with Folder.open(run) as folder, folder.folder(REQUESTS, create=True) as requests:
-            requests.write(f"{key}.json", _sealed(body))
+            requests.write(f"{key}.json", sealed(body))
     except OSError as error:
         raise UserError(f"{run / REQUESTS} cannot be written: {error}") from error
     return key
@@ -110,7 +110,7 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> Answer | None:
         running = is_running(run)
         try:
             with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
-                found = _unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))
+                found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))[0]
                 with suppress(OSError):
                     requests.remove(f"{request}.answer")
             return Answer(accepted=bool(found["accepted"]), text=str(found["text"]))
@@ -134,7 +134,7 @@ def pending(run: Path) -> dict[str, dict[str, Any]]:
         with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
             for name in [name for name in requests.names() if name.endswith(".json")]:
                 try:
-                    found[name.removesuffix(".json")] = _unsealed(requests.read(name, REQUEST_LIMIT))
+                    found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))[0]
                 except FileNotFoundError:  # taken since
                     continue
                 except (OSError, ValueError, RecursionError):
@@ -261,7 +261,7 @@ class Inbox:
 
         def write() -> None:
             with self._folder.folder(REQUESTS) as requests:
-                requests.write(f"{key}.answer", _sealed({"accepted": accepted, "text": text}))
+                requests.write(f"{key}.answer", sealed({"accepted": accepted, "text": text}))
                 for old in [name for name in requests.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
                     requests.remove(old)
 
@@ -312,7 +312,7 @@ def _taken(requests: Folder, name: str, taken: str) -> tuple[dict[str, Any] | No
     """
     try:
         requests.rename(name, taken)
-        body = _unsealed(requests.read(taken, REQUEST_LIMIT))
+        body = unsealed(requests.read(taken, REQUEST_LIMIT))[0]
         if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
             raise ValueError("it does not hold recipe, name and at, nor cancel alone")
     except FileNotFoundError:
@@ -321,20 +321,6 @@ def _taken(requests: Folder, name: str, taken: str) -> tuple[dict[str, Any] | No
         _set_aside(requests, taken if requests.status(taken) is not None else name)
         return None, f"request {taken.removesuffix('.taken')}.json cannot be read: {error}"
     return body, ""
-
-
-def _sealed(body: dict[str, Any]) -> bytes:
-    return json.dumps(body | {"sha256": checksum(body)}).encode()
-
-
-def _unsealed(data: bytes) -> dict[str, Any]:
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise ValueError("it is no JSON object")
-    given = body.pop("sha256", None)
-    if given is not None and given != checksum(body):
-        raise ValueError("it is damaged (its checksum differs)")
-    return body
 
 
 def _set_aside(requests: Folder, name: str) -> None:

@@ -48,6 +48,7 @@ class Run:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         identity: the random number that the run's parts carry.
+        history: the sum of the last record of its history.
         swaps: the record of swaps.
         torn: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
@@ -75,6 +76,7 @@ class Run:
     fingerprint: str
     folder: Folder
     identity: str = ""
+    history: str = ""
     swaps: list[Entry] = field(default_factory=list)
     torn: bool = False
     failed: torch.Tensor | None = None
@@ -205,6 +207,7 @@ class Run:
             "good_steps": self.good_steps,
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
+            "history": self.history,
             "swaps": self.swaps,
             "divergence": asdict(self.divergence),
         }

@@ -314,13 +314,11 @@ class Saver:
             if there != run.identity and not (there is None and also.empty()):
                 what = "files that are not this run's" if there is None else f"another run ({there})"
                 raise UserError(f"{place} holds {what}: nothing is written there")
-            copies = {run_directory.CONFIG: run.saved_config}
+            if run.saved_config is not None:
+                also.write(run_directory.CONFIG, run.saved_config)
             for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
-                    copies[name] = run.folder.read(name, METRICS_LIMIT)
-            for name, data in copies.items():
-                if data is not None:
-                    also.write(name, data)
+                    also.write(name, run.folder.pieces(name, METRICS_LIMIT))
         except BaseException:
             also.close()
             raise

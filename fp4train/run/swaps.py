@@ -8,10 +8,9 @@ noticed. `fp4train.run.requests` is how a running process is asked for one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from fp4train.errors import UserError
 from fp4train.precision import Recipe, Swap
 from fp4train.run import directory as run_directory
 from fp4train.run.directory import SWAPS, write_text
+from fp4train.sealed import checksum
 
 Entry = dict[str, Any]
 
@@ -51,7 +51,9 @@ def read_entries(run: Path) -> list[Entry]:
         for entry in entries:
             _check(entry, known)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(
+            f"{path} cannot be read: {error}; remove the file to go on with the swaps of the checkpoint"
+        ) from error
     return entries
 
 
@@ -108,19 +110,12 @@ def _check(entry: Any, known: str | None) -> None:
         raise ValueError(f"an entry holds {sorted(strange)[0]!r}")
     if set(entry) == {"step", "name", "recipe"}:
         return  # from before entries had a checksum
-    if entry.get("sha256") != checksum({k: v for k, v in entry.items() if k != "sha256"}):
+    if entry.get("sha256") != checksum(entry):
         raise ValueError(
-            f"the swap at step {entry['step']} was changed after it had been recorded (its checksum differs); remove "
-            "the file to go on with the swaps of the checkpoint"
+            f"the swap at step {entry['step']} was changed after it had been recorded (its checksum differs)"
         )
     if known is not None and entry.get("run") not in (None, known):
         raise ValueError(f"it is of run {entry['run']}, not of this one ({known})")
-
-
-def checksum(entry: Mapping[str, Any]) -> str:
-    """Of an entry or a request without its own "sha256"."""
-    text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_record(run: Path, step: int, trained: Sequence[Entry], *, mend: bool) -> None:

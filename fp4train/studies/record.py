@@ -1,12 +1,12 @@
 """STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement, written as it happens.
 
-    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …}, "sum": …}
-    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104], …}, "sum": …}
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …}, "after": …, "crc": …}
+    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104], …}, "after": …, "crc": …}
 
 The first line says what the measurements are of. A study that goes on compares it with its own, and refuses the record
-of another one. `sum` is a checksum over the line and the sum of the line before, so that a line that was changed, lost
-or moved is noticed; a last line that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what
-is read back equals what was measured in every bit.
+of another one. The lines are chained, so that one that was changed, lost or moved is noticed; a last line that a kill
+tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what is read back equals what was measured in
+every bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fp4train.config.binding import flattened
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run import directory as run_directory
-from fp4train.run.history import chained_sum
 from fp4train.track.metrics import MetricsLog, read_metrics
 
 MEASUREMENTS = "measurements.jsonl"
@@ -52,20 +51,18 @@ class StudyRecord:
         """Key → values."""
         first = {**identity, "format": FORMAT, "fp4train": __version__}
         first = json.loads(json.dumps(first, allow_nan=False))
-        self._sum = ""
         with Folder.open(path.parent, create=True) as folder:
             lines = read_metrics(path, REMEDY) if folder.status(path.name) is not None else []
         for number, line in enumerate(lines, start=1):
-            if line.get("sum") != chained_sum(line, self._sum):
-                raise UserError(f"{path}, line {number}: its checksum differs; {REMEDY}")
-            self._sum = line["sum"]
+            if not ({"identity"} if number == 1 else {"key", "values"}) <= set(line):
+                raise UserError(f"{path}, line {number}: no measurement of a study; {REMEDY}")
             if number == 1:
-                self._check(line.get("identity"), first)
+                self._check(line["identity"], first)
             else:
                 self.known[line["key"]] = line["values"]
         self._log = MetricsLog(path)
         if not lines:
-            self._append({"identity": first}, event="study")
+            self._log.log_event(self.step, "study", {"identity": first})
 
     def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
         found = found if isinstance(found, dict) else {}
@@ -101,17 +98,9 @@ class StudyRecord:
         if key in self.known:
             raise ValueError(f"key={key!r} is recorded already")
         values = json.loads(json.dumps(values, allow_nan=False))
-        self._append({"key": key, "values": values})
+        self._log.log(self.step, {"key": key, "values": values})
         self.known[key] = values
         return values
-
-    def _append(self, body: dict[str, Any], *, event: str | None = None) -> None:
-        line = {"step": self.step, **({} if event is None else {"event": event}), **body}
-        self._sum = chained_sum(line, self._sum)
-        if event is None:
-            self._log.log(self.step, {**body, "sum": self._sum})
-        else:
-            self._log.log_event(self.step, event, {**body, "sum": self._sum})
 
     def close(self) -> None:
         """Make what is recorded durable, and close the file."""

@@ -2,11 +2,12 @@
 
 This file is the truth about a run: a kill loses at most the line being written. Two kinds of lines::
 
-    {"step": 120, "train/loss": 2.31, "train/lr": 0.003, "precision/recipe": "nvfp4", "crc": "5f0e2d1a"}
-    {"step": 120, "event": "swap", "recipe": "bf16", "crc": "03b1c9e7"}
+    {"step": 120, "train/loss": 2.31, "precision/recipe": "nvfp4", "after": "03b1c9e7", "crc": "5f0e2d1a"}
+    {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc": "81d2c3aa"}
 
-"crc" is the CRC-32 of the line without it: `read_metrics` names a line in which a digit is not as it was written. Lines
-of older files have none.
+"crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`): `read_metrics`
+names a line in which a digit is not as it was written, and one before which lines are gone. The first line follows the
+run's identity. Lines of older files have neither.
 
 A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`; where that is not enough
 it says so once and goes on, the lines wait in memory, and nobody waits again until they are written.
@@ -17,15 +18,13 @@ and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss": "nan"}}`
 A checkpoint remembers how long the file was and its checksum up to there (`MetricsLog.mark`), so that a resumed run can
 say that lines are missing or were changed; `mend` leaves out what is damaged and keeps the file as it was found beside.
 
-Numbers are written in their shortest exact form, so that two runs with equal losses have equal lines.
+Numbers are written in their shortest exact form, so that two runs with equal losses have equal values.
 """
 
-import hashlib
 import json
 import logging
 import math
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,20 +33,19 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import Chain, Gap, Rolling, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-LIMIT = 1 << 34
+LIMIT = 1 << 33
 """Bytes of a metrics log that are read."""
-RESERVED = ("step", "event", "nonfinite", "crc")
+RESERVED = ("step", "event", "nonfinite", "after", "crc")
 WAIT_SECONDS = 1.0
 """For a line to be written; then the disk is left behind."""
 END_SECONDS = 30.0
 """For the lines that are left at the end, and before a checkpoint that counts on them."""
-_CRC = b', "crc": "%08x"}'
-_CRC_BYTES = len(_CRC % 0)
 
 
 class MetricsLog:
@@ -66,23 +64,21 @@ class MetricsLog:
         self.path = Path(path)
         try:
             with files.parent(self.path, create=True) as (folder, name):
-                _repair(folder, name, resume_step)
+                self._chain = _repair(folder, name, resume_step)
                 self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                self._all = Rolling(folder.pieces(name, LIMIT))
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error}") from error
-        self._written = self._size = os.fstat(self._descriptor).st_size
-        self._digest = hashlib.sha256()
-        for start in range(0, self._size, 1 << 24):
-            self._digest.update(os.pread(self._descriptor, min(1 << 24, self._size - start), start))
+        self._written = self._all.size
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
         self._behind = self._full = False
         self._open = True
         self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
-    def mark(self) -> dict[str, int | str]:
-        """What is logged by now: its bytes and their SHA-256, for `mend`."""
-        return {"bytes": self._size, "sha256": self._digest.copy().hexdigest()}
+    def mark(self) -> dict[str, Any]:
+        """What is logged by now, for `mend`: its bytes and their SHA-256, and those of the statistics."""
+        return self._all.mark() | {"statistics": self._statistics.mark}
 
     def sync(self) -> None:
         """Make what is logged durable; another thread may do so while lines are logged.
@@ -131,9 +127,8 @@ class MetricsLog:
     def _append(self, line: dict[str, Any]) -> None:
         if not self._open:
             raise ValueError(f"{self.path} is finished; nothing can be logged any more")
-        data = _dump(line)
-        self._size += len(data)
-        self._digest.update(data)
+        data = self._chain.seal(_dump(line))
+        self._all.add(data)
         self._waiting.append(data)
         if self._behind and self._worker.wait(0):
             self._behind = False
@@ -190,20 +185,22 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
         remedy: what to do about a damaged line, as the error says it.
 
     Raises:
-        UserError: the file is missing, or a line is damaged; of the last one only a warning is given.
+        UserError: the file is missing, or a line is damaged or does not follow the one before; of the last one only a
+            warning is given.
     """
     path = Path(path)
     try:
-        data = files.read(path, LIMIT)
+        with files.parent(path) as (folder, name):
+            return [line for _, line in _lines(folder, name, remedy)]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return [line for _, line in _lines(data, path, remedy)]
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
     """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw it.
 
-    Lines that are damaged, but for a torn last one, are left out; the file as it was found is kept as NAME.damaged.
+    Lines that are damaged, but for a torn last one, are left out, and what remains is chained anew; the file as it was
+    found is kept as NAME.damaged.
 
     Args:
         path: the log; it may be missing.
@@ -214,89 +211,98 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         What was found, a sentence each; empty if all is well.
 
     Raises:
-        UserError: the file cannot be read or written.
+        UserError: a file cannot be read or written.
     """
     found: list[str] = []
     try:
         with files.parent(path) as (folder, name):
-            data = folder.read(name, LIMIT) if folder.status(name) is not None else b""
-            kept: list[bytes] = []
-            steps: set[int] = set()
-            sealed = False
-            *lines, _torn = data.split(b"\n")
-            for number, raw in enumerate(lines, start=1):
-                try:
-                    line, sealed = _parsed(raw, sealed)
-                except (ValueError, RecursionError):
-                    if number < len(lines):
-                        found.append(f"line {number} was damaged and is left out")
-                    continue
-                kept.append(raw + b"\n")
-                if "event" not in line:
-                    steps.add(line["step"])
-            if found:
-                folder.write(f"{name}.damaged", data)
-                folder.write(name, b"".join(kept))
+            changed = unlike(folder, name, mark, LIMIT)
+            steps = _mended(folder, name, found) if folder.status(name) is not None else set()
+            if changed:
+                found.append(f"the file {changed} since the checkpoint of step {resume_step}")
+                if missing := sorted(set(range(1, resume_step + 1)) - steps):
+                    found.append(f"{len(missing)} steps of {missing[0]}–{missing[-1]} are missing")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    size = mark.get("bytes") if isinstance(mark, Mapping) else None
-    if not isinstance(mark, Mapping) or type(size) is not int:
-        return found
-    if hashlib.sha256(data[:size]).hexdigest() != mark.get("sha256"):
-        what = f"is cut off ({len(data)} bytes of {size})" if len(data) < size else "was changed"
-        found.append(f"the file {what} since the checkpoint of step {resume_step}")
-        if missing := sorted(set(range(1, resume_step + 1)) - steps):
-            found.append(f"{len(missing)} steps of {missing[0]}–{missing[-1]} are missing")
     return found
 
 
-def _lines(data: bytes, path: Path, remedy: str = REMEDY) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
-    *lines, _torn = data.split(b"\n")
-    sealed = False
-    for number, raw in enumerate(lines, start=1):
+def _mended(folder: Folder, name: str, found: list[str]) -> set[int]:
+    """Leave the whole lines of a log, chained to the run beside it, which may be a branch of the one that wrote them.
+
+    Adds what was wrong to `found`, and gives the steps that it has.
+    """
+    chain, anew = Chain(), Chain(identity(folder) or "")
+    kept: list[bytes] = []
+    steps: set[int] = set()
+    damaged, same = 0, True
+    for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
+        if damaged:
+            found.append(f"line {damaged} was damaged and is left out")
+        damaged = 0
         try:
-            line, sealed = _parsed(raw, sealed)
+            try:
+                line = _parsed(raw, chain)
+            except Gap:
+                line = _parsed(raw, chain)
+                found.append(f"lines before line {number} are missing")
+        except (ValueError, RecursionError):
+            damaged, same = number, False  # if it is the last one, a kill may have torn it
+            continue
+        kept.append(anew.again(raw))
+        same = same and kept[-1] == raw
+        if "event" not in line:
+            steps.add(line["step"])
+    if found:
+        folder.write(f"{name}.damaged", folder.pieces(name, LIMIT))
+    if not same:
+        folder.write(name, kept)
+    return steps
+
+
+def _lines(folder: Folder, name: str, remedy: str = REMEDY) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
+    path, chain = folder.path / name, Chain(identity(folder))
+    damaged: tuple[int, bytes, Exception] | None = None
+    for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
+        torn = not raw.endswith(b"\n")
+        if torn and len(raw) < files.LINE:
+            break
+        if damaged is not None:
+            raise UserError(f"{path}, line {damaged[0]}: not a line of metrics ({damaged[2]}); {remedy}")
+        try:
+            if torn:
+                raise ValueError(f"it has more than {files.LINE:,} bytes")
+            line = _parsed(raw, chain)
+        except Gap as error:
+            raise UserError(f"{path}, line {number}: {error}; {remedy}") from error
         except (ValueError, RecursionError) as error:
-            if number == len(lines):  # a power cut may leave zeros for data
-                if raw.strip(b"\0"):
-                    _log.warning("%s, line %d, the last one, is damaged and left out (%s)", path, number, error)
-                return
-            raise UserError(f"{path}, line {number}: not a line of metrics ({error}); {remedy}") from error
+            damaged = number, raw, error
+            continue
         yield raw, line
+    if damaged is not None and damaged[1].strip(b"\0\n"):  # a power cut may leave zeros for data
+        _log.warning("%s, line %d, the last one, is damaged and left out (%s)", path, damaged[0], damaged[2])
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
-    """A line of a metrics log without its newline.
+    """A line of a metrics log, whatever is before it.
 
     Raises:
         ValueError, RecursionError: it is none, or is not as it was written.
     """
-    return _parsed(raw, False)[0]
+    return _parsed(raw, Chain())
 
 
-def _parsed(raw: bytes, sealed: bool) -> tuple[dict[str, Any], bool]:
-    """A line, and whether it had a checksum, as each one must after one that had (`sealed`)."""
-    line = json.loads(raw)
-    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+def _parsed(raw: bytes, chain: Chain) -> dict[str, Any]:
+    line = chain.open(raw)
+    if not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
-    if "crc" in line or sealed or _almost_sealed(raw):
-        if raw[-_CRC_BYTES:] != _CRC % zlib.crc32(raw[:-_CRC_BYTES]):
-            raise ValueError("its checksum differs")
-        sealed = True
-        del line["crc"]
     nonfinite = line.pop("nonfinite", {})
     if not isinstance(nonfinite, dict) or not all(isinstance(text, str) for text in nonfinite.values()):
         raise ValueError("nonfinite names no numbers")
     for key, text in nonfinite.items():
         line[key] = float(text)
-    return line, sealed
-
-
-def _almost_sealed(raw: bytes) -> bool:
-    """Whether the end of a line without a checksum is one whose name was damaged."""
-    end = _CRC % zlib.crc32(raw[:-_CRC_BYTES])
-    return sum(a == b for a, b in zip(raw[-_CRC_BYTES:], end, strict=False)) >= len(end) - 3
+    return line
 
 
 def _dump(line: Mapping[str, Any]) -> bytes:
@@ -310,17 +316,19 @@ def _dump(line: Mapping[str, Any]) -> bytes:
         plain[key] = value
     if nonfinite:
         plain["nonfinite"] = nonfinite
-    text = json.dumps(plain, allow_nan=False).encode()[:-1]
-    return text + _CRC % zlib.crc32(text) + b"\n"
+    return json.dumps(plain, allow_nan=False).encode()
 
 
-def _repair(folder: Folder, name: str, resume_step: int | None) -> None:
-    """Leave whole lines only, and none after `resume_step`, in a file that has no other name (a hard link)."""
+def _repair(folder: Folder, name: str, resume_step: int | None) -> Chain:
+    """Leave whole lines only, and none after `resume_step`, in a file that has no other name (a hard link); the chain
+    for what follows."""
+    chain = Chain(identity(folder) or "")
     status = folder.status(name)
     if status is None:
-        return
-    data = folder.read(name, LIMIT)
-    lines = _lines(data, folder.path / name)
-    kept = b"".join(raw + b"\n" for raw, line in lines if resume_step is None or line["step"] <= resume_step)
-    if kept != data or status.st_nlink > 1:
-        folder.write(name, kept)
+        return chain
+    lines = _lines(folder, name)
+    kept = [(raw, chain.again(raw)) for raw, line in lines if resume_step is None or line["step"] <= resume_step]
+    size = sum(len(raw) for raw, new in kept if raw == new)
+    if size != status.st_size or status.st_nlink > 1:
+        folder.write(name, (new for _, new in kept))
+    return chain

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
-from fp4train.checkpoint.tensors import DTYPES
+from fp4train.checkpoint.stored import File, StoredTensors
+from fp4train.checkpoint.tensors import DTYPES, Box
 from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.sealed import checksum
 
 ONE = {"w": torch.arange(6.0)}
 
@@ -242,7 +244,31 @@ def reseal(file: Path, change: Callable[[Any], None]) -> None:
     body = json.loads(file.read_text())
     change(body)
     body.pop("sha256")
-    file.write_text(json.dumps({**body, "sha256": checkpoint.layout.checksum_of(body)}))
+    file.write_text(json.dumps({**body, "sha256": checksum(body)}))
+
+
+def boxes(*places: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 2)) -> dict[str, File]:
+    """A file for each (offsets, sizes) of a tensor w."""
+    made = (Box(dtype=torch.float32, shape=shape, offsets=at, sizes=sizes, start=0) for at, sizes in places)
+    return {str(number): File(status=(0, 0, 0, 0), boxes={"w": box}) for number, box in enumerate(made)}
+
+
+def test_parts_of_a_tensor_tile_it(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path)
+    quarters = [((row, column), (2, 1)) for row in (0, 2) for column in (0, 1)]
+    for whole in ([((0, 0), (4, 2))], [((0, 0), (2, 2)), ((2, 0), (2, 2))], quarters):
+        StoredTensors(folder, boxes(*whole), {})
+    StoredTensors(folder, boxes(((0, 0), (0, 2)), ((0, 0), (0, 2)), shape=(0, 2)), {})
+    for places in (
+        [((0, 0), (2, 2)), ((0, 0), (2, 2))],
+        [*quarters[:3], quarters[0]],
+        [((0, 0), (3, 2)), ((2, 0), (1, 2))],
+    ):
+        with pytest.raises(ValueError, match="the parts of w overlap and leave gaps"):
+            StoredTensors(folder, boxes(*places), {})
+    with pytest.raises(ValueError, match="w has 40 dimensions; parts may have 8"):
+        StoredTensors(folder, boxes(*[((0,) * 40, (1,) * 39 + (2,))] * 2, shape=(1,) * 39 + (4,)), {})
+    folder.close()
 
 
 def truncate(path: Path) -> None:

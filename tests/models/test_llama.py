@@ -164,6 +164,7 @@ def test_a_few_steps_in_low_precision_learn_a_sequence(recipe: BF16) -> None:
         ({"width": 36}, "width=36 over model.heads=4 is 9 per head"),
         ({"kv_heads": 3}, "heads=4 is not divisible by model.kv_heads=3"),
         ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 2_000_000}, "layers=2000000 must be at most 4096"),
         ({"kv_heads": 0}, "kv_heads=0"),
         ({"hidden": 0}, "hidden=0"),
         ({"vocab_multiple": 0}, "vocab_multiple=0"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4train.run.history import chained_sum
+from fp4train.sealed import sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
@@ -102,7 +103,9 @@ def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LA
     log.close()
 
 
-def write_ranking(run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",)) -> Path:
+def write_ranking(
+    run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
+) -> Path:
     """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each of `runs`."""
     gap = {"mean": 0.002, "error": 0.0001, "low": 0.0018, "high": 0.0022, "t": 20.0}
     forks: list[Any] = []
@@ -115,7 +118,7 @@ def write_ranking(run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a
         "floor": {**gap, "mean": 0.0, "low": -0.0003, "high": 0.0003},
         "candidates": [
             {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
-            {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap},
+            {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
         ],
         "order": ["bf16", name],
         "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "verdict": "apart"}],
@@ -155,5 +158,5 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
 def _study(run: Path, folder: str, name: str, found: dict[str, Any]) -> Path:
     path = run / "studies" / folder / name
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(found))
+    path.write_bytes(sealed(found))
     return path

@@ -17,7 +17,7 @@ from fp4train.track import STATISTICS
 
 
 def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> None:
-    found = read_errors(write_run(tmp_path / "a", errors=True))
+    found = read_errors(write_run(tmp_path / "a", errors=True), [])
     assert found is not None and found.steps == [10, 20, 30, 40]
     assert found.layers == list(LAYERS) and found.operands == ["fprop.x", "wgrad.dy"]
     assert found.values["sqnr_db"][0, 0].tolist() == [19, 18, 17, 16]
@@ -28,7 +28,7 @@ def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> No
 
 
 def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp_path: Path) -> None:
-    found = read_errors(write_run(tmp_path / "a", errors=True))
+    found = read_errors(write_run(tmp_path / "a", errors=True), [])
     assert found is not None
     ratios = np.geomspace(0.5, 5000, found.gradient_to_noise.size).reshape(found.gradient_to_noise.shape)
     ratios.flat[0] = 0.0  # a gradient that vanished has no place on the scale
@@ -47,13 +47,13 @@ def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp
 def test_what_was_not_measured_is_not_a_number(tmp_path: Path) -> None:
     write_statistics(tmp_path, [10])
     write_statistics(tmp_path, [20], ("z", LAYERS[0]))
-    found = read_errors(tmp_path)
+    found = read_errors(tmp_path, [])
     assert found is not None and found.layers == [*LAYERS, "z"], "in the order of their first steps"
     measured = ~np.isnan(worst_operand(found.values["sqnr_db"]))
     assert measured.tolist() == [[True, True], [True, False], [False, True]]
 
 
 def test_no_statistics_are_no_errors(tmp_path: Path) -> None:
-    assert read_errors(tmp_path) is None
+    assert read_errors(tmp_path, []) is None
     (tmp_path / STATISTICS).write_bytes(b"torn")
-    assert read_errors(tmp_path) is None
+    assert read_errors(tmp_path, []) is None

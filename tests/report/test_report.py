@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Iterator
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from fp4train.report.page import write_report
 from fp4train.report.style import DARK, LIGHT
 from fp4train.report.svg import VARIABLES
 from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.sealed import sealed, unsealed
 from fp4train.track import MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
@@ -118,10 +121,8 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
-    for path in [write_ranking(run, runs=("runs/a", "runs/b")) for run in runs]:
-        found = json.loads(path.read_text())
-        found["candidates"][1]["spikes"] = ["runs/b, step 30, seed 3"]
-        path.write_text(json.dumps(found))
+    for run in runs:
+        write_ranking(run, runs=("runs/a", "runs/b"), spikes=["runs/b, step 30, seed 3"])
     page = report(tmp_path, *runs)
     assert page.text.count("2 checkpoints: 6 forks of 24 steps for each candidate at each") == 1
     assert "runs/a, step 30, trained in NVFP4; runs/b, step 30, trained in NVFP4" in page.text
@@ -133,7 +134,9 @@ def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes
 def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", seed=0)
     path = write_ranking(run)
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "checkpoints"}))
+    body, _ = unsealed(path.read_bytes())
+    del body["checkpoints"]
+    path.write_bytes(sealed(body))
     assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
 
 
@@ -208,6 +211,39 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
         "int too large",
     ):
         assert sentence in page.text, sentence
+
+
+def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out(tmp_path: Path) -> None:
+    config = tmp_path / "a/config.yaml"
+    config.parent.mkdir()
+    config.write_text(f"# fp4train run {'a' * 16} sha256 {sha256(b'run: {}').hexdigest()}\nrun: {{}}")
+    run = write_run(tmp_path / "a")
+    path = write_sensitivity(run)
+    whole = path.read_bytes()
+    assert "blocks.0.mlp.up" in report(tmp_path, run).text
+    path.write_bytes(whole.replace(b'"batches": 8', b'"batches": 9'))
+    page = report(tmp_path, run)
+    assert "its checksum differs" in page.text and "blocks.0.mlp.up" not in page.text
+    body, checked = unsealed(whole)
+    assert checked
+    body["identity"] = {"run": "b" * 16}
+    path.write_bytes(sealed(body))
+    page = report(tmp_path, run)
+    assert f"it is of run {'b' * 16}, not of this one" in page.text and "blocks.0.mlp.up" not in page.text
+    path.write_text(json.dumps(body | {"identity": None}))
+    page = report(tmp_path, run)
+    assert "is of an older version and has no checksum" in page.text and "blocks.0.mlp.up" in page.text
+    config.write_bytes(config.read_bytes().replace(b"{}", b"{a: 1}"))
+    assert f"{config} was changed after the run had written it" in report(tmp_path, run).text
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
+def test_a_deeply_nested_configuration_stalls_nothing(tmp_path: Path, opening: str) -> None:
+    run = write_run(tmp_path / "a", seed=0)
+    (run / "config.yaml").write_text(f"run: {opening * (200_000 // len(opening))}")
+    began = time.monotonic()
+    assert f"{run / 'config.yaml'} cannot be read as a configuration" in report(tmp_path, run).text
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

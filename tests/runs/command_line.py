@@ -18,9 +18,9 @@ import yaml
 
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.checkpoint.layout import checksum_of
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
+from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import part_of
 
 StopAt = Callable[[int], None]

@@ -227,6 +227,11 @@ def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
     Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
     said = cli("resume=runs/a", "train.steps=2").message
     assert "swaps.json is not what the checkpoint of step 1 was trained with" in said
+    Path("runs/a/swaps.json").write_text("[")
+    said = cli("resume=runs/a", "train.steps=2").message
+    assert said.startswith("runs/a/swaps.json cannot be read: ")
+    assert said.endswith("; remove the file to go on with the swaps of the checkpoint")
+    Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
     shutil.rmtree("runs/a/checkpoints")
     said = cli("plan", "resume=runs/a", "train.steps=2").message
     assert "no checkpoint" in said

@@ -1,14 +1,18 @@
 """The past of a run stays what it was: plan, configuration and recipe by stretch, whatever a resume changes."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
 
+from fp4train.errors import UserError
 from fp4train.run import history
+from fp4train.run.history import chained_sum
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -176,6 +180,34 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
     assert "was made by an older fp4train" in cli.raw("plan", "runs/a").message
     assert cli("resume=runs/a", "train.steps=3").code == 0
     assert ran("runs/a") == [(2, 3, "NVFP4")]
+
+
+@pytest.mark.parametrize("hostile", ["many records", "a GEMM of many sizes"])
+def test_a_history_is_read_in_linear_time(tmp_path: Path, hostile: str) -> None:
+    def stretch(start: int, **values: Any) -> dict[str, Any]:
+        return {
+            "start": start,
+            "stop": start + 1,
+            "recipe": str(start),
+            "reason": "",
+            "kinds": [],
+            "layers": {},
+            **values,
+        }
+
+    lines: list[dict[str, Any]] = []
+    many = stretch(0, kinds=[[[10**4000] * 60, "", "", ""]], layers={"a": [0] * 60_000})
+    for each in [many] if "GEMM" in hostile else map(stretch, range(3000)):
+        line = {"event": "resume", "step": each["start"], "time": "", "stretches": [each]}
+        lines.append({**line, "sum": chained_sum(line, lines[-1]["sum"] if lines else "")})
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    began = time.monotonic()
+    if "GEMM" in hostile:
+        with pytest.raises(UserError, match=r"line 1 is damaged .*too many dimensions"):
+            history.read_history(tmp_path)
+    else:
+        assert len(history.stretches(history.read_history(tmp_path))) == 3000
+    assert time.monotonic() - began < 5
 
 
 def test_the_validation_data_do_not_depend_on_the_seed(cli: Cli) -> None:

@@ -19,7 +19,9 @@ def test_a_resumed_run_has_the_statistics_of_an_uninterrupted_one(cli: Cli) -> N
     assert len(whole.operands["step"]) == 3 * 6 * len(set(whole.operands["layer"]))
     assert cli("run.name=stopped", *SMALL, "checkpoint.every=3").code == 0
     before = (Path("runs/stopped") / STATISTICS).read_bytes()
-    assert before == (Path("runs/whole") / STATISTICS).read_bytes()
+    stopped = read_statistics(Path("runs/stopped"))
+    for one, other in ((whole.operands, stopped.operands), (whole.gradients, stopped.gradients)):
+        assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in one)
     assert cli("resume=runs/stopped", "resume_step=3").code == 0
     assert (Path("runs/stopped") / STATISTICS).read_bytes() == before
 

@@ -52,7 +52,8 @@ def test_damage_is_refused(tmp_path: Path, damage: str) -> None:
     else:
         lines[1:] = lines[:0:-1]
     path.write_text("".join(lines))
-    damaged = r"line 2: .*its checksum differs.*remove the file"
+    why = "its checksum differs" if damage == "a number" else "a line before it is missing"
+    damaged = rf"line 2: .*{why}.*remove the file"
     with pytest.raises(UserError, match=damaged), open_record(tmp_path, WHO, 200):
         pass
 

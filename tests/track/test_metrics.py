@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 import fp4train.track.metrics as metrics
 from fp4train.errors import UserError
-from fp4train.track import MetricsLog, read_metrics
+from fp4train.track import MetricsLog, mend, read_metrics
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_nan_and_infinity_survive_strict_readers(path: Path) -> None:
     assert math.isnan(line["train/loss"]) and line["train/grad_norm"] == -math.inf and "nonfinite" not in line
 
 
-@pytest.mark.parametrize("key", ["step", "event", "nonfinite", "crc"])
+@pytest.mark.parametrize("key", ["step", "event", "nonfinite", "after", "crc"])
 def test_reserved_keys_are_refused(path: Path, key: str) -> None:
     log = MetricsLog(path)
     with pytest.raises(ValueError, match=key):
@@ -104,7 +105,7 @@ def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> 
     log.log(3, {})
     log.finish()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
-    assert path.read_bytes().startswith(whole + b'{"step": 3, "crc"')
+    assert path.read_bytes().startswith(whole + b'{"step": 3, "after"')
 
 
 def test_no_flipped_bit_changes_a_number_in_silence(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,6 +153,55 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
     log.log(200, {})
     assert [line["step"] for line in read_metrics(path)] == list(range(1, 201)) and "nothing is lost" in caplog.text
     log.finish()
+
+
+@pytest.mark.parametrize(
+    ("order", "line"), [([0, 2, 3], 2), ([0, 1, 3], 3), ([0, 2, 1, 3], 2), ([0, 1, 1, 2, 3], 3)], ids=str
+)
+def test_whole_lines_that_are_gone_or_moved_are_named(path: Path, order: list[int], line: int) -> None:
+    written(path, 1, 2, 3, 4)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[each] for each in order))
+    with pytest.raises(UserError, match=rf"metrics.jsonl, line {line}: a line before it is missing.*; resuming"):
+        read_metrics(path)
+    assert f"lines before line {line} are missing" in mend(path, 4, None)
+    assert [each["step"] for each in read_metrics(path)] == [each + 1 for each in order], "the rest is chained anew"
+    log = MetricsLog(path)
+    log.log(5, {})
+    log.finish()
+    assert read_metrics(path)[-1] == {"step": 5}
+
+
+def test_the_log_of_another_run_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"# fp4train run {name * 16} sha256 {'0' * 64}\n")
+        written(tmp_path / name / "metrics.jsonl", 1, 2)
+    path = tmp_path / "a/metrics.jsonl"
+    assert len(read_metrics(path)) == 2
+    path.write_bytes((tmp_path / "b/metrics.jsonl").read_bytes())
+    with pytest.raises(UserError, match=r"line 1: a line before it is missing, or it is of another file"):
+        read_metrics(path)
+    assert mend(path, 2, None) == [], "a branch takes the log of its run over"
+    assert len(read_metrics(path)) == 2
+
+
+def test_a_huge_line_takes_no_more_memory_and_time_than_lines_may_have(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fp4train.files.LINE", 1 << 20)
+    whole = written(path, 1, 2)
+    path.write_bytes(whole + b"x" * (1 << 21))
+    assert len(read_metrics(path)) == 2
+    assert "line 3, the last one, is damaged and left out (it has more than 1,048,576 bytes)" in caplog.text
+    os.truncate(path, len(whole))
+    os.truncate(path, 6 << 30)
+    tracemalloc.start()
+    try:
+        assert len(read_metrics(path)) == 2 and mend(path, 2, None) == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
 
 
 def test_damage_in_the_middle_is_named_by_its_line(path: Path) -> None:

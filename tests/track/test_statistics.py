@@ -1,7 +1,12 @@
 """RUN/statistics.bin: what is written is read, damage costs one block, a resume drops what comes later."""
 
+import json
 import logging
 import os
+import struct
+import time
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +59,74 @@ def test_a_block_torn_by_a_kill_is_left_out_and_replaced(tmp_path: Path, cut: in
     assert set(read_statistics(tmp_path).operands["step"]) == {1}
     written(tmp_path, 3)
     assert set(read_statistics(tmp_path).operands["step"]) == {1, 3}
-    assert path.read_bytes() == block(1).to_bytes() + block(3).to_bytes()
+    first = block(1).to_bytes(0)
+    assert path.read_bytes() == first + block(3).to_bytes(zlib.crc32(first[20:]))
 
 
 @pytest.mark.parametrize("at", [0, 6, 30, 300])
 def test_a_damaged_block_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int) -> None:
     path = written(tmp_path, 1, 2, 3)
-    data, size = bytearray(path.read_bytes()), len(block(1).to_bytes())
+    data, size = bytearray(path.read_bytes()), len(block(1).to_bytes(0))
     data[size + at] ^= 0x55
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         assert sorted(set(read_statistics(tmp_path).operands["step"])) == [1, 3]
     assert f"{size} bytes at {size} are damaged" in caplog.text
+
+
+def test_measured_steps_that_are_gone_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, 1, 2, 3)
+    size = path.stat().st_size // 3
+    path.write_bytes(path.read_bytes()[:size] + path.read_bytes()[2 * size :])
+    said: list[str] = []
+    assert set(read_statistics(tmp_path, said.append).operands["step"]) == {1, 3}
+    assert said == [f"{path}: measured steps before step 3 are missing, or it is of another run"]
+    written(tmp_path, 4)
+    assert "measured steps before step 3 are missing" in caplog.text
+    caplog.clear()
+    assert set(read_statistics(tmp_path).operands["step"]) == {1, 3, 4} and not caplog.text, "chained anew"
+
+
+def test_statistics_of_another_run_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, 1, 2)
+    (tmp_path / "config.yaml").write_text(f"# fp4train run {'a' * 16} sha256 {'0' * 64}\n")
+    read_statistics(tmp_path)
+    assert f"{path}: measured steps before step 1 are missing, or it is of another run" in caplog.text
+
+
+def test_blocks_from_before_they_were_chained_are_read_and_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = block(1).to_bytes(0)
+    first = len(raw) - block(1).operands.nbytes - block(1).gradients.nbytes
+    header = json.loads(raw[20:first])
+    del header["after"]
+    body = json.dumps(header).encode() + raw[first:]
+    sizes = (len(json.dumps(header)), block(1).operands.nbytes, block(1).gradients.nbytes)
+    (tmp_path / STATISTICS).write_bytes(struct.pack("<4sIIII", b"f4s1", *sizes, zlib.crc32(body)) + body)
+    written(tmp_path, 2)
+    assert set(read_statistics(tmp_path).operands["step"]) == {1, 2} and not caplog.text
+
+
+@pytest.mark.parametrize("repeated", ["heads of blocks as long as the file", "marks alone"])
+def test_a_file_of_heads_is_read_in_linear_time(tmp_path: Path, repeated: str) -> None:
+    size = 20 * 50_000
+    heads = b"f4s1" * (size // 4)
+    if repeated != "marks alone":
+        heads = b"".join(struct.pack("<4sIIII", b"f4s1", 0, 0, size - at - 20, 0) for at in range(0, size, 20))
+    (tmp_path / STATISTICS).write_bytes(heads)
+    began = time.monotonic()
+    assert not len(read_statistics(tmp_path).operands["step"])
+    assert time.monotonic() - began < 10
+
+
+def test_names_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    log = StatisticsLog(tmp_path / STATISTICS)
+    many = np.zeros(1 << 16, OPERAND)
+    log.log(replace(block(1), layers=("a", "b" * (1 << 16)), operands=many))
+    log.close()
+    with pytest.raises(UserError, match=r"65,538 rows with names of up to 65,536 letters"):
+        read_statistics(tmp_path)
 
 
 def test_a_resume_drops_later_steps(tmp_path: Path) -> None:

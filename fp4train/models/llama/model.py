@@ -29,6 +29,9 @@ from fp4train.models.llama.parallel import stage_cut, tensor_cut
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.text import check_choice
 
+MOST_LAYERS = 4096
+"""Of a model; the deepest have some hundred."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
@@ -64,6 +67,8 @@ class Llama:
         for name in ("width", "layers", "heads", "kv_heads", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.layers > MOST_LAYERS:
+            raise ValueError(f"model.layers={self.layers} must be at most {MOST_LAYERS}")
         for name in ("rope_base", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be finite and above 0")

@@ -1,0 +1,249 @@
+"""What fp4train writes with a checksum, and how it is checked where it is read: one rule for every record of a run.
+
+- An object in JSON (a request, a study's result) holds the checksum of the rest of it: `sealed`, `unsealed`.
+- A line that is appended to a record holds its own checksum and that of the line before (`Chain`)::
+
+      {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
+
+  so that a digit that was changed is told from a line that is gone, moved or another file's. The first line follows
+  the identity of the run.
+- What is appended to a file cannot show that its end is cut off. So each checkpoint holds the length and the checksum
+  of every record (`Rolling`), and `unlike` compares them.
+
+Checksums find damage. They keep nobody from writing anew who means to: CRC-32 for lines, SHA-256 for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp4train import files
+from fp4train.errors import UserError
+from fp4train.files import Folder
+
+_CRC = b', "crc": "%08x"}'
+_CRC_BYTES = len(_CRC % 0)
+_AFTER = b', "after": "%08x"'
+_LINKED = len(_AFTER % 0) + _CRC_BYTES
+
+CONFIG = "config.yaml"
+CONFIG_LIMIT = 1 << 19
+"""Bytes of a configuration that are read, and written: YAML is read at 0.1 MB/s."""
+_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
+"""The first line of a configuration: the run's identity, the checksum of the rest, and its user's signature."""
+
+
+def checksum(body: Mapping[str, Any]) -> str:
+    """SHA-256 of an object in JSON, without its own "sha256".
+
+    Raises:
+        ValueError: a number in it is not finite.
+    """
+    rest = {key: value for key, value in body.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(body: Mapping[str, Any], *, indent: int | None = None) -> bytes:
+    """`body` in JSON with its checksum.
+
+    Raises:
+        ValueError: a number in it is not finite.
+    """
+    body = json.loads(json.dumps(body, allow_nan=False))  # as it will be read back
+    return json.dumps({**body, "sha256": checksum(body)}, indent=indent).encode() + b"\n"
+
+
+def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
+    """What `sealed` wrote, and whether it has a checksum: files of older versions have none.
+
+    Raises:
+        ValueError, RecursionError: it is no object in JSON, or not as it was written.
+    """
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise ValueError("it is no JSON object")
+    given = body.get("sha256")
+    if given is not None and given != checksum(body):
+        raise ValueError("it is damaged (its checksum differs)")
+    body.pop("sha256", None)
+    return body, given is not None
+
+
+class Gap(ValueError):
+    """A line is whole, and does not follow the one before it."""
+
+
+class Chain:
+    """Seals the lines of a record, or checks them, one after another.
+
+    Lines of older files have no "after", and before that no "crc". After one that has it, each must have it.
+
+    Args:
+        first: what the first line follows: the identity of the run.
+    """
+
+    def __init__(self, first: str | None = None) -> None:
+        self.last: int | None = None if first is None else zlib.crc32(first.encode())
+        """Checksum of the line before; None: not known, and not compared."""
+        self._sealed = self._chained = False
+
+    def seal(self, text: bytes) -> bytes:
+        """`text`, an object in JSON that is not empty, as the next line."""
+        body = text[:-1] + _AFTER % (self.last or 0)
+        self.last = zlib.crc32(body)
+        return body + _CRC % self.last + b"\n"
+
+    def again(self, raw: bytes) -> bytes:
+        """A whole line of another chain as the next one of this; a line without "after" stays as it is."""
+        text, own = raw[: -_LINKED - 1], raw[-_CRC_BYTES - 1 : -1]
+        if raw[-_LINKED - 1 :].startswith(_AFTER[:10]):
+            return self.seal(text + b"}")
+        sealed = own == _CRC % zlib.crc32(raw[: -_CRC_BYTES - 1])
+        self.last = zlib.crc32(raw[: -_CRC_BYTES - 1] if sealed else raw[:-1])
+        return raw
+
+    def open(self, raw: bytes) -> dict[str, Any]:
+        """The object in the next line, without the chain's keys. After a `ValueError` what follows is not compared.
+
+        Raises:
+            ValueError, RecursionError: it is no line, or not as it was written.
+            Gap: a line before it is missing, or it comes from elsewhere; the next call gives it.
+        """
+        raw = raw.removesuffix(b"\n")
+        before, self.last = self.last, None
+        line = json.loads(raw)
+        if not isinstance(line, dict):
+            raise ValueError("it is no object")
+        own = zlib.crc32(raw[:-_CRC_BYTES])
+        if "crc" in line or self._sealed or _almost_sealed(raw, _CRC % own):
+            if raw[-_CRC_BYTES:] != _CRC % own:
+                raise ValueError("its checksum differs")
+            self._sealed = True
+            del line["crc"]
+        after = line.pop("after", None)
+        if (after is not None or self._chained) and before is not None and after != f"{before:08x}":
+            raise Gap("a line before it is missing, or it is of another file")
+        self._chained = self._chained or after is not None
+        self.last = own if self._sealed else zlib.crc32(raw)
+        return line
+
+
+def _almost_sealed(raw: bytes, end: bytes) -> bool:
+    """Whether the end of a line without a checksum is one whose name was damaged."""
+    return sum(a == b for a, b in zip(raw[-_CRC_BYTES:], end, strict=False)) >= len(end) - 3
+
+
+Header = tuple[str, str, str | None]
+"""Identity, checksum, and signature or None, as the first line of a configuration says them."""
+
+
+def split_config(data: bytes) -> tuple[Header | None, bytes]:
+    """The first line of a saved configuration, and the rest of it.
+
+    Raises:
+        ValueError: its first line is damaged.
+    """
+    header = _HEADER.match(data)
+    if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
+        raise ValueError("was changed after the run had written it (its first line is damaged)")
+    if header is None:
+        return None, data
+    signed = None if header[3] is None else header[3].decode()
+    return (header[1].decode(), header[2].decode(), signed), data[header.end() :]
+
+
+def config_parts(path: Path) -> tuple[Header | None, bytes]:
+    """`split_config` of the file `path`.
+
+    Raises:
+        UserError: it cannot be read, or its first line is damaged.
+    """
+    try:
+        return split_config(files.read(path, CONFIG_LIMIT))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as a configuration: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} {error}") from error
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    """The plain values of a saved configuration that is as the run wrote it.
+
+    Raises:
+        UserError: it cannot be read, or was changed.
+    """
+    found, body = config_parts(path)
+    if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
+        raise UserError(
+            f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
+            "line to take the file as it stands"
+        )
+    try:
+        saved = _PlainLoader(body).get_single_data()
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
+        raise UserError(f"{path} cannot be read as a configuration: it has no section run")
+    return saved
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without anchors: a few of them make gigabytes, or a structure without an end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds an anchor and an alias; a saved configuration has plain values only")
+        return super().compose_node(parent, index)
+
+
+def identity(folder: Folder) -> str | None:
+    """Of the run in `folder`, by the first line of its configuration; None: it has none, or none that can be read."""
+    with suppress(OSError, ValueError):
+        if folder.has_file(CONFIG) and (found := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]):
+            return found[0]
+    return None
+
+
+class Rolling:
+    """Length and checksum of a file that is only appended to."""
+
+    def __init__(self, pieces: Iterable[bytes] = ()) -> None:
+        self.size, self._digest = 0, hashlib.sha256()
+        for piece in pieces:
+            self.add(piece)
+
+    def add(self, data: bytes) -> None:
+        self.size += len(data)
+        self._digest.update(data)
+
+    def mark(self) -> dict[str, Any]:
+        """As a checkpoint remembers it."""
+        return {"bytes": self.size, "sha256": self._digest.copy().hexdigest()}
+
+
+def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
+    """How the file `name`, of up to `limit` bytes, is not as `mark` remembers its beginning, in words.
+
+    None: it is, or nothing is remembered.
+    """
+    size = mark.get("bytes") if isinstance(mark, Mapping) else None
+    if not isinstance(mark, Mapping) or type(size) is not int:
+        return None
+    found = Rolling()
+    for piece in folder.pieces(name, limit) if folder.status(name) is not None else ():
+        found.add(piece[: size - found.size])
+        if found.size == size:
+            break
+    if found.size < size:
+        return f"is cut off ({found.size} bytes of {size})"
+    return None if found.mark() == {"bytes": size, "sha256": mark.get("sha256")} else "was changed"
