@@ -34,6 +34,13 @@ class Text:
                 f"data.suffixes={self.suffixes!r}: a list is needed, for instance data.suffixes=[.txt,.py]"
             )
 
+        suffix = Path(self.path).suffix.lower()
+        if suffix in (".jsonl", ".parquet") and suffix not in self.suffixes:
+            raise ValueError(
+                f"data.path={self.path} holds records, whose syntax would be trained on: data=hf data.path={self.path} "
+                f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
+            )
+
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
         paths = files_of(existing_path(self.path, "data.path"), suffixes, "data.path")

@@ -44,9 +44,9 @@ class TokenCount:
         if backward_pass() != -1:
             if self._calls > 1:
                 raise RuntimeError(
-                    f"{name} is called in backward by a context of its own, after {self._calls} calls in this step: "
-                    "which of them it repeats, and with which random bits, is not known. Give autocast a token_offset, "
-                    "or recompute with fp4train.precision.recompute or recompute_contexts."
+                    f"layer {name} is called in backward by a context of its own, after {self._calls} calls in this "
+                    "step: which of them it repeats, and with which random bits, is not known. Give autocast a "
+                    "token_offset, or recompute with fp4train.precision.recompute or recompute_contexts."
                 )
             return 0
         offset = self._tokens

@@ -167,6 +167,7 @@ def _groups(weights: tuple[Weight, ...]) -> dict[tuple[str, str], list[Weight]]:
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight in weights:
         place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"
+        place = (place.strip("*.") and place) or "the children"
         groups.setdefault((place, weight.why), []).append(weight)
     return dict(sorted(groups.items(), key=lambda item: -sum(w.share for w in item[1])))
 

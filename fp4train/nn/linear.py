@@ -229,8 +229,8 @@ class Linear(nn.Linear):
         now = state()
         if self.is_stray(now):
             raise RuntimeError(
-                f"{self.layer.name} is recomputed in backward without the autocast context of its forward pass. Use "
-                "fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
+                f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward pass. "
+                "Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
                 "context_fn=fp4train.precision.recompute_contexts)."
             )
         context = now.context

@@ -297,10 +297,14 @@ class Plan:
         total = sum(macs.values()) or 1
         return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
 
-    def __str__(self) -> str:
-        from fp4train.precision.report import render
+    def render(self, *, full: bool = False) -> str:
+        """One line per group of equal layers; with `full` a row per layer and GEMM."""
+        from fp4train.precision.report import render, summarise
 
-        return render(self)
+        return render(self, full=True) if full else summarise(self)
+
+    def __str__(self) -> str:
+        return self.render()
 
 
 def make_plan(

@@ -97,8 +97,14 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
         return made
     if kernel != "auto":
         raise ValueError(f"kernel={kernel!r} cannot quantise this: {reason}. Use kernel='auto' or 'reference'")
-    _log.info("no %s kernel, using the torch reference: %s", chosen, reason)
+    _say(chosen, reason)
     return Quantizer(spec, reason)
+
+
+@cache
+def _say(kernel: str, reason: str) -> None:
+    """Once for all specs that have no kernel for the same reason."""
+    _log.info("no %s kernel, using the torch reference: %s", kernel, reason)
 
 
 class PairQuantizer:

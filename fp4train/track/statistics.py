@@ -158,6 +158,7 @@ class StatisticsLog:
             if self._descriptor is None:
                 with files.parent(self.path) as (folder, name):
                     self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                    folder.sync()
             try:
                 files.write_all(self._descriptor, data)
             except BaseException:

@@ -114,7 +114,7 @@ class WandbTracker:
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
             _log.log(
                 logging.INFO if expected else logging.WARNING,
-                "wandb is offline (%s); send the run later with: wandb sync %s",
+                "wandb is offline (%s); send the run later with:\n  wandb sync %s",
                 why_offline,
                 self._local(),
             )
@@ -171,7 +171,7 @@ class WandbTracker:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
             _log.warning(
-                "wandb: not everything was uploaded within %g s; send the rest with: wandb sync %s",
+                "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb sync %s",
                 self._timeout,
                 self._local(),
             )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import marshal
 import os
+import random
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from storms.ground import SCENARIOS, STEPS, TRAINING, Ground, Result, call, goes_on
 
 Entries = dict[str, tuple[int, bool]]
 """Of a folder: name → inode, and whether that is a folder."""
@@ -83,3 +88,43 @@ class PowerCut:
     def _hold(self, inode: int, path: str, flags: int, folder: int | None = None) -> None:
         if inode not in self._held:
             self._held[inode] = os.open(path, flags, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def recorded(root: Path, into: Path) -> Iterator[None]:
+    """Leave in the file `into` what was made durable in `root`, for `replayed`."""
+    with PowerCut(root) as power:
+        yield
+    into.write_bytes(marshal.dumps((power.synced, power.start, power._inode)))
+
+
+def replayed(root: Path, into: Path) -> PowerCut:
+    """What `recorded` has left."""
+    power = PowerCut.__new__(PowerCut)
+    power.root, power._held = root, {}
+    power.synced, power.start, power._inode = marshal.loads(into.read_bytes())
+    return power
+
+
+def power_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
+    """A recorded command is cut off at a random call of fsync, or after its end; then the same command again."""
+    name = draw.choice(tuple(SCENARIOS))
+
+    def record() -> PowerCut:
+        there, into = ground.copy(ground.folder / f"power_{name}"), ground.folder / f"{name}.power"
+        code, out = call(there, *SCENARIOS[name].command, around=lambda: recorded(there, into))
+        if code:
+            raise SystemExit(f"{name} failed when it was recorded: {out}")
+        return replayed(there, into)
+
+    power: PowerCut = ground.once(("power", name), record)
+    moment = draw.choice(power.moments)
+    place.rmdir()
+    power.rebuild(place, moment)
+    seen = ""
+    if moment == power.moments[-1]:
+        saved = name not in TRAINING or bool(list(place.glob(f"runs/*/checkpoints/step_{STEPS:08d}")))
+        if not saved or SCENARIOS[name].result(place) != ground.undisturbed(name).result:
+            seen = "what had ended is lost"
+    seen = seen or goes_on(ground, name, place)
+    return Result(name, not seen, seen and f"after fsync {moment - power.start} of {len(power.moments) - 1}: {seen}")

@@ -206,7 +206,8 @@ def test_the_plan_of_anyones_model_is_the_one_that_runs_after_conversion() -> No
     before = f4.plan(plain, NVFP4(), LayerPolicy(last=1), tokens=16)
     after = f4.plan(convert(plain), NVFP4(), LayerPolicy(last=1), tokens=16)
     assert list(before.rows) == list(after.rows)
-    assert "blocks.0–2.mlp.up" in str(after)
+    assert [line.split("  ")[1] for line in str(after).splitlines()[1:]] == ["blocks 0–2", "block 3", "head"]
+    assert len(after.render(full=True).splitlines()) == 4 + len(list(after.rows))
     with pytest.raises(ValueError, match="has no linear layer"):
         f4.plan(torch.nn.ReLU(), NVFP4())
 

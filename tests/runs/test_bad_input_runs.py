@@ -68,6 +68,10 @@ WRONG = {
     "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
     "a launcher that is not there": (["hydra/launcher=joblib"], "hydra/launcher=joblib: Hydra has no such setting"),
+    "records instead of text": (
+        ["data.path=a.jsonl"],
+        "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf data.path=a.jsonl data.column=text",
+    ),
     "a name without its quotes": (["run.name=ünï"], """a value with the character ü needs quotes: 'run.name="ünï"'"""),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),

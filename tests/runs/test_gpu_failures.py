@@ -5,7 +5,9 @@ torch's own errors are raised where torch raises them, so that no GPU is needed.
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from fp4train.precision import NVFP4
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
 from fp4train.quantize import QuantSpec, quantizer
+from fp4train.quantize.quantizer import _say
 from fp4train.run import gpu, rescue
 from fp4train.run.build import choose_device
 
@@ -167,12 +170,16 @@ def test_without_triton_the_reference_quantises_and_says_what_to_install(
     monkeypatch.setattr("fp4train.quantize.triton.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
     quantizer.cache_clear()
+    monkeypatch.setattr(sys.modules[quantizer.__module__], "_say", functools.cache(_say.__wrapped__))
     try:
         with caplog.at_level(logging.INFO, "fp4train"):
             chosen = quantizer(QuantSpec(), "cuda")
+            quantizer(QuantSpec(rounding="stochastic"), "cuda")
     finally:
         quantizer.cache_clear()
     assert chosen.kernel == "reference" and "pip install 'fp4train[triton]'" in str(chosen.why)
+    said = {id(record): record.getMessage() for record in caplog.records}  # a record may pass two handlers
+    assert len(said) == 1, "once for both"
     assert "no triton kernel, using the torch reference: triton is not installed" in caplog.text
 
 

@@ -10,17 +10,18 @@ from storms.power import PowerCut
 def test_a_power_cut_at_any_moment_leaves_a_run_that_the_same_command_finishes(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ("run.name=a", "checkpoint.every=2", *STEADY)
+    command = ("run.name=a", "checkpoint.every=2", "eval.errors_every=3", *STEADY)
     place = tmp_path / "power"
     place.mkdir()
     monkeypatch.chdir(place)
     with PowerCut(place) as power:
         assert cli(*command).code == 0
     power.close()
-    whole = losses("runs/a")
+    whole, measured = losses("runs/a"), Path("runs/a/statistics.bin").read_bytes()
 
     monkeypatch.chdir(power.rebuild(tmp_path / "end"))
     assert steps()[-1] == 6 and losses("runs/a") == whole
+    assert Path("runs/a/statistics.bin").read_bytes() == measured
     for moment in power.moments[::6]:
         monkeypatch.chdir(power.rebuild(tmp_path / str(moment), moment))
         again = cli(*command)

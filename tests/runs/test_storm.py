@@ -9,16 +9,17 @@ import pytest
 from command_line import PATIENCE
 
 ROOT = Path(__file__).parents[2]
+COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "inputs": 2}
 
 
 @pytest.mark.long
 def test_a_small_storm_finds_nothing() -> None:
-    command = [sys.executable, "scripts/storm.py", "kills=1", "damages=200", "resumes=2", "hostile=2", "inputs=4"]
+    command = [sys.executable, "scripts/storm.py", "others=1", *(f"{name}={count}" for name, count in COUNTS.items())]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
-    assert sum(int(row[3]) for row in rows) == 209
+    assert len(rows) == 11 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
 
 
 def test_a_storm_refuses_what_it_does_not_know() -> None:

@@ -1,0 +1,189 @@
+"""Damaged records: what is read must equal what was written, or the file is named in a message, or nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, losses
+
+FILES = (
+    *("config.yaml", "metrics.jsonl", "swaps.json", "history.jsonl", "statistics.bin", "plan.txt", "heartbeat.json"),
+    *("checkpoints/*/state.json", "checkpoints/*/tensors.safetensors", "cache/*.bin", "cache/*.json"),
+)
+RANK, SENSITIVITY = "studies/rank/rank.json", "studies/sensitivity/sensitivity.json"
+READ = {
+    **{name: name for name in ("config.yaml", "metrics.jsonl", "swaps.json", "history.jsonl", "statistics.bin")},
+    **{"state.json": "checkpoints/*/state.json", "tensors.safetensors": "checkpoints/*/tensors.safetensors"},
+    **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
+    **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
+    "measurements.jsonl": "studies/rank/measurements.jsonl",
+}
+"""The records that are checked, by what the table calls them."""
+MEASURED_AGAIN = ("measurements.jsonl", "metrics.jsonl")
+"""Records whose lines after the last checkpoint may be lost by a kill: a run, or a study, writes them again."""
+
+
+def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
+    """Change the bytes of a file; returns how. `others`: the file of another run."""
+    data = bytearray(path.read_bytes())
+    lines = data.splitlines(keepends=True)
+    how = draw.choice(
+        ("flip", "flip", "flip", "cut", "zeros", "gone", "line gone", "lines swapped", "line twice", "other")
+    )
+    at, line = draw.randrange(max(1, len(data))), draw.randrange(max(1, len(lines)))
+    if how == "gone":
+        path.unlink()
+        return how
+    if how == "flip" and data:
+        data[at] ^= 1 << draw.randrange(8)
+    elif how == "cut":
+        del data[at:]
+    elif how == "zeros":
+        end = min(len(data), at + draw.randint(1, 4096))
+        data[at:end] = bytes(end - at)
+    elif how == "line gone":
+        data = bytearray(b"".join(lines[:line] + lines[line + 1 :]))
+    elif how == "lines swapped":
+        draw.shuffle(lines)
+        data = bytearray(b"".join(lines))
+    elif how == "line twice":
+        data = bytearray(b"".join(lines[:line] + lines[line : line + 1] + lines[line:]))
+    elif others is not None:
+        data = bytearray(others.read_bytes())
+    path.write_bytes(data)
+    return how
+
+
+def read_part(run: Path, kind: str) -> Any:
+    """What fp4train reads from the record `kind` of `run`: when it goes on, or when it reports about the run."""
+    from fp4train import checkpoint
+    from fp4train.config.schema import plain
+    from fp4train.data import cache
+    from fp4train.files import Folder
+    from fp4train.report.studies import read_studies
+    from fp4train.run import directory, history, resume
+    from fp4train.run.belonging import check_belongs, lost_records
+    from fp4train.run.swaps import read_entries
+    from fp4train.studies.record import StudyRecord
+    from fp4train.track.metrics import mend, read_metrics
+    from fp4train.track.statistics import read_statistics
+
+    say = logging.getLogger("fp4train").warning
+    if kind in ("cache.bin", "cache.json"):
+        (path,) = {p.with_suffix(".bin") for p in (run / "cache").glob("*.*")}
+        found = cache._read(path)
+        return None if found is None else found.tobytes()
+    if kind in ("rank.json", "sensitivity.json"):
+        problems: list[str] = []
+        studies = read_studies(run, problems)
+        for problem in problems:
+            say(problem)
+        return studies.rankings, studies.sensitivities
+    if kind == "measurements.jsonl":
+        study = json.loads((run / READ[kind]).with_suffix(".known").read_text())
+        record = StudyRecord(run / READ[kind], study["identity"], study["step"])
+        record.close()
+        return list(record.known.items())
+    start = checkpoint.load(run / "checkpoints")
+    check_belongs(start, run, mend=True)
+    for path, reason in start.skipped:
+        say(f"{path}: {reason}")
+    if kind == "config.yaml":
+        return plain(directory.read_config(run)), directory.identity(run)
+    if kind in ("history.jsonl", "statistics.bin"):
+        resume._check_edits(run, directory.read_config(run))
+        records = history.read_history(run)
+        with Folder.open(run) as folder:
+            for text in lost_records(folder, start.state, records).values():
+                say(text)
+        if kind == "history.jsonl":
+            return records
+        columns = read_statistics(run)
+        return [{k: v.tolist() for k, v in each.items()} for each in (columns.operands, columns.gradients)]
+    if kind == "metrics.jsonl":
+        for text in mend(run / kind, start.step, start.state.get("metrics")):  # type: ignore[arg-type]
+            say(text)
+        return read_metrics(run / kind)
+    if kind == "swaps.json":
+        return read_entries(run)
+    return start.step, start.state, {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in start.tensors.items()}
+
+
+def studied(ground: Ground, name: str) -> Path:
+    """A run like the base one, with two studies."""
+    place = ground.folder / name
+    place.mkdir()
+    for command in (
+        (*TINY, "run.name=a", "train.steps=2", "data.cache_dir=runs/a/cache"),
+        ("resume=runs/a", "recipe=mxfp8", "train.steps=4"),
+        ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=1", "forks=2", "batches=1", "out=runs/a/studies/rank"),
+        ("sensitivity", "runs/a", "recipe=mxfp8", "batches=2", "out=runs/a/studies/sensitivity"),
+    ):
+        code, out = call(place, *command)
+        if code:
+            raise SystemExit(f"{' '.join(command[:2])} failed: {out}")
+    record = place / "runs/a" / READ["measurements.jsonl"]
+    record.with_suffix(".known").write_text(record.read_text().splitlines()[0])
+    return place / "runs/a"
+
+
+def _harmless(kind: str, found: Any, known: Any, marked: int) -> bool:
+    return found == known or (kind in MEASURED_AGAIN and found == known[: len(found)] and len(found) >= marked)
+
+
+def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
+    """In this process: the files are read as a resume or a report reads them, which takes milliseconds."""
+    from fp4train import checkpoint
+    from fp4train.errors import UserError
+
+    run, other = (ground.once(name, lambda name=name: studied(ground, name)) for name in ("read", "other"))  # type: ignore[misc]
+    os.chdir(run.parents[1])
+    known: dict[str, Any] = ground.once("known", lambda: {kind: read_part(run, kind) for kind in READ})
+    kind = draw.choice(tuple(READ))
+    path = max(run.glob(READ[kind]))
+    there = other / path.relative_to(run)
+    good = path.read_bytes()
+    how = damage(path, draw, there if there.exists() else None)
+    same = path.exists() and path.read_bytes() == good
+    marked = 0
+    if kind == "metrics.jsonl":
+        size = checkpoint.load(run / "checkpoints").state["metrics"]["bytes"]  # type: ignore[index, call-overload]
+        marked = good[:size].count(b"\n")
+    seen = ""
+    with listening() as messages:
+        try:
+            found = read_part(run, kind)
+            named = bool(messages.lines) or (kind.startswith("cache") and found is None)
+            if not (same or named or _harmless(kind, found, known[kind], marked)):
+                seen = "read in silence"
+        except UserError as error:
+            seen = "" if len(str(error).splitlines()) == 1 else f"no line: {error}"
+        except Exception as error:
+            seen = f"{type(error).__name__}: {error}"
+    for made in run.glob("*.damaged"):
+        made.unlink()
+    path.write_bytes(good)
+    return Result(kind, not seen, seen and f"{how} of {path.name}: {seen}")
+
+
+def resume_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
+    """The same, and a whole resume."""
+    ground.copy(place)
+    pattern = draw.choice(FILES)
+    path = draw.choice(sorted((place / "runs/a").glob(pattern)))
+    good = path.read_bytes()
+    kind = pattern.rpartition("/")[2]
+    how = damage(path, draw)
+    same = path.exists() and path.read_bytes() == good
+    code, out = call(place, *ON)
+    found, whole = losses(place / "runs/a"), ground.undisturbed("resume").result["losses"]
+    refused = code == 1 and out.count("fp4train: ") == 1 and "Traceback" not in out
+    equal = {step: value for step, value in whole.items() if step in found} == found and STEPS in found
+    told = set(found) == set(whole) or "left out" in out or "missing" in out
+    passed = refused or (code == 0 and equal and told)
+    return Result(kind, passed, "" if passed or same else f"{how} of {path.name}: exit {code}: {out[-400:]}")

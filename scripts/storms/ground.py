@@ -1,0 +1,284 @@
+"""Where storms take place: runs that trials copy, commands in forks of this process, and what they give undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 600.0
+"""Seconds after which a command hangs, on a machine in use."""
+STEPS = 8
+SHAPE = ("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64", "data=text")
+TINY = (
+    *(*SHAPE, "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "eval.every=0", "track=jsonl"),
+    *("phases=none", "schedule=constant", "schedule.warmup=0", "checkpoint.every=2", f"train.steps={STEPS}"),
+    *("eval.errors_every=2", "data.path=../text.txt", "data.cache_dir=cache"),
+)
+ON = ("resume=runs/a", f"train.steps={STEPS}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one trial: what was done, whether it went as it should, and what was seen otherwise."""
+
+    kind: str
+    passed: bool
+    seen: str = ""
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training losses by step."""
+    found: dict[int, float] = {}
+    path = run / "metrics.jsonl"
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, AttributeError):
+            values = json.loads(line)
+            if "train/loss" in values:
+                found[values["step"]] = values["train/loss"]
+    return found
+
+
+def measured(run: Path) -> list[list[float]] | None:
+    """Steps and largest values of the measured operands."""
+    from fp4train.errors import UserError
+    from fp4train.track.statistics import read_statistics
+
+    try:
+        columns = read_statistics(run).operands
+    except UserError:
+        return None
+    return [columns["step"].tolist(), columns["amax"].tolist()]
+
+
+def result_of(study: Path, name: str) -> Any:
+    """The JSON that a study ends with, and what it measured."""
+    record = study / "measurements.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    values = {line["key"]: line["values"] for line in lines if "key" in line}
+    for each in values.values():
+        each.pop("seconds", None)
+    return {"file": (study / name).is_file(), "measured": values}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command in a copy of the base run, and what counts of what it leaves: `result(place)`."""
+
+    command: tuple[str, ...]
+    result: Callable[[Path], Any]
+
+
+def _run(name: str) -> Callable[[Path], Any]:
+    return lambda place: {"losses": losses(place / "runs" / name), "statistics": measured(place / "runs" / name)}
+
+
+SCENARIOS = {
+    "start": Scenario((*TINY, "run.name=c"), _run("c")),
+    "resume": Scenario(ON, _run("a")),
+    "swap": Scenario((*ON, "recipe=bf16"), _run("a")),
+    "branch": Scenario((*ON, "run.name=b"), _run("b")),
+    "init": Scenario((*TINY, "init=runs/a", "run.name=c"), _run("c")),
+    "overwrite": Scenario((*TINY, "run.name=a", "run.overwrite=true"), _run("a")),
+    "rank": Scenario(
+        ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=2", "forks=2", "batches=1", "out=study"),
+        lambda place: result_of(place / "study", "rank.json"),
+    ),
+    "sensitivity": Scenario(
+        ("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=study"),
+        lambda place: result_of(place / "study", "sensitivity.json"),
+    ),
+}
+"""Commands that write. The same command again must go on after any ending."""
+TRAINING = ("start", "resume", "swap", "branch", "init", "overwrite")
+
+
+@dataclass
+class Undisturbed:
+    """What a scenario gives when nothing happens to it.
+
+    Attributes:
+        result: of the scenario. seconds: that it takes. kept: what the context around it has kept (`keep`).
+    """
+
+    result: Any
+    seconds: float
+    kept: Any = None
+
+
+@dataclass
+class Ground:
+    """A folder with text.txt and base/, where runs/a stopped at step 4 after a swap; what trials learn once."""
+
+    folder: Path
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made by the first trial that asks."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def copy(self, place: Path) -> Path:
+        """The base run, in `place`."""
+        shutil.copytree(self.folder / "base", place, dirs_exist_ok=True, symlinks=True)
+        return place
+
+    def undisturbed(self, name: str) -> Undisturbed:
+        """What scenario `name` gives."""
+
+        def make() -> Undisturbed:
+            place, began = self.copy(self.folder / f"whole_{name}"), time.monotonic()
+            code, out = call(place, *SCENARIOS[name].command)
+            if code:
+                raise SystemExit(f"{name} failed undisturbed: {out}")
+            return Undisturbed(SCENARIOS[name].result(place), time.monotonic() - began)
+
+        return self.once(("undisturbed", name), make)
+
+
+def prepare(folder: Path) -> Ground:
+    """A text, its tokens, and a run stopped at step 4 by its length, with a swap."""
+    draw = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(draw.choice(("the", "quick", "fox", "4", "bits")) for _ in range(4000)))
+    base = folder / "base"
+    base.mkdir()
+    for arguments in (
+        (*TINY, "run.name=a", "train.steps=2", "data.cache_dir=runs/a/cache"),
+        ("resume=runs/a", "recipe=mxfp8", "train.steps=4"),
+    ):
+        code, out = call(base, *arguments)
+        if code:
+            raise SystemExit(f"the base run failed: {out}")
+    return Ground(folder)
+
+
+def begin(place: Path, *arguments: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
+    """Run a command in a fork of this process, its output in a file beside `place`; returns the process.
+
+    `around()` is entered around it.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        out = os.open(_output(place), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.close(out)
+        os.chdir(place)
+        sys.stdout, sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb")), io.TextIOWrapper(os.fdopen(2, "wb", 0))
+        sys.stderr.reconfigure(write_through=True)  # type: ignore[union-attr]
+        with around():
+            code = run_main(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def run_main(arguments: tuple[str, ...]) -> int:
+    """The exit code of a command in this process; what it lets through is printed as Python would."""
+    import fp4train.analysis.curves
+    from fp4train.cli import main
+
+    # Pictures take longer than such runs.
+    fp4train.analysis.curves.draw_curves = lambda run: Path(run) / "curves.png"  # type: ignore[assignment]
+    fp4train.analysis.heatmap.draw_statistics = lambda run: Path(run) / "statistics.png"  # type: ignore[assignment]
+    try:
+        main(list(arguments))
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    return 1
+
+
+def end(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str]:
+    """Exit code and all output of a command; -1 for what hangs."""
+    code, out, _ = end_measured(pid, place, seconds)
+    return code, out
+
+
+def end_measured(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str, float]:
+    """The same, and the processor time that it took, s."""
+    deadline, pause = time.monotonic() + seconds, 0.001
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            text = _output(place).read_text(errors="replace") if _output(place).exists() else ""
+            return os.waitstatus_to_exitcode(status), text, usage.ru_utime + usage.ru_stime
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.wait4(pid, 0)
+            return -1, "hangs", seconds
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def call(
+    place: Path,
+    *arguments: str,
+    seconds: float = PATIENCE,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[int, str]:
+    """Exit code and all output of a command."""
+    return end(begin(place, *arguments, around=around), place, seconds)
+
+
+def _output(place: Path) -> Path:
+    return place.with_name(f"{place.name}.out")
+
+
+def explained(code: int, out: str) -> bool:
+    """Whether a command ended with 0, or with 1 and its reason in a line."""
+    return "Traceback" not in out and (code == 0 or (code == 1 and ("fp4train: " in out or "error: " in out)))
+
+
+def goes_on(ground: Ground, name: str, place: Path, but: tuple[str, ...] = ()) -> str:
+    """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was seen.
+
+    `but`: parts of the result that may be lost.
+    """
+    scenario = SCENARIOS[name]
+    code, out = call(place, *scenario.command)
+    found, whole = scenario.result(place), ground.undisturbed(name).result
+    other = [key for key in whole if found[key] != whole[key] and key not in but]
+    return "" if code == 0 and not other else f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
+
+
+class Messages(logging.Handler):
+    """What is logged as a warning or an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def listening() -> Any:
+    """Collect what fp4train logs instead of printing it."""
+    logger, messages = logging.getLogger("fp4train"), Messages()
+    logger.handlers, before = [messages], logger.handlers
+    try:
+        yield messages
+    finally:
+        logger.handlers = before
