@@ -324,20 +324,26 @@ def evaluate(run: Run, recipe: Recipe) -> dict[str, float | str]:
 
 def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
     """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
+    high, in_recipe = microbatch_losses(run, recipe)
+    return sum(high) / len(high), sum(in_recipe) / len(in_recipe)
+
+
+def microbatch_losses(run: Run, recipe: Recipe) -> tuple[list[float], list[float]]:
+    """The loss of each microbatch of the validation batches, in high precision, and in `recipe`."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     starts = range(0, batches * run.config.train.batch_size, run.rows)
     high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
     run.model.eval()
     with torch.no_grad():
-        found = {each: mean_loss(run, each, starts) for each in dict.fromkeys((high, recipe))}
+        found = {each: _losses(run, each, starts) for each in dict.fromkeys((high, recipe))}
     run.model.train()
     return found[high], found[recipe]
 
 
-def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
-    """The mean loss of the validation batches that begin at `starts`, each computed by one rank.
+def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
+    """The losses of the validation rows that begin at `starts`, each computed by one rank.
 
-    Summed in one order by every rank, so that it does not depend on how many there are.
+    In one order on every rank, so that their sum does not depend on how many there are.
     """
     found = torch.zeros(len(starts), device=run.device)
     own = range(run.world.data_rank, len(starts), run.world.data_ranks)
@@ -345,7 +351,7 @@ def mean_loss(run: Run, recipe: Recipe, starts: Sequence[int]) -> float:
     for number, loss in zip(own, pipeline.losses(run.model, run.pipeline, rows), strict=False):
         found[number] = loss
     each: list[float] = run.world.summed(found).tolist()
-    return sum(each) / len(each)
+    return each
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:

@@ -1,12 +1,12 @@
-"""Rank all recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
+"""Rank recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
 
-    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [words of `fp4train rank`: forks=6]
+    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases 4] [words of `fp4train rank`]
 
 A file that exists keeps its text; the sections of the cases that are ranked are replaced, or added at its end.
 
-Four checkpoints: the default run early (step 200) and annealed (step 300, its end); the early one with outlier channels
-put in; and a run on English text. Runs that are trained and forks that are made already are not repeated, so that the
-script goes on where it was stopped.
+Base runs of several seeds, trained in NVFP4 and in BF16 by turns: early (step 200) and annealed (step 300, the end);
+the early ones with outlier channels put in; and runs on English text. Runs that are trained and forks that are made
+already are not repeated, so that the script goes on where it was stopped.
 
 Outlier channels: the weight of each norm before a linear layer is multiplied by FACTOR in CHANNELS of its channels, and
 the columns of the layers that read it are divided by FACTOR; moments of the optimizer follow. The function of the model
@@ -26,85 +26,78 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.config.overrides import groups
 from fp4train.precision.layers import find_blocks
 from fp4train.run.directory import CHECKPOINTS
 from fp4train.studies.forks import open_checkpoint
+from fp4train.studies.ranking_text import VERDICTS
+from fp4train.text import p_value
 
 CPU_INFO = Path("/proc/cpuinfo")
 CHANNELS, FACTOR = 3, 16.0
 READERS = {"attention_norm": ("attention.wq", "attention.wk", "attention.wv"), "mlp_norm": ("mlp.gate", "mlp.up")}
 """The norms of a block of Llama, and the linear layers that read each."""
 TRAINING = ("checkpoint.every=100", "checkpoint.keep=5", "track=jsonl")
-FORKS = {"policy": "all", "steps": "16", "forks": "4"}
+FORKS = {"recipe": "bf16,mxfp8,nvfp4,nvfp4_plain,mxfp4", "policy": "all", "steps": "16", "forks": "2"}
 """Every layer of every block follows the recipe, without phases: what the format does, not what spares it."""
+TRAINED_IN = ("nvfp4", "bf16")
+"""The recipes of the base runs, by turns; the rest is the default run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A checkpoint to rank the recipes on; `options` are those of the command that differ from `FORKS`."""
+    """Checkpoints to rank recipes on; `options` are those of the command that differ from `FORKS`."""
 
     name: str
-    run: str
+    suffix: str = ""
     step: int
     said: str
     options: tuple[tuple[str, str], ...] = ()
 
 
 CASES = (
-    Case(
-        name="early",
-        run="rank-default",
-        step=200,
-        said="the default run at step 200 of 300, before its cooldown",
-        options=(("forks", "6"),),
-    ),
+    Case(name="early", step=200, said="step 200 of 300, before the cooldown"),
     Case(
         name="policies",
-        run="rank-default",
         step=200,
-        said="the early checkpoint; every layer in the recipe (`all`), or the last 15 % of the blocks in BF16 "
-        "(`last15`, the default), the first 15 % (`first15`), or both (`ends15`)",
-        options=(("recipe", "bf16,nvfp4,mxfp4"), ("policy", "all,last15,first15,ends15"), ("forks", "6")),
+        said="the early checkpoints; every layer in the recipe (`all`), or the last 15 % of the blocks in BF16 "
+        "(`last15`, the default), or the first 15 % (`first15`)",
+        options=(("recipe", "bf16,nvfp4"), ("policy", "all,last15,first15")),
     ),
     Case(
         name="annealed",
-        run="rank-default",
         step=300,
-        said="the default run at its end; the forks keep the small rate that the cooldown ended with",
+        said="the runs at their end; the forks keep the small rate that the cooldown ended with",
     ),
     Case(
         name="outliers",
-        run="rank-outliers",
+        suffix="-outliers",
         step=200,
-        said=f"the early checkpoint with {CHANNELS} outlier channels per norm put in ({FACTOR:g} times as large); "
+        said=f"the early checkpoints with {CHANNELS} outlier channels per norm put in ({FACTOR:g} times as large); "
         "the columns that read them are small, so the rate is a tenth",
-        options=(("lr", "3e-4"),),
+        options=(("recipe", "bf16,mxfp8,nvfp4,mxfp4"), ("lr", "3e-4")),
     ),
     Case(
         name="English",
-        run="rank-english",
+        suffix="-english",
         step=200,
-        said="the default model trained on English text: the topics of Python's help(), 0.5 MB",
+        said="runs on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
-NOT_RANKED = ("tetrajet_v2_outliers",)
-"""Recipes that are another one for longer than a fork: their outlier channels are chosen after hundreds of steps."""
 INTRODUCTION = """# Ranking of the recipes
 
 Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
 loss in the recipe minus that of BF16, in nats per token. By `python scripts/rank_recipes.py{words}` on {machine}, torch
 {torch}.
 
-What it shows: which formats cost how much on these checkpoints in {steps} steps, with every layer of every block
-quantised. What it cannot show: techniques that matter at 12 B parameters and a trillion tokens are not told apart at
-this size, and what adds up over a long run is not seen in {steps} steps. Not ranked: {others}, whose outlier channels
-are chosen after more steps than a fork has.
+What it shows: which formats cost how much on these checkpoints in {steps} steps. What it cannot show: techniques that
+matter at 12 B parameters and a trillion tokens are not told apart at this size, and what adds up over a long run is not
+seen in {steps} steps.
 """
 
 
@@ -114,10 +107,11 @@ def machine() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def fp4train(*words: str) -> None:
-    """Run a command of the package; its progress is shown."""
+def fp4train(*words: str) -> str:
+    """Run a command of the package and return what it prints; its progress is shown."""
     print(" ".join(["fp4train", *words]), flush=True)
-    subprocess.run([sys.executable, "-m", "fp4train", *words], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "fp4train", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def english(folder: Path) -> Path:
@@ -153,48 +147,59 @@ def put_outliers_in(source: Path, step: int, target: Path, channels: int = CHANN
     checkpoint.save(target / CHECKPOINTS, step, tensors, subject.start.state, keep=1)
 
 
-def prepare(case: Case, runs: Path) -> Path:
-    """The run of a case, trained or made if it is not there."""
-    run = runs / case.run
+def prepare(case: Case, seed: int, runs: Path) -> Path:
+    """The base run of a case with this seed, trained or made if it is not there."""
+    recipe = TRAINED_IN[seed % len(TRAINED_IN)]
+    run = runs / f"rank-seed{seed}-{recipe}{case.suffix}"
     if checkpoint.steps(run / CHECKPOINTS):
         return run
     if case.name == "outliers":
-        put_outliers_in(prepare(CASES[0], runs), case.step, run)
-    elif case.name == "English":
-        data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
-        fp4train(f"run.dir={run}", *TRAINING, *data)
-    else:
-        fp4train(f"run.dir={run}", *TRAINING)
+        put_outliers_in(prepare(CASES[0], seed, runs), case.step, run)
+        return run
+    data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1") if case.name == "English" else ()
+    fp4train(f"run.dir={run}", f"run.seed={seed}", f"recipe={recipe}", *TRAINING, *data)
     return run
 
 
-def section(case: Case, ranking: dict[str, object]) -> str:
-    """Markdown of one ranking: a row per recipe, from the best to the worst."""
-    entries = {each["name"]: each for each in ranking["candidates"]}  # type: ignore[attr-defined]
-    verdicts = {
-        frozenset((pair["first"], pair["second"])): pair["verdict"]
-        for pair in ranking["pairs"]  # type: ignore[attr-defined]
-    }
-    reference = ranking["candidates"][0]["name"]  # type: ignore[index]
-    words = {"apart": "told apart", "alike": "alike", "open": "not told apart"}
-    floor = ranking["floor"]
+def section(case: Case, ranking: dict[str, Any]) -> str:
+    """Markdown of one ranking: a row per candidate, from the best to the worst."""
+    entries = {each["name"]: each for each in ranking["candidates"]}
+    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in ranking["pairs"]}
+    reference, floor = ranking["reference"], ranking["floor"]
+    where = [f"{Path(each['run']).name} (trained in {each['trained']})" for each in ranking["checkpoints"]]
     lines = [
         f"## {case.name}: {case.said}",
         "",
-        f"{ranking['forks']} forks each; FP32 − BF16: {gap(floor)}." if isinstance(floor, dict) else "",
+        f"{ranking['forks']} forks at each of {len(where)} checkpoints: {', '.join(where)}. "
+        + (f"FP32 − BF16: {gap(floor)}. " if floor else "")
+        + f"Look {ranking['look']} at a record of {ranking['recorded']} candidates.",
         "",
-        "| candidate | gap to BF16 | evaluated in high precision | from BF16 | group |",
-        "|---|---|---|---|---|",
+        "| candidate | gap to BF16 | ± tokens | in high precision | at each checkpoint | p | from BF16 | group |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name in ranking["order"]:  # type: ignore[attr-defined]
-        verdict = words.get(verdicts.get(frozenset((name, reference)), ""), "–")
-        each = entries[name]
+    for name in ranking["order"]:
+        each, pair = entries[name], pairs.get(frozenset((name, reference)))
         same = "".join(f", {other}" for other in each["same"])
-        lines.append(f"| {name}{same} | {gap(each['gap'])} | {gap(each['gap_high'])} | {verdict} | {each['group']} |")
+        p, verdict = ("", "–") if pair is None else (p_value(pair["p"]), VERDICTS[pair["verdict"]])
+        gaps = " ".join(f"{at:+.4f}" for at in each["gaps"])
+        tokens = "–" if each["tokens"] is None else f"{each['tokens']:.5f}"
+        lines.append(
+            f"| {name}{same} | {gap(each['gap'])} | {tokens} | {gap(each['gap_high'])} | {gaps} | {p} | {verdict} | "
+            f"{each['group']} |"
+        )
     lines += [
-        f"| {name} | diverged: {each['diverged'][0]} | | | |" for name, each in entries.items() if each["diverged"]
+        f"| {name} | diverged: {each['diverged'][0]} | | | | | | |"
+        for name, each in entries.items()
+        if each["diverged"]
     ]
-    return "\n".join(lines)
+    spikes = [f"{name} spikes at {place}." for name, each in entries.items() for place in each["spikes"]]
+    others = [
+        f"{pair['first']} < {pair['second']} {gap(pair)}, {VERDICTS[pair['verdict']]}"
+        for pair in ranking["pairs"]
+        if reference not in (pair["first"], pair["second"]) and pair["verdict"] != "open"
+    ]
+    text = ["", "Between the others: " + "; ".join(others) + "."] if others else []
+    return "\n".join([*lines, *([""] * bool(spikes)), *spikes, *text])
 
 
 def gap(found: dict[str, float]) -> str:
@@ -209,7 +214,6 @@ def introduction(words: Sequence[str], given: Mapping[str, str]) -> str:
         machine=machine(),
         torch=torch.__version__,
         steps=given.get("steps", FORKS["steps"]),
-        others=", ".join(NOT_RANKED),
     )
 
 
@@ -225,17 +229,19 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/recipe_ranking.md"))
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--bases", type=int, default=4)
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
-    recipes = ["bf16", *(name for name in groups()["recipe"] if name not in ("bf16", *NOT_RANKED))]
     given = dict(word.split("=", 1) for word in args.words)
     text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
     for case in (case for case in CASES if case.name in args.cases):
-        run = prepare(case, args.runs)
-        out = run / "studies" / f"recipes-{case.step}"  # cases of one checkpoint share forks
-        options = {"recipe": ",".join(recipes), **FORKS, **dict(case.options), **given}
-        fp4train("rank", str(run), f"step={case.step}", *(f"{k}={v}" for k, v in options.items()), f"out={out}")
-        text = with_section(text, section(case, json.loads((out / "rank.json").read_text())))
+        bases = [str(prepare(case, seed, args.runs)) for seed in range(args.bases)]
+        options = {**FORKS, **dict(case.options), **given}
+        shown = fp4train("rank", *bases, f"step={case.step}", *(f"{k}={v}" for k, v in options.items()))
+        print(shown)
+        found = re.search(r"^(.+rank\.json); ", shown, re.MULTILINE)
+        assert found is not None
+        text = with_section(text, section(case, json.loads(Path(found[1]).read_text())))
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
 

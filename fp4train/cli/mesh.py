@@ -220,11 +220,7 @@ class MeshPlan:
     def _gather(self, gather: str) -> str:
         from fp4train.precision.gather import effective
 
-        found = effective(gather, compiled=self.config.train.compile)
-        note = "train.compile takes float32 weights: they are not gathered as codes"
-        if found != gather and note not in self.notes:
-            self.notes.append(note)
-        return found
+        return effective(gather, compiled=self.config.train.compile)
 
     def plan(self, sequences: int, tensors: int) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
@@ -282,6 +278,7 @@ class MeshPlan:
         from fp4train.costs.fit import batch_problem, problems
         from fp4train.costs.shards import find_weights
         from fp4train.run.advice import divided_blocks
+        from fp4train.run.oscillation import check_oscillation
         from fp4train.run.outliers import check_outliers
 
         try:
@@ -304,12 +301,38 @@ class MeshPlan:
         sequences = train.microbatch or (local if mesh.pipeline == 1 else max(1, local // (4 * mesh.pipeline)))
         while local % sequences:
             sequences -= 1
+        if mesh.pipeline > 1 and train.microbatch is None:
+            self.notes.append(
+                f"train.microbatch is not given: planned with train.microbatch={sequences}, because a pipeline needs "
+                "several microbatches"
+            )
         mesh = self.mesh(local // sequences)
+        self.check(mesh, batch, sequences)
         plan = self.plan(sequences, mesh.tensor)
         check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
+        check_oscillation(self.config, plan)
         self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
+
+    def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
+        """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
+        from fp4train.parallel.stages import cut_of, tied_weights
+        from fp4train.parallel.tensor import tensor_cut_of
+        from fp4train.run.cut import Sizes, check_cut
+
+        order = replace(self.config.parallel, pp_schedule=self.asked.pp_schedule, pp_chunks=self.asked.pp_chunks)
+        parallel = replace(order, sp=mesh.sequence, tp=mesh.tensor, pp=mesh.pipeline)
+        train = replace(self.config.train, batch_size=batch, microbatch=sequences)
+        sizes = Sizes(data=mesh.data, shards=mesh.shard, tensors=mesh.tensor, stages=mesh.pipeline)
+        check_cut(replace(self.config, train=train, parallel=parallel), sizes)
+        try:
+            if mesh.tensor > 1:
+                tensor_cut_of(self.model, mesh.tensor)
+            if mesh.pipeline > 1:
+                tied_weights(self.model, cut_of(self.model, parallel))
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from error
 
     def search(self) -> tuple[list[Candidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
@@ -325,7 +348,7 @@ class MeshPlan:
             self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
 
         @lru_cache
-        def measure(sequences: int, tensors: int) -> Workload | None:
+        def load(sequences: int, tensors: int) -> Workload | None:
             try:
                 plan = self.plan(sequences, tensors)
             except UserError:
@@ -334,6 +357,16 @@ class MeshPlan:
                 return None  # the named backend runs no parts of layers
             return self.workloads(plan, sequences)[0][2]
 
+        def measure(sequences: int, mesh: Mesh) -> Workload | None:
+            try:
+                self.check(mesh, batch, sequences)
+            except UserError:
+                return None
+            return load(sequences, mesh.tensor)
+
+        gather = self._gather(Asked().gather)
+        if gather != Asked().gather:
+            self.notes.append("train.compile takes float32 weights: they are not gathered as codes")
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
             self.model,
@@ -342,7 +375,7 @@ class MeshPlan:
             self.links,
             gpus=self.asked.gpus,
             batch=batch,
-            like=replace(Asked().mesh(), gather=self._gather(Asked().gather)),
+            like=replace(Asked().mesh(), gather=gather),
             recompute=choices,
         )
         if not found:

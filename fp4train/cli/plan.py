@@ -115,6 +115,8 @@ def _plan(
         choose_device,
         with_swap,
     )
+    from fp4train.run.cut import Sizes, check_cut
+    from fp4train.run.oscillation import check_oscillation
     from fp4train.run.outliers import check_outliers
     from fp4train.run.resume import find_source, start_step
 
@@ -139,7 +141,9 @@ def _plan(
         return _search(mesh_plan, command, as_data) if asked.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
+    check_cut(config, Sizes())
     check_outliers(plan, stages=1)
+    check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
     if as_data:

@@ -1,24 +1,25 @@
-"""fp4train rank RUN recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]
+"""fp4train rank RUN… recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]
 
-Which recipe is better, and with what certainty: short forks of one checkpoint on the same batches, their differences
-with intervals and tests (docs/ranking.md). RUN is a run directory.
+Which recipe is better, and with what certainty: short forks of a checkpoint on the same batches, their differences with
+intervals and tests (docs/ranking.md). RUN… are run directories: what is found on one checkpoint holds for it alone, on
+several (other seeds, recipes, ages) the spread between them is in the intervals.
 
   recipe=A,B  policy=A,B  phases=A,B    and their keys, recipe.KEY=A,B: every combination is a candidate, the first one
                    the reference; the default is recipe=bf16,mxfp8,nvfp4,mxfp4
-  step=200         the checkpoint; the default is the newest
-  forks=6          seeds of each candidate, at most
+  step=100,200     the checkpoints of each run; the default is the newest
+  forks=6          seeds of each candidate at each checkpoint
   steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
   schedule=linear  the learning rate falls to zero over the steps; own: as the run's would
   lr=1e-3          that it falls from; the default is that of the checkpoint
   batches=8        validation batches; the default is the run's
   margin=0.0005    nats per token; smaller differences do not matter
-  stop=true        stop when every pair is told apart or alike
   processes=1      forks at the same time, each with a copy of the model
   plugins=[NAME]   packages of the classes of your own that the run uses
   data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
   out=FOLDER       for the record and the results; the default is a folder in RUN/studies
 
-Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks or candidates too.
+Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks, candidates or
+checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
 RANKING, PICTURE = "rank.json", "rank.png"
 
+STEP = "step"
 OPTIONS: Mapping[str, Any] = {
-    "step": int | None,
+    STEP: int | None,
     "steps": int | None,
     "forks": int,
     "schedule": str,
     "lr": float | None,
     "batches": int | None,
     "margin": float,
-    "stop": bool,
     "processes": int,
     "out": str | None,
 }
@@ -72,19 +73,22 @@ def main(arguments: list[str]) -> int:
     from fp4train.run.host import keep_freed_memory
     from fp4train.studies.rank import rank
     from fp4train.studies.ranking_picture import picture
+    from fp4train.studies.ranking_text import plain, render
 
     request = _request(arguments)
     keep_freed_memory()
     with plugins.using(request.packages, request.folders):
         try:
-            ranking, folder = rank(request)
+            ranking, folders = rank(request)
         except KeyboardInterrupt:
             _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
             raise
-    print(ranking.render())
-    body = {**ranking.plain(), "identity": {"run": run_directory.identity(request.run)}}
-    run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
-    print(f"\n{folder / RANKING}; {save_figure(picture(ranking), folder / PICTURE)}")
+    print(render(ranking) + "\n")
+    found, figure = plain(ranking), picture(ranking)
+    for folder, base in zip(folders, ranking.bases, strict=False):
+        body = {**found, "identity": {"run": run_directory.identity(base.source)}}
+        run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
+        print(f"{folder / RANKING}; {save_figure(figure, folder / PICTURE)}")
     return 0
 
 
@@ -96,8 +100,8 @@ def _request(arguments: list[str]) -> Request:
     if other := overrides.other_flags(flags):
         raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
     runs = [word for word in words if overrides.names_folder(word)]
-    if len(runs) != 1:
-        raise UserError(f"rank takes one run directory, not {len(runs)}: {USAGE}")
+    if not runs:
+        raise UserError(f"rank takes the directories of runs: {USAGE}")
     folders = overrides.own_folders(arguments)
     for folder in folders:
         check_folder(folder)
@@ -112,19 +116,24 @@ def _request(arguments: list[str]) -> Request:
         elif key in OPTIONS:
             if key in values:
                 raise UserError(f"{key}= is given twice")
-            if override.is_sweep_override():
+            swept = override.is_sweep_override()
+            if swept and key != STEP:
                 raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
-            values[key] = bind(override.value(), OPTIONS[key], key)
+            each = override.sweep_iterator() if swept else [override.value()]
+            values[key] = [bind(value, OPTIONS[key], key) for value in each]
         elif key.partition(".")[0] in _OF_A_RUN and isinstance(path := override.value(), str | None):
             paths[key] = path
         elif key != "plugins":
             known = (*_SWEPT, *OPTIONS, "plugins")
             raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
+    steps_at = values.pop(STEP, [None])
+    values = {key: value for key, (value,) in values.items()}
     if values.get("out") is not None:
         values["out"] = Path(values["out"])
     try:
         return Request(
-            run=Path(runs[0]),
+            runs=[Path(run) for run in runs],
+            steps_at=steps_at,
             sweep=sweep or [DEFAULT],
             packages=overrides.plugins(words),
             folders=folders,

@@ -30,7 +30,9 @@ def problems(model: nn.Module, weights: list[Weight], mesh: Mesh) -> Iterator[st
     blocks = len(find_blocks(model))
     parts = mesh.pipeline * mesh.virtual
     if blocks % parts:
-        yield f"parallel.pp={mesh.pipeline} does not divide the {blocks} blocks: {_choices('parallel.pp', blocks)}"
+        each = f" × parallel.pp_chunks={mesh.virtual}" if mesh.virtual > 1 else ""
+        fits = _choices("parallel.pp", blocks // mesh.virtual) if blocks % mesh.virtual == 0 else "no parallel.pp does"
+        yield f"parallel.pp={mesh.pipeline}{each} does not divide the {blocks} blocks: {fits}"
 
 
 def batch_problem(sequences: int, microbatch: int | None, mesh: Mesh) -> str | None:

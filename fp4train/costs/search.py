@@ -45,7 +45,7 @@ class Candidate:
 
 def candidates(
     model: nn.Module,
-    measure: Callable[[int, int], Workload | None],
+    measure: Callable[[int, Mesh], Workload | None],
     gpu: Gpu,
     links: Interconnect,
     *,
@@ -57,8 +57,7 @@ def candidates(
     """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those that fit before others.
 
     Args:
-        measure: the workload of a microbatch of so many sequences on so many tensor-parallel ranks; None: the recipe
-            cannot run there.
+        measure: the workload of a microbatch of so many sequences on a mesh; None: the run cannot begin there.
         like: a mesh that communicates as those that are tried; its sizes do not matter.
         recompute: the choices to try.
     """
@@ -67,7 +66,7 @@ def candidates(
         if batch % sequences:
             continue
         for mesh in _meshes(model, find_weights(model, {}), links, gpus, batch // sequences, like):
-            if (load := measure(sequences, mesh.tensor)) is None:
+            if (load := measure(sequences, mesh)) is None:
                 continue
             for again in recompute:
                 run = replace(load, recomputed=1.0 if again else 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,10 @@ class Muon(AdamW):
         nesterov: whether the step looks ahead along it.
         iterations: of Newton and Schulz.
     """
+
+    needs_whole: ClassVar[str] = (
+        "optim=muon multiplies whole matrices, and these are cut over ranks: take parallel.dp_replicate, or optim=adamw"
+    )
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -55,10 +59,7 @@ class Muon(AdamW):
                 f"optim=muon needs linear layers in the blocks of {type(model).__name__}; take optim=adamw"
             )
         if any(_is_cut(p) for p in matrices):
-            raise ValueError(
-                "optim=muon multiplies whole matrices, and these are cut over ranks: take parallel.dp_replicate, or "
-                "optim=adamw"
-            )
+            raise ValueError(self.needs_whole)
         taken = {id(p) for p in matrices}
         rest = [p for p in parameters if id(p) not in taken]
         muon = torch.optim.Muon(

@@ -14,7 +14,10 @@ from torch import nn
 
 
 class Optimizer(Protocol):
-    """The constants of an optimizer."""
+    """The constants of an optimizer.
+
+    One that multiplies whole matrices may have an attribute `needs_whole`, why it does not train shards of them.
+    """
 
     @property
     def lr(self) -> float:

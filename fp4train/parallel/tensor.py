@@ -42,14 +42,8 @@ def cut_tensors(
         TypeError: the model's class does not say how it is cut.
         ValueError: a size is not divisible by the number of ranks; the message says which and what to choose.
     """
-    kind = type(model).__name__
-    if not hasattr(model, "fp4train_tensor_cut"):
-        raise TypeError(
-            f"parallel.tp={mesh.size()}: {kind} does not say how tensor parallelism cuts it. Give it a method "
-            "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
-        )
-    parallel = cast(TensorParallel, model)
-    cut, ranks = parallel.fp4train_tensor_cut(), Ranks.of(mesh)
+    ranks = Ranks.of(mesh)
+    parallel, cut = cast(TensorParallel, model), tensor_cut_of(model, ranks.size)
     _check(model, cut, ranks.size)
     own: dict[nn.Parameter, nn.Parameter] = {}
     for name in cut.vocabulary:
@@ -80,6 +74,20 @@ def cut_tensors(
         model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)
     return model
+
+
+def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
+    """How `model` says that it is cut over `size` ranks.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if not hasattr(model, "fp4train_tensor_cut"):
+        raise TypeError(
+            f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism cuts it. Give it a method "
+            "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
+        )
+    return cast(TensorParallel, model).fp4train_tensor_cut()
 
 
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:

@@ -79,7 +79,11 @@ class SensitivityResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One candidate of a ranking; gaps in nats per token, None for the reference and for what diverged."""
+    """One candidate of a ranking; gaps in nats per token, None for the reference and for what diverged.
+
+    Args:
+        spikes: where forks of it spiked.
+    """
 
     name: str
     gap: Interval | None
@@ -88,13 +92,18 @@ class Candidate:
     verdict: str
     group: str
     diverged: str | None
+    spikes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankingResult:
-    """Of one checkpoint; the candidates in their order, diverged ones last."""
+    """Of one or several checkpoints; the candidates in their order, diverged ones last.
 
-    step: int
+    Args:
+        checkpoints: "runs/a, step 200", …, with what trained them. forks: of each candidate at each of them.
+    """
+
+    checkpoints: Sequence[str]
     forks: int
     steps: int
     reference: str
@@ -186,7 +195,9 @@ def _estimate(found: dict[str, Any]) -> Interval:
 
 def _ranking(found: dict[str, Any]) -> RankingResult:
     pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
-    reference, tested = str(found["reference"]), bool(found["looks"])
+    if "checkpoints" not in found:
+        raise ValueError("made by an earlier fp4train: the same `fp4train rank` makes it anew")
+    reference, tested = str(found["reference"]), bool(found["tested"])
     entries = {str(each["name"]): each for each in found["candidates"] if each["asked"]}
     order = [str(name) for name in found["order"]]
     candidates = []
@@ -202,13 +213,17 @@ def _ranking(found: dict[str, Any]) -> RankingResult:
                 verdict="reference" if is_reference else "" if pair is None else str(pair["verdict"]),
                 group=str(entry.get("group") or ""),
                 diverged=str(entry["diverged"][0]) if entry["diverged"] else None,
+                spikes=[plain(each, NAME) for each in entry["spikes"]],
             )
         )
     floor = found["floor"]
     return RankingResult(
-        step=int(found["step"]),
+        checkpoints=[
+            plain(f"{each['run']}, step {int(each['step'])}, trained in {each['trained']}", NAME)
+            for each in found["checkpoints"]
+        ],
         forks=int(found["forks"]),
-        steps=int(found["settings"]["steps"]),
+        steps=int(found["checkpoints"][0]["settings"]["steps"]),
         reference=plain(reference, NAME),
         floor=None if floor is None else _bounded(floor),
         candidates=candidates,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BARS = 16
 """Layers that are drawn, the worst first."""
-COLOURS = {"apart": VALIDATION, "alike": "#1a936f"}
+COLOURS = {"apart": VALIDATION, "here": "#e8a33d", "alike": "#1a936f"}
 """By verdict; anything else is not told apart."""
 
 

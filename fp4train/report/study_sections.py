@@ -14,7 +14,13 @@ from fp4train.text import p_value
 
 LISTED = 12
 """Layers in a table, the worst first."""
-VERDICTS = {"apart": "told apart", "alike": "alike", "open": "not told apart", "reference": "reference"}
+VERDICTS = {
+    "apart": "told apart",
+    "here": "told apart here",
+    "alike": "alike",
+    "open": "not told apart",
+    "reference": "reference",
+}
 
 
 def sensitivities(sources: Sequence[Source]) -> Html:
@@ -56,21 +62,26 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
 
 
 def rankings(sources: Sequence[Source]) -> Html:
-    """What every ranking on a checkpoint of the runs found."""
-    every = [(source, found) for source in sources for found in source.studies.rankings]
+    """What every ranking on checkpoints of the runs found; one of several runs is shown once."""
+    every: list[tuple[Source, RankingResult]] = []
+    for source in sources:
+        shown = [found for _, found in every]
+        every += [(source, found) for found in source.studies.rankings if found not in shown]
     parts = [_ranking(f"ranking-{place}", *each) for place, each in enumerate(every, start=1)]
     return section("Ranking", *parts) if parts else Html()
 
 
 def _ranking(name: str, source: Source, found: RankingResult) -> Html:
-    title = f"{source.label}, step {found.step}: {found.forks} forks of {found.steps} steps for each candidate"
+    one = len(found.checkpoints) == 1
+    where = found.checkpoints[0] if one else f"{source.label} and others, {len(found.checkpoints)} checkpoints"
+    title = f"{where}: {found.forks} forks of {found.steps} steps for each candidate" + " at each" * (not one)
     rows = [
         [
             each.name,
             _gap(each, each.gap),
             _gap(each, each.high),
             "–" if each.p is None else p_value(each.p),
-            "diverged" if each.diverged else VERDICTS.get(each.verdict, "no test below 4 forks"),
+            "diverged" if each.diverged else VERDICTS.get(each.verdict, "no test: too few forks"),
             each.group,
         ]
         for each in found.candidates
@@ -79,14 +90,18 @@ def _ranking(name: str, source: Source, found: RankingResult) -> Html:
     header = ["candidate", "gap in the recipe", "gap in high precision", "p", "verdict", "group"]
     caption = f"Gap to {found.reference}, nats per token, ± 95 % interval of the gap alone; p is corrected{floor}"
     body = table(header, rows, caption=caption, right=(1, 2, 3))
-    troubles = [tag("p", f"{each.name}: {each.diverged}", class_="note") for each in found.candidates if each.diverged]
+    reach = "One checkpoint: all of this holds for it alone." if one else "; ".join(found.checkpoints)
+    notes = [reach, *(f"{each.name}: {each.diverged}" for each in found.candidates if each.diverged)]
+    notes += [f"{each.name} spikes at {where}" for each in found.candidates for where in each.spikes]
+    troubles = [tag("p", note, class_="note") for note in notes]
     if not any(each.gap is not None for each in found.candidates):
         return tag("div", tag("h3", title), body, *troubles)
     drawn = figure(
         name,
         ranking(found),
         alt=f"{title}: gap of each candidate to {found.reference} with its 95 % interval. The table has the numbers.",
-        caption="Orange: told apart from the reference; green: alike; blue: not told apart; grey: floor of the noise.",
+        caption="From the reference: orange: told apart; yellow: on these checkpoints; green: alike; blue: not told "
+        "apart. Grey: floor of the noise.",
     )
     return tag("div", tag("h3", title), drawn, body, *troubles)
 

@@ -25,7 +25,7 @@ from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute, share_tensors
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.launch import Place
-from fp4train.parallel.stages import check_microbatches, cut_of, cut_stages, tied_weights
+from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
@@ -36,6 +36,7 @@ from fp4train.run import directory as run_directory
 from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.belonging import check_belongs, identity_of
+from fp4train.run.cut import Sizes, check_cut
 from fp4train.run.divergence import Rewind, take_over
 from fp4train.run.gpu import check_gpu
 from fp4train.run.oscillation import check_oscillation
@@ -185,7 +186,8 @@ def build(
     source = directory if start is None else start.path.parent.parent
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
-        check_share(config, world)
+        sizes = Sizes(data=world.data_ranks, shards=world.shards, tensors=world.tensors, stages=world.stages)
+        check_cut(config, sizes)
         run_directory.config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
@@ -245,32 +247,6 @@ def build(
     return run
 
 
-def check_share(config: Config, world: World) -> None:
-    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline."""
-    batch, ranks, rows = config.train.batch_size, world.data_ranks, config.train.microbatch
-    if batch % (ranks * (rows or 1)):
-        each = "" if rows is None else f" × train.microbatch={rows}"
-        raise UserError(
-            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
-            "number of sequences and microbatches"
-        )
-    sequences = rows or batch // ranks
-    if config.parallel.sp and sequences * config.train.seq_len % world.tensors:
-        raise UserError(
-            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
-            f"{world.tensors} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
-        )
-    if config.eval.errors_every and world.tensors > 1:
-        raise UserError(
-            f"eval.errors_every={config.eval.errors_every} measures whole operands, and parallel.tp={world.tensors} "
-            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one rank (fp4train sensitivity)"
-        )
-    try:
-        check_microbatches(batch // ranks // (rows or batch // ranks), config.parallel)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> Run:
     """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
 
@@ -286,7 +262,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
         plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
-        check_oscillation(config, plan, world)
+        check_oscillation(config, plan)
         check_outliers(plan, stages=world.stages)
         cut = None if world.stages == 1 else inspect(model, config, layers)
         loaders = {

@@ -1,4 +1,4 @@
-"""The weights of a run that oscillate between two quantised values: which are watched, and what is refused."""
+"""The weights of a run that oscillate between two quantised values: which are watched, and when that is refused."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from torch import nn
 from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.optim.oscillation import Watched, follow, why_not
-from fp4train.parallel.world import World
 from fp4train.precision.plan import Plan
 from fp4train.run.run import Run
 
 
-def check_oscillation(config: Config, plan: Plan, world: World) -> None:
-    """Raises UserError where `oscillation.every` asks for what cannot be done, or would do nothing."""
+def check_oscillation(config: Config, plan: Plan) -> None:
+    """Raises UserError where `oscillation.every` would do nothing."""
     settings = config.oscillation
     if not settings.every:
         return
-    if world.shards * world.tensors * world.stages > 1:
-        raise UserError(
-            f"oscillation.every={settings.every}: weights are watched whole, and this run cuts them over ranks; "
-            "use parallel.dp_shard=1 with dp_replicate, or leave it out"
-        )
     specs = [part.fprop.operands.second for each in plan.stretches for part in each.layers.values()]
     reasons = {why_not(spec) for spec in specs if spec is not None}
     if reasons and None not in reasons:  # a run in high precision may have it: it is one of a sweep

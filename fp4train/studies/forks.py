@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from fp4train.studies.candidates import Candidate
 from fp4train.studies.identity import digest
 from fp4train.studies.subject import Subject, open_subject
 from fp4train.text import check_choice
-from fp4train.train import blame, step_or_restore, validation_losses
+from fp4train.train import blame, microbatch_losses, step_or_restore
 
 SCHEDULES = ("linear", "own")
 
@@ -77,6 +77,7 @@ class Fork:
     Args:
         recipe, high: on the validation batches, in its recipe and in high precision.
         train: mean over its steps.
+        parts: the loss in its recipe on each microbatch of the validation batches, whose mean is `recipe`.
         problem: of a fork that diverged: the step, the number and the layer.
         seconds: it took.
     """
@@ -86,6 +87,7 @@ class Fork:
     train: float | None
     problem: str | None
     seconds: float
+    parts: Sequence[float] = ()
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
@@ -225,7 +227,8 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     began = time.perf_counter()
     run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
     ledger = Ledger(run, heard, heard, blame)
-    high = recipe = problem = None
+    parts: list[float] = []
+    problem = None
     try:
         for _ in range(settings.steps):
             if (now := run.plan.at(run.step)) is not stretch:
@@ -236,7 +239,8 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
             ledger.add(step)
         ledger.settle()
         assert stretch is not None
-        high, recipe = validation_losses(run, stretch.recipe)
+        highs, parts = microbatch_losses(run, stretch.recipe)
+        high, recipe = (sum(each) / len(each) for each in (highs, parts))
         check_evaluation(
             run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name, run.world
         )
@@ -248,4 +252,5 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
-    return Fork(recipe=recipe, high=high, train=heard.total / settings.steps, problem=None, seconds=seconds)
+    train = heard.total / settings.steps
+    return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)

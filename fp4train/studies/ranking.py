@@ -1,21 +1,20 @@
-"""What a ranking found: the gap of every candidate to the first, with intervals, tests and groups; as text and JSON."""
+"""What a ranking found: the gap of every candidate to the first, with intervals, tests, groups and spikes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
+from fp4train.studies.bases import Base
 from fp4train.studies.candidates import FLOOR
-from fp4train.studies.forks import Fork, ForkSettings
-from fp4train.studies.sequential import ALPHA, Pair, compare, groups, looks
-from fp4train.studies.statistics import Estimate, paired
-from fp4train.text import columns, p_value, tabulate
-
-VERDICTS = {"apart": "told apart", "alike": "alike", "open": "not told apart"}
+from fp4train.studies.forks import Fork
+from fp4train.studies.sequential import Found, Pair, compare, groups
+from fp4train.studies.statistics import CONFIDENCE, Estimate, estimate, over_units, quantile, spikes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +23,15 @@ class Entry:
 
     Args:
         name: what the tables call it.
-        forks: in the order of their seeds.
+        key: what the record calls it.
+        forks: in the order of the checkpoints, and of their seeds; None: not made.
         asked: False: it is there for the floor of the noise only.
         same: other candidates that run every GEMM as this one does.
     """
 
     name: str
-    forks: Sequence[Fork]
+    key: str
+    forks: Sequence[Fork | None]
     asked: bool = True
     same: Sequence[str] = ()
 
@@ -42,11 +43,28 @@ class Entry:
     @property
     def diverged(self) -> list[str]:
         """What ended the forks that diverged."""
-        return [fork.problem for fork in self.forks if fork.problem is not None]
+        return [fork.problem for fork in self.forks if fork is not None and fork.problem is not None]
 
-    def losses(self, measure: str) -> list[float]:
-        """In the recipe ("recipe"), in high precision ("high") or in training ("train"), by fork."""
-        return [float(getattr(fork, measure)) for fork in self.forks if fork.problem is None]
+    def found(self, measure: str) -> list[float | None]:
+        """In the recipe ("recipe") or in high precision ("high"), by fork; None for one that was not made."""
+        return [None if fork is None else getattr(fork, measure) for fork in self.forks]
+
+    def losses(self, measure: str = "recipe") -> list[float]:
+        """The same of a candidate all of whose forks were made and none diverged."""
+        return [float(loss) for loss in self.found(measure) if loss is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """A fork whose loss lies far from what its candidate's others and its seed's others say.
+
+    Args:
+        fork: its place among all forks. above: nats per token over the median of its candidate.
+    """
+
+    entry: Entry
+    fork: int
+    above: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +72,23 @@ class Ranking:
     """What was measured, and what follows from it. Losses and gaps are in nats per token.
 
     Args:
-        run, step: whose checkpoint.
-        settings: of the forks.
+        bases: the checkpoints.
         entries: the first one is the reference; then in the order of the sweep.
+        others: candidates of the record that were not asked for: the tests count them, the tables do not show them.
         margin: differences below it do not matter.
-        most: forks that were asked for; fewer were made where the answer was clear.
+        first: the key of the candidate that was the reference when the records began; None: they do not agree.
+        earlier: what earlier looks at these checkpoints found, by the keys of two candidates.
+        look: the number of the look; None: too few forks for one. next_look: the number that a look would have.
     """
 
-    run: str
-    step: int
-    settings: ForkSettings
+    bases: Sequence[Base]
     entries: Sequence[Entry]
+    others: Sequence[Entry] = ()
     margin: float
-    most: int
+    first: str | None = None
+    earlier: Mapping[frozenset[str], Found] = field(default_factory=dict)
+    look: int | None = None
+    next_look: int = 1
 
     @property
     def reference(self) -> Entry:
@@ -74,39 +96,117 @@ class Ranking:
 
     @property
     def forks(self) -> int:
+        """Of each candidate at all checkpoints."""
         return len(self.reference.forks)
+
+    @property
+    def tested(self) -> bool:
+        """Whether there was a look, now or earlier."""
+        return self.look is not None or bool(self.earlier)
+
+    @property
+    def per_base(self) -> int:
+        return self.forks // len(self.bases)
+
+    @cached_property
+    def units(self) -> list[object]:
+        """What scatters independently, by fork: the base run; the checkpoint, where all are of one run."""
+        runs = {base.run for base in self.bases}
+        return [base.run if len(runs) > 1 else i for i, base in enumerate(self.bases) for _ in range(self.per_base)]
 
     @cached_property
     def ranked(self) -> list[Entry]:
         """The candidates that were asked for, by their mean loss in the recipe; without those that diverged."""
         whole = [entry for entry in self.entries if entry.asked and not entry.diverged]
-        return sorted(whole, key=lambda entry: math.fsum(entry.losses("recipe")))
+        return sorted(whole, key=lambda entry: math.fsum(entry.losses()))
+
+    @cached_property
+    def compared_entries(self) -> list[Entry]:
+        """`ranked`, then all others that the record holds."""
+        return [*self.ranked, *(entry for entry in self.others if not entry.diverged)]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """What is tested: equal tables are one look."""
+        made = {entry.key: [fork is not None for fork in entry.forks] for entry in self.compared_entries}
+        return {"forks": made, "first": self.first}
+
+    @cached_property
+    def compared(self) -> list[Pair]:
+        """All pairs of `compared_entries`, named by their keys."""
+        return compare(
+            {entry.key: entry.found("recipe") for entry in self.compared_entries},
+            reference=self.first,
+            look=self.look,
+            margin=self.margin,
+            units=self.units,
+            earlier=self.earlier,
+        )
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """All pairs of `ranked`, the better one first."""
-        return compare({entry.name: entry.losses("recipe") for entry in self.ranked}, margin=self.margin)
+        names = {entry.key: entry.name for entry in self.ranked}
+        return [
+            replace(pair, first=names[pair.first], second=names[pair.second])
+            for pair in self.compared
+            if pair.first in names and pair.second in names
+        ]
 
     @cached_property
     def groups(self) -> dict[str, str]:
         """By candidate the letters of the groups within which nothing is told apart."""
         return groups([entry.name for entry in self.ranked], self.pairs)
 
-    @property
-    def clear(self) -> bool:
-        """Whether every pair is told apart or alike."""
-        return bool(looks(self.forks)) and all(pair.verdict != "open" for pair in self.pairs)
-
     @cached_property
     def floor(self) -> Estimate | None:
         """FP32 − BF16: what rounding alone does. None where one of them diverged."""
         by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.same)}
         bf16, fp32 = (by_name[name] for name in FLOOR)
-        return None if bf16.diverged or fp32.diverged else paired(bf16.losses("recipe"), fp32.losses("recipe"))
+        return None if bf16.diverged or fp32.diverged else self._difference(bf16, fp32, "recipe")
+
+    def _difference(self, first: Entry, second: Entry, measure: str) -> Estimate:
+        pairs = zip(first.losses(measure), second.losses(measure), strict=True)
+        return over_units([b - a for a, b in pairs], self.units)
 
     def gap(self, entry: Entry, measure: str = "recipe") -> Estimate:
-        """The loss of a candidate minus that of the reference."""
-        return paired(self.reference.losses(measure), entry.losses(measure))
+        """The loss of a candidate minus that of the reference, with the spread between base runs in its error."""
+        return self._difference(self.reference, entry, measure)
+
+    def by_base(self, entry: Entry) -> list[Estimate]:
+        """The gap of a candidate at each checkpoint alone."""
+        gaps = [b - a for a, b in zip(self.reference.losses(), entry.losses(), strict=True)]
+        return [estimate(gaps[i : i + self.per_base]) for i in range(0, len(gaps), self.per_base)]
+
+    def sampling(self, entry: Entry) -> float | None:
+        """Half of the 95 % interval of the gap over other validation tokens: from its scatter over the microbatches of
+        the validation batches, forks averaged; the mean of the checkpoints, which may share their tokens. None where
+        there is one microbatch."""
+        halves = []
+        for start in range(0, self.forks, self.per_base):
+            both = zip(self.reference.forks[start : start + self.per_base], entry.forks[start:], strict=False)
+            gaps = [[b - a for a, b in zip(x.parts, y.parts, strict=True)] for x, y in both if x and y]
+            means = [math.fsum(part) / len(part) for part in zip(*gaps, strict=True)]
+            if len(means) < 2:
+                return None
+            error = estimate(means).error or 0.0
+            halves.append(quantile(CONFIDENCE, len(means) - 1) * error)
+        return math.fsum(halves) / len(halves)
+
+    @cached_property
+    def spikes(self) -> list[Spike]:
+        """Of the candidates that were asked for. What a seed does to all of them is taken off first."""
+        whole = [entry for entry in self.entries if not entry.diverged]
+        seeds = [median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)]
+        found = []
+        for entry in self.ranked:
+            left = [loss - seed for loss, seed in zip(entry.losses(), seeds, strict=True)]
+            found += [Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)]
+        return [spike for spike in found if spike.above > self.margin]
+
+    def place(self, fork: int) -> str:
+        """ "runs/a, step 200, seed 3": where a fork was made."""
+        return f"{self.bases[fork // self.per_base].title}, seed {fork % self.per_base}"
 
     def against_reference(self, entry: Entry) -> Pair | None:
         """The pair of a candidate and the reference; None for the reference itself."""
@@ -117,142 +217,3 @@ class Ranking:
         """The pairs of candidates that follow each other in the order."""
         order = pairwise(entry.name for entry in self.ranked)
         return [next(p for p in self.pairs if (p.first, p.second) == each) for each in order]
-
-    # -- text ---------------------------------------------------------------------------------------------------------
-
-    def render(self) -> str:
-        """One screen: the table, the order, the floor, and what the words mean."""
-        parts = [self._title(), "", *self._table()]
-        for entry in self.entries:
-            if entry.diverged:
-                parts.append(
-                    f"{entry.name}: {len(entry.diverged)} of {len(entry.forks)} forks diverged, it is not compared; "
-                    f"the first: {entry.diverged[0]}"
-                )
-        parts += [
-            f"{entry.name} stands for {', '.join(entry.stands_for)}, too: every GEMM runs alike"
-            for entry in self.entries
-            if entry.stands_for
-        ]
-        parts += ["", *self._order(), *self._floor(), *self._words()]
-        return "\n".join(parts)
-
-    def _title(self) -> str:
-        s = self.settings
-        rate = f"learning rate {s.lr:.3g} → 0" if s.schedule == "linear" else "the run's own schedule"
-        count = f"{self.forks} fork{'s' * (self.forks != 1)} of {s.steps} steps each"
-        return f"{self.run}, step {self.step}: {count}, {rate}\ngap to {self.reference.name}, nats per token"
-
-    def _table(self) -> list[str]:
-        header = ["", "", "in the recipe", "high precision", "t", "p", "verdict", "group"]
-        rows = []
-        for place, entry in enumerate(self.ranked, start=1):
-            pair = self.against_reference(entry)
-            if pair is None:
-                mean = math.fsum(entry.losses("recipe")) / self.forks
-                rows.append([str(place), entry.name, f"loss {mean:.4f}", "", "", "", "", self.groups[entry.name]])
-                continue
-            gap = self.gap(entry)
-            p = p_value(pair.p) if looks(self.forks) else "–"
-            verdict = VERDICTS[pair.verdict] if looks(self.forks) else "–"
-            cells = [show(gap), show(self.gap(entry, "high")), _t(gap), p, verdict, self.groups[entry.name]]
-            rows.append([str(place), entry.name, *cells])
-        rows += [["–", entry.name, "diverged", "", "", "", "", ""] for entry in self.entries if entry.diverged]
-        return tabulate([header, *rows], right=(0, 2, 3, 4, 5))
-
-    def _order(self) -> list[str]:
-        if not looks(self.forks) or len(self.ranked) < 2:
-            return []
-        rows = [
-            [f"{p.first} < {p.second}", show(p.difference), f"t {_t(p.difference)}", p_value(p.p), VERDICTS[p.verdict]]
-            for p in self.neighbours()
-        ]
-        return ["neighbours in the order", *columns(rows, right=(1,)), ""]
-
-    def _floor(self) -> list[str]:
-        return [] if self.floor is None else [f"floor of the noise: FP32 − BF16 = {show(self.floor)}"]
-
-    def _words(self) -> list[str]:
-        if self.forks == 1:
-            return ["one fork: no interval, and nothing is told apart; forks=6 gives both"]
-        lines = [f"±: 95 % interval of a difference alone, over {self.forks} pairs of forks"]
-        if not looks(self.forks):
-            return [*lines, f"{self.forks} forks: no tests, the first are made after 4"]
-        count = len(self.pairs)
-        lines += [
-            f"p: corrected for {count} comparison{'s' * (count != 1)} and for looks after "
-            f"{', '.join(map(str, looks(self.forks)))} forks",
-            f"told apart: p ≤ {ALPHA}; the probability of any false one among them all is at most {ALPHA:.0%}",
-        ]
-        if any(pair.verdict == "alike" for pair in self.pairs):
-            lines.append(f"alike: the difference lies within ±{self.margin:g}")
-        if self.forks < self.most:
-            lines.append(f"stopped after {self.forks} of {self.most} forks: every pair is told apart or alike")
-        elif open_ := sum(pair.verdict == "open" for pair in self.pairs):
-            lines.append(f"{open_} of {count} pairs are not told apart: forks={looks(4 * self.forks)[-3]} goes on")
-        return lines
-
-    # -- JSON ---------------------------------------------------------------------------------------------------------
-
-    def plain(self) -> dict[str, Any]:
-        """Everything, as JSON values; an interval that is not known is null."""
-        return {
-            "run": self.run,
-            "step": self.step,
-            "settings": asdict(self.settings),
-            "reference": self.reference.name,
-            "forks": self.forks,
-            "looks": looks(self.forks),
-            "margin": self.margin,
-            "alpha": ALPHA,
-            "floor": None if self.floor is None else _plain(self.floor),
-            "candidates": [self._plain_entry(entry) for entry in self.entries],
-            "order": [entry.name for entry in self.ranked],
-            "pairs": [
-                {
-                    "first": pair.first,
-                    "second": pair.second,
-                    **_plain(pair.difference),
-                    "together": [each if math.isfinite(each) else None for each in pair.together],
-                    "p": pair.p,
-                    "verdict": pair.verdict,
-                }
-                for pair in self.pairs
-            ],
-        }
-
-    def _plain_entry(self, entry: Entry) -> dict[str, Any]:
-        gaps: Mapping[str, Any] = {}
-        if not entry.diverged:
-            gaps = {"gap": _plain(self.gap(entry)), "gap_high": _plain(self.gap(entry, "high"))}
-        return {
-            "name": entry.name,
-            "asked": entry.asked,
-            "same": list(entry.same),
-            "group": self.groups.get(entry.name),
-            "diverged": entry.diverged,
-            **gaps,
-            "forks": [fork.plain() for fork in entry.forks],
-        }
-
-
-def show(found: Estimate) -> str:
-    """ "+0.00092 ± 0.00041", or without an interval where there is none."""
-    half = found.half_width()
-    return f"{found.mean:+.5f}" + (" ± –" if half is None else f" ± {half:.5f}")
-
-
-def _t(found: Estimate) -> str:
-    return "–" if found.t is None else f"{found.t:.1f}" if abs(found.t) < 1000 else ">999"
-
-
-def _plain(found: Estimate) -> dict[str, Any]:
-    interval = found.interval()
-    t = found.t
-    return {
-        "mean": found.mean,
-        "error": found.error,
-        "low": None if interval is None else interval[0],
-        "high": None if interval is None else interval[1],
-        "t": t if t is None or math.isfinite(t) else None,
-    }

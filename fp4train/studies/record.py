@@ -26,7 +26,7 @@ from fp4train.track.metrics import MetricsLog, read_metrics
 
 MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
-FORMAT = 2
+FORMAT = 3
 """Raised when an earlier record would be read wrongly."""
 SHOWN, LENGTH = 4, 24
 """Differences that a message names, and characters of a value in it."""

@@ -1,19 +1,20 @@
-"""Many comparisons, looked at more than once: p-values and intervals that stay honest.
+"""Many comparisons, looked at more than once: p-values and intervals that stay honest however they are asked for.
 
-A ranking is looked at after 4, 6, 8, 12, 16, 24, … forks, so that it can stop when the answer is clear, and it can be
-taken up again with more forks later. Each look has a fixed share of the error probability, whatever was seen before
-and whenever one stops:
+A **look** is a table: all candidates that the record of a checkpoint holds, with the forks that there are at that
+moment. More forks and other candidates make another look; the same table, whatever is shown of it, is the same one.
+Looks are counted in the record (`fp4train.studies.looks`), and each has a share of the error probability α:
 
-    share(4·2ʲ) = 0.1/2ʲ,   share(6·2ʲ) = 0.4/2ʲ,   j = 0, 1, 2, …   (they sum to 1)
+    share(1) = 0.8,   share(i) = 0.2/(i·(i − 1))   for i = 2, 3, …   (they sum to 1)
 
-A pair's p-value over all looks so far is q = min over looks of p/share, the union bound of the looks (error spending as
-of Lan and DeMets, Biometrika 1983, without their joint distribution, which a t statistic of few forks does not have).
-Without a difference P(q ≤ α) ≤ Σ share·α = α at every stopping time. Holm's procedure (Scand. J. Stat. 1979) on the q
-of all pairs then keeps the probability of any false "told apart" in the whole ranking at or below α. Intervals at a
-look are those of Jennison and Turnbull (J. R. Stat. Soc. B 1989): their confidence is 1 − α·share/pairs, so that all of
-them at all looks hold together with a probability of at least 1 − α.
+so that nothing is spent on looks that nobody takes, and who decides on the number of forks beforehand has most of α for
+it. A pair's p over all looks is q = min over looks of p/share, p by sign flips corrected for all pairs of the look
+(`fp4train.studies.flips`). Without a difference P(any q ≤ α) ≤ Σ share·α = α, whatever was seen before and whenever one
+stops (error spending as of Lan and DeMets, Biometrika 1983, by the union bound).
 
-What is assumed: differences of forks with different seeds are independent and nearly normal, as in any t test.
+That holds for the checkpoints of the table. Whether a difference holds for base runs like these is a second question,
+asked where there are several: Student's t over the means of the base runs (`over_units`), corrected for all pairs by
+Holm's procedure (Scand. J. Stat. 1979) and for looks by the same shares. It assumes that base runs scatter nearly
+normally: two or three of them cannot show it.
 """
 
 from __future__ import annotations
@@ -24,32 +25,28 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from fp4train.studies.statistics import Estimate, holm, paired
+import numpy as np
+
+from fp4train.studies.flips import WEIGHT, corrected
+from fp4train.studies.statistics import Estimate, estimate, holm, over_units
 
 ALPHA = 0.05
-_FIRST = {4: 0.1, 6: 0.4}
-"""The shares of the looks after 4 and 6 forks; with every doubling of the forks they halve."""
+_FIRST = 0.8
+"""The share of the first look."""
 
-Verdict = Literal["apart", "alike", "open"]
-
-
-def looks(forks: int) -> list[int]:
-    """The numbers of forks, up to `forks`, at which a ranking is looked at."""
-    found = {base * 2**j for base in _FIRST for j in range(max(forks, 1).bit_length())}
-    return sorted(n for n in found if n <= forks)
+Verdict = Literal["apart", "here", "alike", "open"]
+Found = tuple[float, float]
+"""p of a pair on its checkpoints and beyond them, as `Pair` has them."""
 
 
-def share(forks: int) -> float:
-    """The share of the error probability that the look after `forks` forks has.
+def share(look: int) -> float:
+    """The share of the error probability that look number `look` (from 1) at a record has."""
+    return _FIRST if look == 1 else (1 - _FIRST) / (look * (look - 1))
 
-    Raises:
-        ValueError: there is no look after as many.
-    """
-    for base, first in _FIRST.items():
-        doublings = (forks // base).bit_length() - 1
-        if forks == base * 2 ** max(doublings, 0):
-            return float(first / 2**doublings)
-    raise ValueError(f"forks={forks}: there is no look after as many; {', '.join(map(str, looks(64)))}, … have one")
+
+def needed(look: int) -> int:
+    """The fewest forks with which a look can tell anything apart: the least p of n forks is 1/2ⁿ⁻¹."""
+    return 1 + math.ceil(-math.log2(ALPHA * share(look)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,52 +54,83 @@ class Pair:
     """The paired difference of two candidates, `second` − `first`.
 
     Args:
-        difference: over all forks.
-        p: corrected for all pairs and all looks; 1 before the first look.
-        together: the interval that holds together with those of all other pairs and looks; infinite before the first
-            look.
-        verdict: "apart": told apart; "alike": within ±margin, whatever the sign; "open": neither.
+        difference: with the spread between base runs in its error where there are several.
+        p: that the two are exchangeable on these checkpoints: by sign flips, corrected for all pairs and looks; 1
+            before the first look.
+        beyond: that they are equal over base runs like these, corrected likewise; 1 with a single base run.
+        together: the interval on these checkpoints that holds together with those of all other pairs and looks;
+            infinite before the first look.
+        verdict: "apart": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike": on
+            these checkpoints within ±margin, whatever the sign; "open": none of them.
     """
 
     first: str
     second: str
     difference: Estimate
     p: float
+    beyond: float
     together: tuple[float, float]
     verdict: Verdict
 
 
-def compare(losses: Mapping[str, Sequence[float]], *, margin: float, alpha: float = ALPHA) -> list[Pair]:
-    """All pairs of candidates.
+def compare(
+    losses: Mapping[str, Sequence[float | None]],
+    *,
+    reference: str | None,
+    look: int | None,
+    margin: float,
+    units: Sequence[object] = (),
+    earlier: Mapping[frozenset[str], Found] | None = None,
+) -> list[Pair]:
+    """All pairs of candidates that have two forks in common.
 
     Args:
-        losses: by candidate the loss of each fork; the k-th of every candidate come from the same seed.
+        losses: by candidate the loss of each fork, None where it was not made; the k-th of every candidate come from
+            the same checkpoint and seed.
+        reference: the candidate with which comparisons come first, chosen before any fork was made; None: none.
+        look: the number of this look; None: no test is made.
         margin: differences below it do not matter; 0: every difference does.
-        alpha: the probability of any false "apart" in the whole result, and of any false "alike".
-
-    Raises:
-        ValueError: the candidates have different numbers of forks, or none.
+        units: the base run of each fork; empty: one.
+        earlier: (p, beyond) of earlier looks at the same checkpoints.
     """
-    names = list(combinations(losses, 2))
-    if not names:
-        return []
-    values = [(losses[first], losses[second]) for first, second in names]
-    differences = [paired(a, b) for a, b in values]
-    at_looks = [[(n, paired(a[:n], b[:n])) for n in looks(len(a))] for a, b in values]
-    corrected = holm([min([1.0, *((d.p or 0.0) / share(n) for n, d in each)]) for each in at_looks])
+    values = {name: np.array([math.nan if x is None else x for x in each]) for name, each in losses.items()}
+    gaps = {(a, b): values[b] - values[a] for a, b in combinations(losses, 2)}
+    gaps = {pair: each for pair, each in gaps.items() if np.isfinite(each).sum() > 1 or len(each) == 1}
+    base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
+    differences = {
+        pair: over_units(each[np.isfinite(each)].tolist(), base[np.isfinite(each)].tolist())
+        for pair, each in gaps.items()
+    }
+    p = beyond = [1.0] * len(gaps)
+    if look is not None and gaps:
+        weights = [1.0 if reference in pair else WEIGHT for pair in gaps]
+        p = [min(1.0, x / share(look)) for x in corrected(np.stack(list(gaps.values()), axis=1), weights)]
+        if len(set(base)) > 1:
+            beyond = [min(1.0, x / share(look)) for x in holm([d.p or 0.0 for d in differences.values()])]
     found = []
-    for (first, second), difference, each, p in zip(names, differences, at_looks, corrected, strict=True):
+    for pair, here, further in zip(gaps, p, beyond, strict=True):
         together = (-math.inf, math.inf)
-        if each:
-            n, last = each[-1]
-            together = last.interval(1 - alpha * share(n) / len(names)) or together
+        if look is not None:
+            alone = estimate(gaps[pair][np.isfinite(gaps[pair])].tolist())
+            together = alone.interval(1 - ALPHA * share(look) / len(gaps)) or together
+        before = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
+        least = min(here, before[0]), min(further, before[1])
         verdict: Verdict = "open"
-        if p <= alpha:
-            verdict = "apart"
+        if least[0] <= ALPHA:
+            verdict = "apart" if least[1] <= ALPHA else "here"
         elif -margin <= together[0] and together[1] <= margin:
             verdict = "alike"
-        pair = Pair(first=first, second=second, difference=difference, p=p, together=together, verdict=verdict)
-        found.append(pair)
+        found.append(
+            Pair(
+                first=pair[0],
+                second=pair[1],
+                difference=differences[pair],
+                p=least[0],
+                beyond=least[1],
+                together=together,
+                verdict=verdict,
+            )
+        )
     return found
 
 
@@ -114,7 +142,7 @@ def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
     """
     sets = [frozenset(order)] if order else []
     for pair in pairs:
-        if pair.verdict == "apart":
+        if pair.verdict in ("apart", "here"):
             split: list[frozenset[str]] = []
             for each in sets:
                 both = pair.first in each and pair.second in each

@@ -11,6 +11,7 @@ from fp4train.cli import main
 from fp4train.cli.mesh import Asked, as_configured, parse
 from fp4train.costs.mesh import Mesh
 from fp4train.errors import UserError
+from fp4train.models.llama.model import LlamaModel
 from fp4train.parallel.config import SCHEDULES, Parallel
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
@@ -88,6 +89,7 @@ def test_the_command_that_a_search_prints_plans_the_same_mesh(capsys: pytest.Cap
     assert again["step_seconds"] == pytest.approx(best["step_seconds"])
 
 
+INTERLEAVED = ("parallel.pp=2", "parallel.pp_schedule=interleaved")
 B200 = ("plan", "model=llama_30m", "gpu=B200", "recipe=mxfp8", "policy=all", "phases=none", "train.seq_len=2048")
 
 
@@ -112,6 +114,55 @@ def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.Ca
         meshes = json.loads(capsys.readouterr().out)["meshes"]
         tensors[backend] = {each["mesh"]["tensor"] for each in meshes}
     assert tensors == {"te": {1}, "native": {1, 2}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("parallel.dp_shard=2", "optim=muon"), "optim=muon multiplies whole matrices"),
+        (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
+        (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
+        (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
+        (INTERLEAVED, "parallel.pp=2 × parallel.pp_chunks=2 does not divide the 6 blocks: parallel.pp may be 1, 3"),
+        (("parallel.pp=2", "train.batch_size=4", "train.microbatch=4"), "1 microbatch per rank cannot fill"),
+        (
+            (*INTERLEAVED, "model.layers=4", "train.batch_size=7", "train.microbatch=1"),
+            "interleaved does not take 7 microbatches",
+        ),
+        (
+            ("parallel.tp=2", "train.batch_size=1", "train.seq_len=255"),
+            "the 255 tokens of a microbatch cannot be shared",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_not_priced(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "gpu=H100", "model.kv_heads=2", *arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "method"), [("tp", "fp4train_tensor_cut"), ("pp", "fp4train_stages")])
+def test_a_model_that_does_not_say_how_it_is_cut_is_not_priced_in_parts(
+    key: str, method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(LlamaModel, method)
+    assert run("plan", "gpu=H100", "model.kv_heads=2", f"parallel.{key}=2") == 1
+    assert f"parallel.{key}=2: LlamaModel does not say how" in capsys.readouterr().err
+
+
+def test_a_search_leaves_out_what_a_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    shards = {}
+    for optim in ("adamw", "muon"):
+        assert run(*B200, "gpus=2", "parallel=auto", "train.batch_size=8", "--json", f"optim={optim}") == 0
+        found = json.loads(capsys.readouterr().out)["meshes"]
+        shards[optim] = {each["mesh"]["shard"] * each["mesh"]["tensor"] for each in found}
+    assert shards == {"adamw": {1, 2}, "muon": {1}}
+
+
+def test_the_microbatches_of_a_pipeline_that_a_plan_chooses_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "gpu=H100", "parallel.pp=2", "train.batch_size=16") == 0
+    assert "note: train.microbatch is not given: planned with train.microbatch=2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
 def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     load = measured("8B", FP8Current(), H100)
 
-    def measure(sequences: int, tensors: int):  # type: ignore[no-untyped-def]
+    def measure(sequences: int, mesh: Mesh):  # type: ignore[no-untyped-def]
         return measured("8B", FP8Current(), H100, sequences=sequences)
 
     found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))

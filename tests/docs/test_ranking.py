@@ -9,7 +9,8 @@ import pytest
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
 from fp4train.studies.rank import Request
-from fp4train.studies.sequential import looks, share
+from fp4train.studies.sequential import ALPHA, needed, share
+from fp4train.studies.statistics import quantile
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "ranking.md").read_text(encoding="utf-8")
 SMALL = (
@@ -41,13 +42,24 @@ def test_the_table_has_every_key_and_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", TEXT, re.MULTILINE))
     assert list(rows) and set(rows) == set(OPTIONS)
     defaults = {name: field.default for name, field in Request.__dataclass_fields__.items()}
-    for name in ("forks", "schedule", "margin", "stop", "processes"):
+    for name in ("forks", "schedule", "margin", "processes"):
         assert rows[name] == str(defaults[name]).lower(), name
 
 
 def test_the_shares_of_the_looks_are_those_of_the_code() -> None:
-    shown = re.search(r"after ([\d, ]+), … forks\. .*?\(([\d., \n]+), …; the sum is 1\)", TEXT, re.DOTALL)
+    words = " ".join(TEXT.split())
+    shown = re.search(r"Look 1 has ([.\d]+) of the 5 %, look i has [^:]*: ([.\d, ]+), …; the sum is 1", words)
     assert shown is not None
-    numbers = [int(each) for each in shown[1].split(",")]
-    assert numbers == looks(numbers[-1])
-    assert [float(each) for each in shown[2].split(",")] == [share(n) for n in numbers]
+    assert float(shown[1]) == share(1)
+    assert [float(each) for each in shown[2].split(", ")] == [round(share(i), 3) for i in range(2, 5)]
+    first = re.search(r"A look needs ([\d, ]+), … forks", words)
+    assert first is not None and [int(each) for each in first[1].split(", ")] == [needed(i) for i in range(1, 5)]
+
+
+def test_the_table_of_base_runs_is_that_of_the_code() -> None:
+    """By t's quantiles, at the level of a first look and of ten comparisons."""
+    rows = re.findall(r"^\| (\d) \| ([\d.]+) errors \| [^|]*t of (\d+)", TEXT, re.MULTILINE)
+    assert [row[0] for row in rows] == ["2", "3", "4", "6"]
+    for runs, errors, t in rows:
+        assert float(errors) == round(quantile(0.95, int(runs) - 1), 1)
+        assert int(t) == pytest.approx(quantile(1 - ALPHA * share(1) / 10, int(runs) - 1), rel=0.08)

@@ -103,21 +103,22 @@ def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LA
     log.close()
 
 
-def write_ranking(run: Path, name: str = "mxfp8") -> Path:
-    """A ranking in the form of rank.json, of bf16 and one other candidate."""
+def write_ranking(
+    run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
+) -> Path:
+    """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each of `runs`."""
     gap = {"mean": 0.002, "error": 0.0001, "low": 0.0018, "high": 0.0022, "t": 20.0}
     forks: list[Any] = []
-    shared = {"asked": True, "same": [], "diverged": [], "forks": forks}
+    shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
     found = {
-        "step": 30,
-        "settings": {"steps": 24},
+        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": {"steps": 24}} for a in runs],
         "reference": "bf16",
         "forks": 6,
-        "looks": [4, 6],
+        "tested": True,
         "floor": {**gap, "mean": 0.0, "low": -0.0003, "high": 0.0003},
         "candidates": [
             {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
-            {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap},
+            {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
         ],
         "order": ["bf16", name],
         "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "verdict": "apart"}],

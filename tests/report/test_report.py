@@ -119,6 +119,27 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
     assert {link[1:] for link in links(page) if link.startswith("#")} <= targets, "no link within the page is dead"
 
 
+def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
+    for run in runs:
+        write_ranking(run, runs=("runs/a", "runs/b"), spikes=["runs/b, step 30, seed 3"])
+    page = report(tmp_path, *runs)
+    assert page.text.count("2 checkpoints: 6 forks of 24 steps for each candidate at each") == 1
+    assert "runs/a, step 30, trained in NVFP4; runs/b, step 30, trained in NVFP4" in page.text
+    assert "mxfp8 spikes at runs/b, step 30, seed 3" in page.text
+    alone = report(tmp_path, write_ranking(write_run(tmp_path / "c", seed=0)).parents[2])
+    assert "One checkpoint: all of this holds for it alone." in alone.text
+
+
+def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", seed=0)
+    path = write_ranking(run)
+    body, _ = unsealed(path.read_bytes())
+    del body["checkpoints"]
+    path.write_bytes(sealed(body))
+    assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
+
+
 def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> None:
     """A field of NVFP4 in a run of BF16: it is listed for the runs that have it."""
     a = write_run(tmp_path / "a", seed=0, settings={"hadamard": True, "depth": 4})

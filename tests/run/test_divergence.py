@@ -65,6 +65,17 @@ def test_a_ruined_weight_is_seen_after_five_losses(step: int) -> None:
     assert seen_at([*DEFAULT[:step], *ruined]) == step + PERSIST - 1
 
 
+@pytest.mark.parametrize("step", [5, 20, 30, 50, 150, 290])
+def test_weights_that_tell_nothing_any_more_are_seen_at_once_or_at_the_end(step: int) -> None:
+    """One flipped bit takes the loss to that of equally likely bytes. While the run has learned little that is not far
+    above its past."""
+    draw, found, seen = random.Random(step), Divergence(), None
+    for number in range(300):
+        found.add(number, DEFAULT[number] if number < step else math.log(320) + draw.gauss(0, 0.05))
+        seen = number if found.seen and seen is None else seen
+    assert seen == step + PERSIST - 1 if step >= 30 else found.ends_above_its_beginning(300)
+
+
 def test_a_loss_that_stays_just_above_its_beginning_after_one_that_was_huge_is_seen() -> None:
     """As a rate of 1e3 leaves it: weights so large that every token is as likely as another."""
     assert seen_at([5.49, 7_345_822.5, 5.77, 5.77, 5.77, 5.77]) == 5

@@ -21,9 +21,10 @@ def test_a_llama_knows_how_many_parameters_it_will_have(changes: dict[str, int])
 
 def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size, "_main_memory", lambda: 25_300_000_000)
-    needed = r"Llama has 14\.8 T parameters.* 59\.1 TB of float32, and this machine has 25\.3 GB\. Choose"
+    needed = r"Llama has 17\.6 T parameters.* 70\.4 TB of float32, and this machine has 25\.3 GB\. Choose"
     with pytest.raises(UserError, match=needed):
-        size.check_memory(Llama(layers=100_000_000, hidden=256), vocab_size=257)
+        wide = Llama(layers=4096, width=16384, heads=128, kv_heads=128, hidden=65536)
+        size.check_memory(wide, vocab_size=257)
     size.check_memory(Llama(), vocab_size=257)
     size.check_memory(object(), vocab_size=257)  # of an architecture that does not say its size nothing is known
 

@@ -11,7 +11,6 @@ import torch
 from command_line import TINY
 
 from fp4train.cli import main
-from fp4train.config.overrides import groups
 from fp4train.precision import FP32
 from fp4train.studies.forks import open_checkpoint
 from fp4train.train import validation_losses
@@ -55,23 +54,29 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
 
 def test_a_ranking_becomes_a_table(script: ModuleType) -> None:
     gap = {"mean": 0.0044, "low": 0.0035, "high": 0.0053, "error": 0.0004, "t": 11.0}
-    entry = {"same": [], "diverged": [], "gap": gap, "gap_high": gap}
+    entry = {"same": [], "diverged": [], "gap": gap, "gap_high": gap, "gaps": [0.004, 0.0048], "tokens": 0.0006}
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "error": 0.0, "t": 0.0}
     ranking = {
-        "forks": 6,
+        "checkpoints": [{"run": f"runs/{name}", "trained": "NVFP4"} for name in "ab"],
+        "forks": 3,
+        "look": 1,
+        "recorded": 3,
+        "reference": "bf16",
         "floor": zero,
         "order": ["bf16", "nvfp4"],
-        "pairs": [{"first": "bf16", "second": "nvfp4", "verdict": "apart"}],
+        "pairs": [{"first": "bf16", "second": "nvfp4", "p": 0.02, "verdict": "here"}],
         "candidates": [
-            {**entry, "name": "bf16", "group": "a", "gap": zero, "gap_high": zero},
-            {**entry, "name": "nvfp4", "group": "b"},
-            {"name": "mxfp4", "same": [], "group": None, "diverged": ["step 3: loss is nan"]},
+            {**entry, "name": "bf16", "group": "a", "gap": zero, "gap_high": zero, "spikes": []},
+            {**entry, "name": "nvfp4", "group": "b", "spikes": ["runs/b, step 200, seed 1"]},
+            {"name": "mxfp4", "same": [], "group": None, "diverged": ["step 3: loss is nan"], "spikes": []},
         ],
     }
     text = script.section(script.CASES[0], json.loads(json.dumps(ranking)))
-    assert "| nvfp4 | +0.00440 ± 0.00090 | +0.00440 ± 0.00090 | told apart | b |" in text
-    assert "| mxfp4 | diverged: step 3: loss is nan | | | |" in text
-    assert "bf16" in groups()["recipe"]
+    row = "| nvfp4 | +0.00440 ± 0.00090 | 0.00060 | +0.00440 ± 0.00090 | +0.0040 +0.0048 | 0.02 | told apart here | b |"
+    assert row in text
+    assert "3 forks at each of 2 checkpoints: a (trained in NVFP4), b (trained in NVFP4)." in text
+    assert "nvfp4 spikes at runs/b, step 200, seed 1." in text
+    assert "| mxfp4 | diverged: step 3: loss is nan | | | | | | |" in text
 
 
 def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(script: ModuleType) -> None:

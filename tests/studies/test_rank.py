@@ -35,14 +35,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         made.append((name, number))
         place = {"bf16": 0, "fp32": 0, "mxfp8": 1, "nvfp4": 2, "mxfp4": 3}[name.lower().partition(" ")[0]]
         loss = 5 + 0.1 * number + 0.01 * place + 1e-4 * ((7 * number + 3 * place) % 5)
-        return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.01)
+        parts = [loss - 1e-4 * place, loss + 1e-4 * place]
+        return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.01, parts=parts)
 
     monkeypatch.setattr(workers, "fork", fork)
     return made
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """What two rankings must have in common: everything but the seconds, and the checksum with them."""
+    """What two rankings must have in common: everything but the seconds, and the checksum over them."""
     found: dict[str, Any] = json.loads((folder / "rank.json").read_text())
     del found["sha256"]
     for candidate in found["candidates"]:
@@ -116,26 +117,66 @@ def test_a_process_that_is_killed_ends_the_ranking_with_a_reason(
 def test_the_same_command_measures_nothing_and_more_forks_go_on(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
-    command = ("rank", str(trained), "step=3", "steps=2", "recipe=bf16,mxfp8,nvfp4", "out=a", "stop=false")
-    first = said(cli.raw(*command, "forks=4"))
-    assert len(pretend) == 16
-    assert said(cli.raw(*command, "forks=4")) == first and len(pretend) == 16
-    said(cli.raw(*command, "forks=6"))
-    assert sorted(pretend[16:]) == sorted((n, k) for n in ("bf16", "mxfp8", "nvfp4", "FP32") for k in (4, 5))
-    said(cli.raw(*command[:4], "recipe=bf16,nvfp4,mxfp4", "out=a", "forks=4"))
-    assert {name for name, _ in pretend[24:]} == {"mxfp4"}, "the others are known"
+    command = ("rank", str(trained), "step=3", "steps=2", "recipe=bf16,mxfp8,nvfp4", "out=a")
+    first = said(cli.raw(*command, "forks=6"))
+    assert len(pretend) == 24 and [number for _, number in pretend] == [k for k in range(6) for _ in range(4)]
+    assert said(cli.raw(*command, "forks=6")) == first and len(pretend) == 24
+    said(cli.raw(*command, "forks=9"))
+    assert sorted(pretend[24:]) == sorted((n, k) for n in ("bf16", "mxfp8", "nvfp4", "FP32") for k in (6, 7, 8))
+    assert ": 9 forks of 2 steps" in said(cli.raw(*command, "forks=6")), "all forks of the record are used"
+    said(cli.raw(*command[:4], "recipe=bf16,nvfp4,mxfp4", "out=a", "forks=9"))
+    assert {name for name, _ in pretend[36:]} == {"mxfp4"}, "the others are known"
 
 
-def test_forks_are_made_seed_by_seed_until_the_answer_is_clear(
+def p_of(folder: str, first: str, second: str) -> float:
+    pairs = numbers(Path(folder))["pairs"]
+    return next(float(pair["p"]) for pair in pairs if {pair["first"], pair["second"]} == {first, second})
+
+
+def test_fewer_candidates_of_the_same_record_buy_no_significance(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
-    shown = said(cli.raw("rank", str(trained), "step=3", "recipe=bf16,mxfp8,nvfp4,mxfp4", "forks=24", "out=a"))
-    assert [number for _, number in pretend] == [number for number in range(4) for _ in range(5)]
-    assert "stopped after 4 of 24 forks: every pair is told apart or alike" in shown
-    assert [(row[1], row[-1]) for row in rows(shown)] == [("bf16", "a"), ("mxfp8", "b"), ("nvfp4", "c"), ("mxfp4", "d")]
-    assert sum(" told apart" in line and " < " in line for line in shown.splitlines()) == 3
-    shown = said(cli.raw("rank", str(trained), "step=3", "recipe=bf16,mxfp8", "forks=8", "stop=false", "out=a"))
-    assert ": 8 forks of 24 steps" in shown
+    command = ("rank", str(trained), "step=3", "out=a", "forks=8")
+    shown = said(cli.raw(*command, "recipe=bf16,mxfp8,nvfp4,mxfp4"))
+    assert "corrected for 6 comparisons of all 4 candidates in the record\n" in shown
+    before = p_of("a", "bf16", "nvfp4")
+    shown = said(cli.raw(*command, "recipe=bf16,nvfp4"))
+    assert p_of("a", "bf16", "nvfp4") == before
+    assert "corrected for 6 comparisons of all 4 candidates in the record (2 not shown)" in shown
+    assert "look 1 at this record" in shown and len(rows(shown)) == 2
+
+
+def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other_references_are_none(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
+    command = ("rank", str(trained), "step=3", "out=a", "forks=9")
+    for recipes, words in (
+        ("bf16,mxfp8", "look 1 at this record has 80.0% of the 5%"),
+        ("bf16,nvfp4", "look 2 at this record has 10.0% of the 5%"),
+        ("nvfp4,bf16", "look 2 at this record has 10.0% of the 5%"),
+        ("bf16,mxfp4", "from earlier looks: look 3 needs 11 forks"),
+    ):
+        shown = said(cli.raw(*command, f"recipe={recipes}"))
+        assert words in shown
+    assert "told apart here" in said(cli.raw(*command, "recipe=bf16,mxfp8")), "what was found stays found"
+
+
+def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_itself(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
+    sweep = ("recipe=bf16,mxfp8,nvfp4", "forks=3", "out=a")
+    alone = said(cli.raw("rank", str(trained), "step=3", *sweep[:2], "out=b"))
+    assert "one checkpoint: all of this holds for it alone" in alone
+    assert "no tests: look 1 at this record needs 6 forks; forks=6 makes them" in alone
+    shown = said(cli.raw("rank", str(trained), "step=3,6", *sweep))
+    assert "step 3: 3 forks of" in shown and "step 6: 3 forks of" in shown and "trained in NVFP4" in shown
+    assert "2 checkpoints of one run: the spread between its ages is in ±, that between runs is not" in shown
+    assert "12.7 errors of the mean of 2" in shown and "sign flips of 6 forks" in shown
+    found = numbers(Path("a"))
+    assert [each["step"] for each in found["checkpoints"]] == [3, 6] and found["units"] == 2
+    assert all(len(each["gaps"]) == 2 and len(each["forks"]) == 6 for each in found["candidates"])
+    outcome = cli.raw("rank", str(trained), str(trained), *sweep)
+    assert outcome.code == 1 and "are the same checkpoint: name it once" in outcome.message
 
 
 def test_candidates_that_run_alike_are_measured_once_and_told(
@@ -168,7 +209,7 @@ def test_a_sweep_longer_than_a_file_name_is_no_run_directory(
 
 
 def test_one_recipe_is_compared_with_bf16(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
-    shown = said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "forks=4", "out=a"))
+    shown = said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "forks=6", "out=a"))
     assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
 
 
@@ -216,7 +257,7 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
     monkeypatch.setattr(workers, "fork", fork)
     outcome = cli.raw("rank", str(trained), "step=3", "recipe=bf16,nvfp4", "forks=4", "out=a")
     assert outcome.code == 1 and "No space left on device" in outcome.message
-    assert "4 forks of 24 steps" in outcome.out and "told apart" in outcome.out
+    assert "4 forks of 24 steps" in outcome.out and "high precision" in outcome.out
     monkeypatch.undo()
 
 
@@ -244,7 +285,8 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
         ),
         (["recipe=bf16,nvfp4", "policy.keep=[nothing]"], "bf16: policy.keep='nothing' matches no linear layer"),
         (["-m"], "rank knows no flag -m"),
-        (["other"], "rank takes one run directory, not 2"),
+        (["other"], "other is not a run directory"),
+        (["stop=true"], "unknown key 'stop'"),
     ],
 )
 def test_what_cannot_be_ranked_is_refused(cli: Cli, trained: Path, words: list[str], message: str) -> None:
@@ -259,4 +301,4 @@ def test_a_run_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
     Path("empty/config.yaml").write_bytes((trained / "config.yaml").read_bytes())
     assert "empty has no checkpoint yet" in cli.raw("rank", "empty").message
     assert "nowhere is not a run directory" in cli.raw("rank", "nowhere").message
-    assert "rank takes one run directory, not 0" in cli.raw("rank").message
+    assert "rank takes the directories of runs" in cli.raw("rank").message

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fp4train.studies.statistics import estimate, holm, jackknife, paired, quantile, two_sided
+from fp4train.studies.statistics import estimate, holm, jackknife, over_units, paired, quantile, spikes, two_sided
 
 # t of a two-sided interval; a table that every textbook has.
 TABLE = {
@@ -65,6 +65,38 @@ def test_intervals_hold_the_true_mean_as_often_as_they_say() -> None:
     intervals = [interval for each in samples if (interval := estimate(each).interval(0.9))]
     held = sum(low <= 3.0 <= high for low, high in intervals) / 2000
     assert abs(held - 0.9) < 4 * math.sqrt(0.09 / 2000)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("runs", [2, 3, 4])
+def test_intervals_over_base_runs_hold_the_mean_of_all_base_runs(runs: int, between: float) -> None:
+    """A random effect: with its spread in the interval, and never below the scatter of the forks."""
+    draw, trials, held = random.Random(runs), 500, 0
+    for _ in range(trials):
+        effects = [between * draw.gauss(0, 1) for _ in range(runs)]
+        values = [effect + draw.gauss(0, 1) for effect in effects for _ in range(4)]
+        found = over_units(values, [run for run in range(runs) for _ in range(4)])
+        low, high = found.interval() or (0.0, 0.0)
+        held += low <= 0 <= high
+        assert found.freedom == runs - 1 and found.mean == pytest.approx(sum(values) / len(values), abs=1e-12)
+    assert held / trials >= 0.95 - 2.33 * math.sqrt(0.95 * 0.05 / trials)
+
+
+def test_base_runs_that_agree_by_chance_make_no_narrow_interval_and_one_is_no_spread() -> None:
+    found = over_units([1.0, 3.0, 3.0, 1.0], ["a", "a", "b", "b"])
+    assert found.mean == 2 and found.error == pytest.approx(math.sqrt(0.5)), "the means are equal, the forks are not"
+    assert over_units([1.0, 3.0, 3.0, 1.0], ["a"] * 4) == estimate([1.0, 3.0, 3.0, 1.0])
+    assert over_units([1.0, 2.0], ["a", "b"]).error == pytest.approx(0.5), "one fork at each"
+
+
+def test_a_spike_is_found_and_normal_values_have_few() -> None:
+    draw = random.Random(3)
+    for count in (4, 6, 12, 24):
+        calm = [[draw.gauss(0, 1) for _ in range(count)] for _ in range(500)]
+        assert sum(bool(spikes(each)) for each in calm) <= 15, count
+        assert spikes([*calm[0][:-1], 200.0]) == [count - 1]
+    assert spikes([*calm[0][:-3], 50.0, 60.0, -50.0]) == [21, 22, 23]
+    assert spikes([1.0, 2.0]) == []
 
 
 def test_pairs_cancel_what_they_share() -> None:

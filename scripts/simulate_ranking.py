@@ -1,0 +1,229 @@
+"""Simulate `fp4train rank` without training, and print what its tests promise: false findings, power, intervals.
+
+    python scripts/simulate_ranking.py [--trials 1000] [--parts errors asking power t spread]
+
+The tests are those of the package (`sequential.compare`, `looks.Looks`); the losses are drawn. A fork has what its seed
+does to all candidates, and noise of its own by candidate: Gaussian, lognormal, exponential, or small with a large spike
+in one of ten forks. Equal candidates are exchangeable: they draw from the same distribution. ± is two standard errors
+of the simulation.
+
+errors  any false "told apart" among all pairs of equal candidates, by one look at 6, 8 and 12 forks
+asking  the same however one asks: in pieces, with more forks, with every reference, with subsets of the checkpoints
+power   one of the candidates is worse by 2 standard deviations of a difference: how often it is told from the reference
+t       differences with mean zero that are not symmetric (equal in mean, not in distribution): t and sign flips
+spread  base runs that differ: intervals over them, and false "told apart" beyond them
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from fp4train.studies.flips import corrected
+from fp4train.studies.looks import Looks
+from fp4train.studies.sequential import ALPHA, Pair, compare, needed, share
+from fp4train.studies.statistics import estimate, over_units
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+NOISE: Mapping[str, Draw] = {
+    "Gaussian": lambda rng, shape: rng.normal(size=shape),
+    "lognormal": lambda rng, shape: np.exp(rng.normal(size=shape)),
+    "exponential": lambda rng, shape: rng.exponential(size=shape),
+    "one-in-ten spiky": lambda rng, shape: 0.1 * rng.normal(size=shape) + 10 * (rng.random(shape) < 0.1),
+}
+Losses = dict[str, list[float]]
+
+
+class Record:
+    """What `Looks` needs of a record, in memory."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.known
+
+    def __getitem__(self, key: str) -> Any:
+        return self.known[key]
+
+    def add(self, key: str, values: Any) -> None:
+        self.known[key] = values
+
+
+def draw(rng: np.random.Generator, noise: str, forks: int, candidates: int) -> Losses:
+    """By candidate the losses of its forks."""
+    own = NOISE[noise](rng, (candidates, forks)) + 3 * rng.normal(size=forks)
+    return {f"c{i}": each.tolist() for i, each in enumerate(own)}
+
+
+def look(records: Mapping[str, Record], losses: Losses, reference: str, units: Sequence[object] = ()) -> list[Pair]:
+    """The table that `rank` would show of these losses, and its look in the records."""
+    looks = Looks(records, [reference] * len(records))  # type: ignore[arg-type]
+    number = looks.number(losses, len(losses[reference]))
+    pairs = compare(losses, reference=looks.reference, look=number, margin=0, units=units, earlier=looks.earlier)
+    if number is not None:
+        looks.take(losses, list(losses), pairs)
+    return pairs
+
+
+def told_apart(pairs: Sequence[Pair], *verdicts: str) -> bool:
+    return any(pair.verdict in (verdicts or ("apart", "here")) for pair in pairs)
+
+
+def in_pieces(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
+    """Candidates are added one by one."""
+    losses, records = draw(rng, noise, 12, 8), {"a": Record()}
+    for count in range(2, 9):
+        yield look(records, dict(list(losses.items())[:count]), "c0")
+
+
+def more_forks(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
+    """6 forks, then 12, 18, 24."""
+    losses, records = draw(rng, noise, 24, 4), {"a": Record()}
+    for forks in (6, 12, 18, 24):
+        yield look(records, {name: each[:forks] for name, each in losses.items()}, "c0")
+
+
+def every_reference(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
+    """Each candidate is the reference once; then each two alone."""
+    losses, records = draw(rng, noise, 12, 6), {"a": Record()}
+    for name in losses:
+        yield look(records, losses, name)
+    for two in combinations(losses, 2):  # what else the record holds is in the table, whatever is shown
+        yield [p for p in look(records, losses, two[0]) if {p.first, p.second} == set(two)]
+
+
+def chosen_checkpoints(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
+    """Three checkpoints together, each two of them, each alone."""
+    each = [draw(rng, noise, 8, 4) for _ in range(3)]
+    records = [Record() for _ in range(3)]
+    for subset in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
+        losses = {name: [loss for i in subset for loss in each[i][name]] for name in each[0]}
+        units = [i for i in subset for _ in range(8)]
+        yield look({str(i): records[i] for i in subset}, losses, "c0", units)
+
+
+Way = Callable[[np.random.Generator, str], Iterator[list[Pair]]]
+WAYS: Sequence[Way] = (in_pieces, more_forks, every_reference, chosen_checkpoints)
+
+
+def one_look(rng: np.random.Generator, noise: str, forks: int, candidates: int) -> list[Pair]:
+    return look({"a": Record()}, draw(rng, noise, forks, candidates), "c0")
+
+
+def rate(found: Sequence[bool]) -> str:
+    p = sum(found) / len(found)
+    return f"{p:.3f} ± {2 * math.sqrt(max(p * (1 - p), 1 / len(found)) / len(found)):.3f}"
+
+
+def errors(trials: int) -> None:
+    print("\n| equal candidates | forks |", " | ".join(NOISE), "|\n|---|---|" + "---|" * len(NOISE))
+    for candidates in (2, 3, 5, 10, 22):
+        for forks in (6, 8, 12):
+            rng = np.random.default_rng((candidates, forks))
+            count = trials if candidates < 20 else max(trials // 2, 100)
+            cells = [rate([told_apart(one_look(rng, n, forks, candidates)) for _ in range(count)]) for n in NOISE]
+            print(f"| {candidates} | {forks} |", " | ".join(cells), "|", flush=True)
+
+
+def asking(trials: int) -> None:
+    print("\n| asked |", " | ".join(NOISE), "|\n|---|" + "---|" * len(NOISE))
+    for way in WAYS:
+        rng = np.random.default_rng(1)
+        cells = [rate([any(told_apart(each) for each in way(rng, noise)) for _ in range(trials)]) for noise in NOISE]
+        print(f"| {(way.__doc__ or '').rstrip('.')} |", " | ".join(cells), "|", flush=True)
+
+
+def power(trials: int) -> None:
+    print("\n| candidates | forks | from the reference | from another | t, Bonferroni |\n|---|---|---|---|---|")
+    for candidates in (3, 5, 10):
+        for forks in (6, 8, 12, 18):
+            rng, found = np.random.default_rng((candidates, forks)), []
+            for _ in range(trials):
+                losses = draw(rng, "Gaussian", forks, candidates)
+                worse = f"c{candidates - 1}"
+                losses[worse] = [loss + 2 * math.sqrt(2) for loss in losses[worse]]
+                pairs = look({"a": Record()}, losses, "c0")
+                verdict = {(pair.first, pair.second): pair.verdict == "here" for pair in pairs}
+                t = estimate([b - a for a, b in zip(losses["c0"], losses[worse], strict=True)]).p or 0.0
+                found.append((verdict["c0", worse], verdict["c1", worse], t <= ALPHA / len(pairs)))
+            print(
+                f"| {candidates} | {forks} |",
+                " | ".join(rate(each) for each in zip(*found, strict=True)),
+                "|",
+                flush=True,
+            )
+
+
+def skewed(trials: int) -> None:
+    print(
+        "\n| differences with mean zero | forks | t | sign flips | sign flips, as a first look |\n|---|---|---|---|---|"
+    )
+    kinds: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+        "lognormal, σ = .5": lambda rng, n: np.exp(0.5 * rng.normal(size=n)) - math.exp(0.125),
+        "exponential": lambda rng, n: rng.exponential(size=n) - 1,
+        "one fork in ten spikes": lambda rng, n: 0.1 * rng.normal(size=n) + 10 * (rng.random(n) < 0.1) - 1,
+    }
+    for name, kind in kinds.items():
+        for forks in (6, 12, 24):
+            rng, found = np.random.default_rng(forks), []
+            for _ in range(trials):
+                values = kind(rng, forks)
+                (p,) = corrected(values[:, None], [1.0])
+                found.append(((estimate(values.tolist()).p or 0.0) <= ALPHA, p <= ALPHA, p <= ALPHA * share(1)))
+            print(f"| {name} | {forks} |", " | ".join(rate(each) for each in zip(*found, strict=True)), "|", flush=True)
+
+
+def spread(trials: int) -> None:
+    print(
+        "\n| base runs | forks at each | spread between / noise within | ± holds the mean | forks alone hold it | ",
+        end="",
+    )
+    print("false, on these | false, beyond | found, 4 of both |\n|---|---|---|---|---|---|---|---|")
+    for runs in (2, 3, 4, 6):
+        for between in (0.0, 0.5, 2.0):
+            rng, found, forks = np.random.default_rng(runs), [], 4
+            for _ in range(trials):
+                units = np.repeat(np.arange(runs), forks)
+                effects = between * rng.normal(size=(3, runs))[:, units]
+                noise = rng.normal(size=(3, len(units)))
+                values = noise[1] - noise[0] + effects[1] - effects[0]
+                covered = []
+                for each in (over_units(values.tolist(), units.tolist()), estimate(values.tolist())):
+                    low, high = each.interval() or (0.0, 0.0)
+                    covered.append(low <= 0 <= high)
+                losses = {f"c{i}": (noise[i] + effects[i]).tolist() for i in range(3)}
+                pairs = look({"a": Record()}, losses, "c0", units.tolist())
+                moved = {**losses, "c1": [x + 4 * math.sqrt(2 + 2 * between**2) for x in losses["c1"]]}
+                (far,) = (p for p in look({"a": Record()}, moved, "c0", units.tolist()) if p.second + p.first == "c1c0")
+                found.append((*covered, told_apart(pairs), told_apart(pairs, "apart"), far.verdict == "apart"))
+            cells = " | ".join(rate(each) for each in zip(*found, strict=True))
+            print(f"| {runs} | {forks} | {between} | {cells} |", flush=True)
+
+
+PARTS: Mapping[str, Callable[[int], None]] = {
+    "errors": errors,
+    "asking": asking,
+    "power": power,
+    "t": skewed,
+    "spread": spread,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    args = parser.parse_args()
+    print("look 1, 2, 3, … has", ", ".join(f"{share(i):.3f} (from {needed(i)} forks)" for i in range(1, 6)))
+    for part in args.parts:
+        PARTS[part](args.trials)
+
+
+if __name__ == "__main__":
+    main()
