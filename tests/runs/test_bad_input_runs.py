@@ -72,6 +72,7 @@ WRONG = {
         ["data.path=a.jsonl"],
         "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf data.path=a.jsonl data.column=text",
     ),
+    "records in a .json file": (["data.path=a.json"], "data.path=a.json holds records"),
     "a name without its quotes": (["run.name=ünï"], """a value with the character ü needs quotes: 'run.name="ünï"'"""),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
