@@ -31,6 +31,8 @@ from fp4train.text import tabulate
 _log = logging.getLogger(__name__)
 
 COMPARISON = "compare.png"
+ABSENT = "-"
+"""The value of a key that a configuration does not have."""
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
 NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
@@ -120,7 +122,8 @@ class Comparison:
         window = self.histories[0].series("train/loss").window
         of = "validation loss" if self.key == "val/loss" else "training loss"
         lines.append(
-            f"train loss: mean of the last {window}; gap: {of} against {self.rows[0].name} at step {self.step}"
+            f"train loss: mean of the last {window}; gap: {of} against {self.rows[0].name} at step {self.step}; "
+            "quantised: share of the linear layers' multiply-adds"
         )
         if len({row.steps for row in self.rows}) > 1:
             lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
@@ -131,7 +134,7 @@ class Comparison:
             if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
                 lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
         if self.differing:
-            values = [f"{key}={'|'.join(map(str, each))}" for key, each in self.differing.items()]
+            values = [f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()]
             more = f" and {len(values) - DIFFERING} more" if len(values) > DIFFERING else ""
             lines.append(f"the configurations differ in {', '.join(values[:DIFFERING])}{more}")
         if self.means:
@@ -244,8 +247,22 @@ def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     ]
     if len(flat) < len(configs):
         return {}
-    found = {key: [each.get(key, "-") for each in flat] for key in dict.fromkeys(key for each in flat for key in each)}
+    found = {
+        key: [each.get(key, ABSENT) for each in flat] for key in dict.fromkeys(key for each in flat for key in each)
+    }
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The same; a section of several classes by their names, recipe=NVFP4|BF16, without keys that only some have."""
+    several = tuple(key.removesuffix("_target_") for key in differing if key.endswith("._target_"))
+    found: dict[str, list[Any]] = {}
+    for key, values in differing.items():
+        if key.endswith("._target_"):
+            found[key.removesuffix("._target_")] = [str(value).rpartition(".")[2] for value in values]
+        elif ABSENT not in values or not key.startswith(several):
+            found[key] = values
+    return found
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Tensor parallelism splits a layer's outputs (column-wise) or its inputs (row-wise), and the vocabulary of embedding and
 head. FSDP then cuts every weight along its first dimension. Codes of a shard equal the shard of the codes only where a
-shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 blocks. Other weights are gathered in
-float32, and the plan names them: `precision.gather` decides, for a run and here.
+shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 blocks. Quantised weights whose shards do
+not are gathered in float32, and the plan names them: `precision.gather` decides, for a run and here.
 """
 
 from __future__ import annotations

@@ -30,9 +30,6 @@ from fp4train.track.statistics import STATISTICS
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file that somebody else prepared may raise."""
 
-MOST_STEPS, MOST_MACS = 10**12, 10**30
-"""A plan of more steps, or of more multiply-adds in one, is none."""
-
 T = TypeVar("T")
 
 
@@ -115,7 +112,6 @@ def _source(number: int, name: str, metrics: History) -> Source:
     problems: list[str] = []
     path = metrics.path
     none: list[run_history.Record] = []
-    no_plan: list[run_history.Stretch] = []
     records = _try(lambda: run_history.read_history(path), problems, none)
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
@@ -134,21 +130,13 @@ def _source(number: int, name: str, metrics: History) -> Source:
         name=plain(name, 120),
         metrics=metrics,
         records=records,
-        stretches=_try(partial(_plan, path, records), problems, no_plan),
+        stretches=run_history.stretches(records),
         config=config,
         environments=environments,
         errors=None if STATISTICS in lost else _try(partial(read_errors, path, problems), problems, None),
         studies=_try(lambda: read_studies(path, problems), problems, Studies()),
         problems=problems,
     )
-
-
-def _plan(path: Path, records: Sequence[run_history.Record]) -> list[run_history.Stretch]:
-    found = run_history.stretches(records)
-    for each in found:
-        if not 0 <= each.start < each.stop <= MOST_STEPS or not 0 <= sum(each.macs) <= MOST_MACS:
-            raise ValueError(f"{path / run_directory.HISTORY} holds a plan that is impossible: it is not shown")
-    return found
 
 
 def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:

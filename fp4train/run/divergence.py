@@ -249,7 +249,10 @@ def rise(run: Run, *, advice: bool = True) -> str:
     """What the current rise is, and what to do."""
     found = run.divergence
     assert found.since is not None
-    text = f"the loss is {found.recent[-1]:.4g}, far above its past ({found.level:.4g}), since step {found.since + 1}"
+    loss, past, since = found.recent[-1], f"far above its past ({found.level:.4g})", f"step {found.since + 1}"
+    text = f"the loss is {loss:.4g}, {past}, since {since}"
+    if loss <= found.limit:
+        text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text
 
 

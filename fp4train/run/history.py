@@ -30,7 +30,7 @@ from typing import Any
 from fp4train import checkpoint, files
 from fp4train.backends import GEMMS
 from fp4train.config.binding import complete, flattened
-from fp4train.config.schema import Config
+from fp4train.config.schema import MOST_STEPS, Config
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, section
@@ -46,8 +46,8 @@ LIMIT = 1 << 28
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 
-MOST_DIMENSIONS = 8
-"""Of a GEMM: many take long to multiply."""
+MOST_DIMENSIONS, MOST_MACS = 8, 10**30
+"""Of a GEMM: many dimensions take long to multiply. Of a stretch: more multiply-adds are none that can be done."""
 _HIGH = {"BF16", "FP16", "FP32"}
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
@@ -287,7 +287,7 @@ def _lines(run: Path) -> tuple[list[Record], int]:
             if line["sum"] != chained_sum(line, before):
                 raise ValueError("its checksum differs")
             found.append(_record(line))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             why = str(error).splitlines()[0] if isinstance(error, ValueError) else "it is no record"
             raise UserError(
                 f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
@@ -345,14 +345,20 @@ def _compact(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _expanded(node: Mapping[str, Any]) -> Stretch:
+    start, stop = int(node["start"]), int(node["stop"])
+    if not 0 <= start <= stop <= MOST_STEPS:
+        raise ValueError("a stretch of impossible steps")
     sizes = [tuple(map(int, size)) for size, *_ in node["kinds"]]
-    if any(len(size) > MOST_DIMENSIONS for size in sizes):
-        raise ValueError("a GEMM of too many dimensions")
+    if any(len(size) > MOST_DIMENSIONS or min(size, default=0) < 0 for size in sizes):
+        raise ValueError("a GEMM of too many dimensions, or of negative ones")
     macs = [math.prod(size) for size in sizes]
+    rows = tuple(macs[index] for indices in node["layers"].values() for index in indices)
+    if sum(rows) > MOST_MACS:
+        raise ValueError(f"more than {MOST_MACS:.0e} multiply-adds")
     kinds = [("×".join(map(str, size)), *map(str, kind[1:])) for size, kind in zip(sizes, node["kinds"], strict=True)]
     return Stretch(
-        start=int(node["start"]),
-        stop=int(node["stop"]),
+        start=start,
+        stop=stop,
         recipe=str(node["recipe"]),
         reason=str(node["reason"]),
         rows=tuple(
@@ -360,5 +366,5 @@ def _expanded(node: Mapping[str, Any]) -> Stretch:
             for name, indices in node["layers"].items()
             for gemm, index in zip(GEMMS * (len(indices) // len(GEMMS)), indices, strict=True)
         ),
-        macs=tuple(macs[index] for indices in node["layers"].values() for index in indices),
+        macs=rows,
     )

@@ -56,7 +56,7 @@ class Sensitivity:
         parts: what was measured, whose `layers` are the layers of the findings.
         findings: by name of part.
         shares: kind of part → the sum of its parts' nMSE as a share of that of the whole, both above the floor.
-        signal: |G|² over the mean ‖g₀‖²: the share of a batch's gradient that is not noise of the batch.
+        signal: |G|² over the mean ‖g₀‖²: the share of a batch's gradient that is not noise of the batch; None with one.
         batches: the most that a part was measured on.
     """
 
@@ -155,7 +155,7 @@ def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Seque
         parts=parts,
         findings={part.name: finding(part, measured[part.name], reference) for part in listed},
         shares={kind: found for kind, names in kinds.items() if (found := share(names, measured)) is not None},
-        signal=_ratio(grams, grams, _pairs, _singles),
+        signal=_ratio(grams, grams, _pairs, _singles) if any(len(gram) > 1 for gram in grams) else None,
         batches=sum(len(gram) for gram in grams),
     )
 

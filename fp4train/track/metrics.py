@@ -26,7 +26,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +220,20 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
             steps = _mended(folder, name, found) if folder.status(name) is not None else set()
             if changed:
                 found.append(f"the file {changed} since the checkpoint of step {resume_step}")
-                if missing := sorted(set(range(1, resume_step + 1)) - steps):
-                    found.append(f"{len(missing)} steps of {missing[0]}–{missing[-1]} are missing")
+                if missing := _missing(steps, resume_step):
+                    found.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     return found
+
+
+def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
+    """The first and the last of the steps 1 to `last` that are not in `steps`, and how many those are."""
+    count = last - sum(1 <= step <= last for step in steps)
+    if not count:
+        return None
+    first = next(step for step in range(1, last + 1) if step not in steps)
+    return first, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
 def _mended(folder: Folder, name: str, found: list[str]) -> set[int]:

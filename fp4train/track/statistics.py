@@ -288,17 +288,24 @@ def _block(data: bytes, at: int) -> _Block | None:
     try:
         head = json.loads(raw[_HEAD.size : begin])
         dtypes = [np.dtype([(name, kind) for name, kind in columns]) for columns in head["columns"]]
+        for dtype, known in zip(dtypes, (OPERAND, GRADIENT), strict=True):
+            if any(dtype[name].kind != known[name].kind for name in known.names or ()):
+                return None
         operands, gradients = np.frombuffer(raw[begin:middle], dtypes[0]), np.frombuffer(raw[middle:], dtypes[1])
         names = {key: tuple(map(str, head[key])) for key in ("layers", "names")}
         parsed = Statistics(
-            step=int(head["step"]), recipe=str(head["recipe"]), operands=operands, gradients=gradients, **names
+            step=np.int64(head["step"]).item(),
+            recipe=str(head["recipe"]),
+            operands=operands,
+            gradients=gradients,
+            **names,
         )
-        for rows, known in ((operands, OPERAND), (gradients, GRADIENT)):
-            if len(rows[list(known.names or ())]) and int(rows["layer"].max()) >= len(parsed.layers):
+        for rows in (operands, gradients):
+            if len(rows) and int(rows["layer"].max()) >= len(parsed.layers):
                 return None
         if len(operands) and int(operands["operand"].max()) >= len(parsed.names):
             return None
         after = None if head.get("after") is None else int(str(head["after"]), 16)
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
     return _Block(raw=raw, parsed=parsed, after=after)

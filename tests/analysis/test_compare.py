@@ -203,6 +203,14 @@ def test_the_keys_in_which_configurations_differ_are_named(tmp_path: Path) -> No
     assert "differ in" not in compare([a, d]).render()
 
 
+def test_recipes_of_several_classes_differ_by_name_and_not_by_the_options_of_one(tmp_path: Path) -> None:
+    a = configured(write_run(tmp_path / "a", 2.0), recipe__target_="fp4train.precision.NVFP4", recipe_hadamard=True)
+    b = configured(write_run(tmp_path / "b", 2.2), recipe__target_="fp4train.precision.BF16", train_steps=40)
+    found = compare([a, b])
+    assert "the configurations differ in recipe=NVFP4|BF16, train.steps=-|40\n" in found.render() + "\n"
+    assert found.differing["recipe.hadamard"] == [True, "-"], "out=FILE.json has every key"
+
+
 def test_what_was_quantised_stands_beside_the_recipe(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", 2.0), write_run(tmp_path / "b", 2.2)
     lines = compare([a, b], lambda run: 0.0 if run == b else 0.834).render().splitlines()

@@ -81,6 +81,7 @@ def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_st
     assert ended.code == 1 and "far above its past" in ended.message and "No checkpoint is good" in ended.message
     assert ("there is no checkpoint to go back to" in ended.message) == (lr == "10")
     assert ("gradient norm is nan" in ended.message) == (lr == "1e3")
+    assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), "by then it is just above its beginning"
     assert steps() == []
 
 

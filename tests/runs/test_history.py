@@ -182,6 +182,26 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
     assert ran("runs/a") == [(2, 3, "NVFP4")]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": float("inf")},
+        {"stretches": [{"start": -(10**400)}]},
+        {"stretches": [{"stop": 10**400}]},
+        {"stretches": [{"kinds": [[[10**400, 1], "", "", ""], [[1 - 10**400, 1], "", "", ""]]}]},
+    ],
+    ids=["no step", "before the run", "after any", "multiply-adds"],
+)
+def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    stretch = {"start": 0, "stop": 9, "recipe": "x", "reason": "", "kinds": [[[2, 2, 2], "", "", ""]] * 2}
+    stretch["layers"] = {"a": [0, 1, 0]}
+    made = [stretch | each for each in change.get("stretches", [{}])]
+    line = {"event": "start", "step": 0, "time": "", **change, "stretches": made}
+    (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        history.read_history(tmp_path)
+
+
 @pytest.mark.parametrize("hostile", ["many records", "a GEMM of many sizes"])
 def test_a_history_is_read_in_linear_time(tmp_path: Path, hostile: str) -> None:
     def stretch(start: int, **values: Any) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
     assert "1 batch of 128 tokens" in said.out and "A single batch has no interval; give more batches." in said.out
+    assert "|G|²" not in said.out, "it needs products of two batches"
     everything = result("runs/a/studies/sensitivity-mxfp8-6")["parts"]["everything"]
     assert everything["nmse"]["interval"] is everything["nmse"]["error"] is everything["bias2"] is None
 

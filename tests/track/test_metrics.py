@@ -172,6 +172,16 @@ def test_whole_lines_that_are_gone_or_moved_are_named(path: Path, order: list[in
     assert read_metrics(path)[-1] == {"step": 5}
 
 
+def test_missing_steps_are_counted_whatever_step_a_checkpoint_claims(path: Path) -> None:
+    """Somebody else's checkpoint may be of any step: no memory is taken for each."""
+    written(path, 1, 2, 3, 9)
+    mark = {"bytes": 1 << 20, "sha256": ""}
+    assert mend(path, 10, mark)[-1] == "6 steps of 4–10 are missing"
+    assert mend(path, 9, mark)[-1] == "5 steps of 4–8 are missing"
+    assert len(mend(path, 3, mark)) == 1, "the file is cut off, and no step of these is missing"
+    assert mend(path, 10**15, mark)[-1] == f"{10**15 - 4} steps of 4–{10**15} are missing"
+
+
 def test_the_log_of_another_run_is_named(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

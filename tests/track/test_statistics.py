@@ -108,6 +108,33 @@ def test_blocks_from_before_they_were_chained_are_read_and_followed(
     assert set(read_statistics(tmp_path).operands["step"]) == {1, 2} and not caplog.text
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": float("inf")},
+        {"step": 10**30},
+        {"layer": "<f2"},
+        {"layer": "<i2"},
+        {"gradient": "S4"},
+        {"gradient": "(2,)<f2"},
+    ],
+    ids=str,
+)
+def test_a_block_whose_numbers_are_none_is_left_out(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Of a file that somebody else wrote, with checksums that fit."""
+    raw = block(1).to_bytes(zlib.crc32(b""))
+    tables = block(1).operands.nbytes + block(1).gradients.nbytes
+    header = json.loads(raw[20:-tables])
+    header |= {key: value for key, value in values.items() if key in header}
+    header["columns"][1] = [[name, values.get(name, kind)] for name, kind in header["columns"][1]]
+    text = json.dumps(header).encode()
+    body = text + raw[-tables:]
+    lengths = (len(text), block(1).operands.nbytes, block(1).gradients.nbytes)
+    (tmp_path / STATISTICS).write_bytes(struct.pack("<4sIIII", b"f4s1", *lengths, zlib.crc32(body)) + body)
+    assert not len(read_statistics(tmp_path).gradients["step"])
+    assert set(read_statistics(written(tmp_path, 2).parent).operands["step"]) == {2}
+
+
 @pytest.mark.parametrize("repeated", ["heads of blocks as long as the file", "marks alone"])
 def test_a_file_of_heads_is_read_in_linear_time(tmp_path: Path, repeated: str) -> None:
     size = 20 * 50_000
