@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fp4train.cli.main import VERBS
 from fp4train.config import overrides
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
     words = command[1:]
     if words and "=" not in words[0] and not words[0].startswith("-"):
         verb = words.pop(0)
-        assert verb in {"plan", "swap", "compare", "sensitivity", "rank", "report", "doctor"}
+        assert verb in {*VERBS, "help"}
         words += ["-m"] * (verb == "rank")  # it sweeps
     flags, words = overrides.flags_and_words(words)
     overrides.check([*flags, *(word for word in words if "=" in word and not word.startswith(("resume=", "at=")))])

@@ -35,7 +35,7 @@ class Text:
             )
 
         suffix = Path(self.path).suffix.lower()
-        if suffix in (".jsonl", ".parquet") and suffix not in self.suffixes:
+        if suffix in (".jsonl", ".json", ".parquet") and suffix not in self.suffixes:
             raise ValueError(
                 f"data.path={self.path} holds records, whose syntax would be trained on: data=hf data.path={self.path} "
                 f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"

@@ -159,7 +159,7 @@ def _watched(context: Context) -> Iterator[None]:
 
 def _why_not(met: list[bool]) -> str:
     if met:
-        return f"the policy keeps all {len(met)} layers that ran in high precision; LayerPolicy(last=0) keeps fewer"
+        return f"the policy keeps every layer that ran ({len(met)}) in high precision; LayerPolicy(last=0) keeps fewer"
     return (
         "no fp4train layer ran in it; fp4train.convert(model) makes them, fp4train.conversion(model) lists the others"
     )

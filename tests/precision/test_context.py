@@ -129,7 +129,7 @@ def test_a_region_in_which_no_layer_is_quantised_is_warned_of_once(
         with autocast(NVFP4(), policy=LayerPolicy(last=2), step=step):
             block(X)
     assert messages(caplog) == [
-        "autocast(NVFP4): nothing is quantised: the policy keeps all 2 layers that ran in high precision; "
+        "autocast(NVFP4): nothing is quantised: the policy keeps every layer that ran (2) in high precision; "
         "LayerPolicy(last=0) keeps fewer"
     ]
     with autocast(NVFP4(), policy=LayerPolicy(last=0), step=2):
