@@ -36,6 +36,7 @@ from fp4train.precision.layers import find_blocks
 from fp4train.run.directory import CHECKPOINTS
 from fp4train.studies.forks import open_checkpoint
 from fp4train.studies.ranking_text import VERDICTS
+from fp4train.studies.sequential import needed
 from fp4train.text import p_value
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -161,23 +162,28 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
     return run
 
 
-def section(case: Case, ranking: dict[str, Any]) -> str:
+def ranking(case: Case, bases: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The words of the command."""
+    return ["rank", *bases, f"step={case.step}", *(f"{key}={value}" for key, value in options.items())]
+
+
+def section(case: Case, found: dict[str, Any]) -> str:
     """Markdown of one ranking: a row per candidate, from the best to the worst."""
-    entries = {each["name"]: each for each in ranking["candidates"]}
-    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in ranking["pairs"]}
-    reference, floor = ranking["reference"], ranking["floor"]
-    where = [f"{Path(each['run']).name} (trained in {each['trained']})" for each in ranking["checkpoints"]]
+    entries = {each["name"]: each for each in found["candidates"]}
+    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in found["pairs"]}
+    reference, floor = found["reference"], found["floor"]
+    where = [f"{Path(each['run']).name} (trained in {each['trained']})" for each in found["checkpoints"]]
     lines = [
         f"## {case.name}: {case.said}",
         "",
-        f"{ranking['forks']} forks at each of {len(where)} checkpoints: {', '.join(where)}. "
+        f"{found['forks']} forks at each of {len(where)} checkpoints: {', '.join(where)}. "
         + (f"FP32 − BF16: {gap(floor)}. " if floor else "")
-        + f"Look {ranking['look']} at a record of {ranking['recorded']} candidates.",
+        + f"Look {found['look']} at a record of {found['recorded']} candidates.",
         "",
         "| candidate | gap to BF16 | ± tokens | in high precision | at each checkpoint | p | from BF16 | group |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in ranking["order"]:
+    for name in found["order"]:
         each, pair = entries[name], pairs.get(frozenset((name, reference)))
         same = "".join(f", {other}" for other in each["same"])
         p, verdict = ("", "–") if pair is None else (p_value(pair["p"]), VERDICTS[pair["verdict"]])
@@ -195,7 +201,7 @@ def section(case: Case, ranking: dict[str, Any]) -> str:
     spikes = [f"{name} spikes at {place}." for name, each in entries.items() for place in each["spikes"]]
     others = [
         f"{pair['first']} < {pair['second']} {gap(pair)}, {VERDICTS[pair['verdict']]}"
-        for pair in ranking["pairs"]
+        for pair in found["pairs"]
         if reference not in (pair["first"], pair["second"]) and pair["verdict"] != "open"
     ]
     text = ["", "Between the others: " + "; ".join(others) + "."] if others else []
@@ -234,10 +240,15 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     given = dict(word.split("=", 1) for word in args.words)
     text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
+    commands = []
     for case in (case for case in CASES if case.name in args.cases):
         bases = [str(prepare(case, seed, args.runs)) for seed in range(args.bases)]
-        options = {**FORKS, **dict(case.options), **given}
-        shown = fp4train("rank", *bases, f"step={case.step}", *(f"{k}={v}" for k, v in options.items()))
+        commands.append((case, bases, {**FORKS, **dict(case.options), **given}))
+    for case, bases, options in commands:
+        for base in bases if int(options["forks"]) < needed(1) else []:
+            fp4train(*ranking(case, [base], options))  # so few take no look, and the first one has all cases
+    for case, bases, options in commands:
+        shown = fp4train(*ranking(case, bases, options))
         print(shown)
         found = re.search(r"^(.+rank\.json); ", shown, re.MULTILINE)
         assert found is not None

@@ -8,7 +8,8 @@ in one of ten forks. Equal candidates are exchangeable: they draw from the same 
 of the simulation.
 
 errors  any false "told apart" among all pairs of equal candidates, by one look at 6, 8 and 12 forks
-asking  the same however one asks: in pieces, with more forks, with every reference, with subsets of the checkpoints
+asking  the same however one asks: in pieces, with more forks, with every reference, with subsets of the checkpoints;
+        and at three checkpoints one by one, which have 5 % each
 power   one of the candidates is worse by 2 standard deviations of a difference: how often it is told from the reference
 t       differences with mean zero that are not symmetric (equal in mean, not in distribution): t and sign flips
 spread  base runs that differ: intervals over them, and false "told apart" beyond them
@@ -108,8 +109,15 @@ def chosen_checkpoints(rng: np.random.Generator, noise: str) -> Iterator[list[Pa
         yield look({str(i): records[i] for i in subset}, losses, "c0", units)
 
 
+def one_by_one(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
+    """Three checkpoints, each alone: 5 % each."""
+    for _ in range(3):
+        yield look({"a": Record()}, draw(rng, noise, 8, 4), "c0")
+
+
 Way = Callable[[np.random.Generator, str], Iterator[list[Pair]]]
 WAYS: Sequence[Way] = (in_pieces, more_forks, every_reference, chosen_checkpoints)
+"""Looks at one record, or at several that were begun together, which have 5 % in all."""
 
 
 def one_look(rng: np.random.Generator, noise: str, forks: int, candidates: int) -> list[Pair]:
@@ -133,7 +141,7 @@ def errors(trials: int) -> None:
 
 def asking(trials: int) -> None:
     print("\n| asked |", " | ".join(NOISE), "|\n|---|" + "---|" * len(NOISE))
-    for way in WAYS:
+    for way in (*WAYS, one_by_one):
         rng = np.random.default_rng(1)
         cells = [rate([any(told_apart(each) for each in way(rng, noise)) for _ in range(trials)]) for noise in NOISE]
         print(f"| {(way.__doc__ or '').rstrip('.')} |", " | ".join(cells), "|", flush=True)

@@ -125,21 +125,28 @@ class Ranking:
         """`ranked`, then all others that the record holds."""
         return [*self.ranked, *(entry for entry in self.others if not entry.diverged)]
 
+    @cached_property
+    def _tested_order(self) -> list[int]:
+        """The forks by run and step of their checkpoint: whichever is named first, it is the same test and table."""
+        return sorted(range(self.forks), key=lambda i: ((at := self.bases[i // self.per_base]).run, at.step))
+
     @property
     def table(self) -> dict[str, Any]:
         """What is tested: equal tables are one look."""
-        made = {entry.key: [fork is not None for fork in entry.forks] for entry in self.compared_entries}
+        entries = self.compared_entries
+        made = {entry.key: [entry.forks[i] is not None for i in self._tested_order] for entry in entries}
         return {"forks": made, "first": self.first}
 
     @cached_property
     def compared(self) -> list[Pair]:
         """All pairs of `compared_entries`, named by their keys."""
+        found = {entry.key: entry.found("recipe") for entry in self.compared_entries}
         return compare(
-            {entry.key: entry.found("recipe") for entry in self.compared_entries},
+            {key: [losses[i] for i in self._tested_order] for key, losses in found.items()},
             reference=self.first,
             look=self.look,
             margin=self.margin,
-            units=self.units,
+            units=[self.units[i] for i in self._tested_order],
             earlier=self.earlier,
         )
 

@@ -114,7 +114,7 @@ def _words(found: Ranking) -> list[str]:
         if found.look
         else f"   from earlier looks: look {look} needs {least} forks",
         f"told apart here: p ≤ {ALPHA} on {'this checkpoint' if at == 1 else 'these checkpoints'}; any false one among "
-        f"all comparisons and looks: at most {ALPHA:.0%}",
+        f"all comparisons and looks at {'it' if at == 1 else 'each of them'}: at most {ALPHA:.0%}",
     ]
     if units > 1:
         lines.append(f"told apart: over {what} like these, too, by t of their means, corrected likewise")

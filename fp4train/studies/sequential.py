@@ -8,8 +8,9 @@ Looks are counted in the record (`fp4train.studies.looks`), and each has a share
 
 so that nothing is spent on looks that nobody takes, and who decides on the number of forks beforehand has most of α for
 it. A pair's p over all looks is q = min over looks of p/share, p by sign flips corrected for all pairs of the look
-(`fp4train.studies.flips`). Without a difference P(any q ≤ α) ≤ Σ share·α = α, whatever was seen before and whenever one
-stops (error spending as of Lan and DeMets, Biometrika 1983, by the union bound).
+(`fp4train.studies.flips`). Without a difference P(any q ≤ α) ≤ Σ share·α = α, whenever one stops (error spending as of
+Lan and DeMets, Biometrika 1983, by the union bound). α is that of a checkpoint's record: checkpoints that are looked at
+one by one have α each.
 
 That holds for the checkpoints of the table. Whether a difference holds for base runs like these is a second question,
 asked where there are several: Student's t over the means of the base runs (`over_units`), corrected for all pairs by
@@ -57,7 +58,8 @@ class Pair:
         difference: with the spread between base runs in its error where there are several.
         p: that the two are exchangeable on these checkpoints: by sign flips, corrected for all pairs and looks; 1
             before the first look.
-        beyond: that they are equal over base runs like these, corrected likewise; 1 with a single base run.
+        beyond: that they are equal over base runs like these, corrected likewise; 1 where one base run alone has forks
+            of both.
         together: the interval on these checkpoints that holds together with those of all other pairs and looks;
             infinite before the first look.
         verdict: "apart": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike": on
@@ -105,8 +107,9 @@ def compare(
     if look is not None and gaps:
         weights = [1.0 if reference in pair else WEIGHT for pair in gaps]
         p = [min(1.0, x / share(look)) for x in corrected(np.stack(list(gaps.values()), axis=1), weights)]
-        if len(set(base)) > 1:
-            beyond = [min(1.0, x / share(look)) for x in holm([d.p or 0.0 for d in differences.values()])]
+        several = {pair: len(set(base[np.isfinite(each)])) > 1 for pair, each in gaps.items()}
+        over = [each.p if several[pair] and each.p is not None else 1.0 for pair, each in differences.items()]
+        beyond = [min(1.0, x / share(look)) for x in holm(over)]
     found = []
     for pair, here, further in zip(gaps, p, beyond, strict=True):
         together = (-math.inf, math.inf)

@@ -85,3 +85,24 @@ def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(scri
     assert again == "# Title\n\nWords.\n\n## early: new\n\n| c |\n\n## policies: kept\n\n| b |\n"
     assert script.with_section(again, "## English: first") == again + "\n## English: first\n"
     assert script.with_section("# Title\n", "## early: new") == "# Title\n\n## early: new\n"
+
+
+def test_all_cases_of_a_record_are_measured_before_its_first_look(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two forks of one checkpoint are too few for a look; those of all checkpoints together take one."""
+    commands: list[tuple[str, ...]] = []
+
+    def fp4train(*words: str) -> str:
+        commands.append(words)
+        return f"{tmp_path / 'rank.json'}; rank.png\n"
+
+    (tmp_path / "rank.json").write_text("{}")
+    monkeypatch.setattr(script, "fp4train", fp4train)
+    monkeypatch.setattr(script, "prepare", lambda case, seed, runs: Path(f"run{seed}"))
+    monkeypatch.setattr(script, "section", lambda case, found: f"## {case.name}: \n")
+    out = ["--out", str(tmp_path / "a.md")]
+    monkeypatch.setattr(sys, "argv", ["rank_recipes.py", "--cases", "early", "policies", *out, "--bases", "3"])
+    script.main()
+    runs = [sum(word.startswith("run") for word in words) for words in commands]
+    assert runs == [1] * 6 + [3] * 2 and {"policy=all,last15,first15"} <= set(commands[-1])

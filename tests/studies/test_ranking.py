@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,22 @@ def test_several_base_runs_have_their_spread_in_the_interval_and_each_its_gap() 
     assert "3 checkpoints of 3 base runs: the spread between runs is in ±" in text and "told apart here" in text
     assert "gap at each checkpoint\nnvfp4  +0.006" in text and "4.3 errors of the mean of 3" in text
     assert len(plain(wide)["candidates"][1]["gaps"]) == 3
+
+
+def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
+    """24 forks have a subgroup of the sign patterns; a candidate that was not asked for has forks at one of three."""
+    found = ranking(8, {"bf16": 0.0, "mxfp8": 2e-4, "nvfp4": 3e-4}, runs=3)
+
+    def turned(forks: Sequence[Fork | None]) -> list[Fork | None]:
+        return [*forks[16:], *forks[8:16], *forks[:8]]
+
+    asked, hidden = found.entries[:2], found.entries[2]
+    hidden = replace(hidden, forks=[*hidden.forks[:8], *[None] * 16])
+    found = replace(found, entries=[*asked, found.entries[-1]], others=[hidden])
+    entries, others = ([replace(e, forks=turned(e.forks)) for e in each] for each in (found.entries, found.others))
+    other = replace(found, bases=found.bases[::-1], entries=entries, others=others)
+    assert found.table == other.table
+    assert [pair.p for pair in found.compared] == [pair.p for pair in other.compared]
 
 
 def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(tmp_path: Path) -> None:

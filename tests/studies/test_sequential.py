@@ -112,6 +112,16 @@ def test_base_runs_that_differ_are_told_apart_here_and_beyond_only_with_the_spre
     assert pairs[2].p < 1e-3 < ALPHA < pairs[2].beyond and pairs[2].difference.freedom == 3
 
 
+def test_a_pair_with_forks_of_one_base_run_says_nothing_of_others() -> None:
+    """Candidate c was measured at the first of two base runs alone: clear there, and unknown beyond it."""
+    rng = np.random.default_rng(8)
+    losses = {name: (0.01 * rng.normal(size=16)).tolist() for name in "ab"}
+    losses["c"] = [1 + loss if i < 8 else None for i, loss in enumerate((0.01 * rng.normal(size=16)).tolist())]
+    pairs = compare(losses, reference="a", look=1, margin=0, units=[i // 8 for i in range(16)])
+    assert [(p.first + p.second, p.verdict) for p in pairs] == [("ab", "open"), ("ac", "here"), ("bc", "here")]
+    assert [p.beyond for p in pairs[1:]] == [1, 1]
+
+
 def test_a_look_that_told_two_apart_is_remembered() -> None:
     """Fork 7 and 8 are outliers: the pair stays told apart, its interval alone says how wide it has become."""
     first = [0.0] * 9
