@@ -29,10 +29,10 @@ from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice
 from fp4train.track.config import Tracking
 
-MOST_STEPS = 10**12
-"""Steps beyond this are a slip of the hand; positions in the data stay below 2**63."""
+MOST_STEPS = 2**29 - 1
+"""The random bits of stochastic rounding are keyed by the step, in 29 bits (`fp4train.quantize.random`)."""
 MOST_TOKENS = 2**40
-"""Tokens per step; the same."""
+"""Tokens per step; more are a slip of the hand. Positions in the data stay below 2**63."""
 
 
 @dataclass(frozen=True, kw_only=True)

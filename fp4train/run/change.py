@@ -17,7 +17,7 @@ from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
 from fp4train.run.outliers import check_outliers
 from fp4train.run.run import Run
-from fp4train.run.swaps import Entry, as_swap, read_entries, sealed, with_entry, write_entries
+from fp4train.run.swaps import Entry, as_swap, read_entries, sealed_entries, with_entry, write_entries
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _change(run: Run, timeline: Timeline, entries: Sequence[Entry], event: str, 
         UserError: the record cannot be read or written; nothing has changed then.
     """
     plan, step, directory = _plan(run, timeline), run.step, run.directory
-    entries, gathers = sealed(entries, run.identity), run.gathers()
+    entries, gathers = sealed_entries(entries, run.identity), run.gathers()
 
     def record() -> None:
         read_entries(directory)  # a record that is damaged is refused, not replaced

@@ -90,7 +90,7 @@ def with_entry(
     return [*(e for e in entries if e["step"] != step), entry]
 
 
-def sealed(entries: Sequence[Entry], identity: str | None) -> list[Entry]:
+def sealed_entries(entries: Sequence[Entry], identity: str | None) -> list[Entry]:
     """`entries` by step, each with the identity of their run and a checksum."""
     bare = [{**{k: v for k, v in e.items() if k != "sha256"}, "run": identity} for e in entries]
     return [e | {"sha256": checksum(e)} for e in sorted(bare, key=lambda e: int(e["step"]))]
@@ -98,7 +98,7 @@ def sealed(entries: Sequence[Entry], identity: str | None) -> list[Entry]:
 
 def write_entries(run: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Make `entries` the record of `run`, sealed. Returns them."""
-    record = sealed(entries, run_directory.identity(run))
+    record = sealed_entries(entries, run_directory.identity(run))
     write_text(run / SWAPS, json.dumps(record, indent=1))
     return record
 

@@ -51,5 +51,7 @@ def test_every_verb_works_within_3_gib_of_address_space(cli: Cli) -> None:
         ["rank", "runs/a", "recipe=bf16,nvfp4", "steps=1", "forks=2", "batches=1"],
         ["sensitivity", "runs/a", "batches=1", "repeats=2"],
         ["report", "runs/a"],
+        ["formats"],
+        ["doctor"],
     )
     assert "rank-2-" in next(path.name for path in Path("runs/a/studies").iterdir() if path.name.startswith("rank"))
