@@ -1,6 +1,6 @@
 """Simulate `fp4train rank` without training, and print what its tests promise: false findings, power, intervals.
 
-    python scripts/simulate_ranking.py [--trials 1000] [--parts errors asking power t spread]
+    python scripts/simulate_ranking.py [--trials 1000] [--parts errors asking power found t spread]
 
 The tests are those of the package (`sequential.compare`, `looks.Looks`); the losses are drawn. A fork has what its seed
 does to all candidates, and noise of its own by candidate: Gaussian, lognormal, exponential, or small with a large spike
@@ -11,6 +11,7 @@ errors  any false "told apart" among all pairs of equal candidates, by one look 
 asking  the same however one asks: in pieces, with more forks, with every reference, with subsets of the checkpoints;
         and at three checkpoints one by one, which have 5 % each
 power   one of the candidates is worse by 2 standard deviations of a difference: how often it is told from the reference
+found   gaps that were told apart: how far they are overstated, and how often their intervals hold
 t       differences with mean zero that are not symmetric (equal in mean, not in distribution): t and sign flips
 spread  base runs that differ: intervals over them, and false "told apart" beyond them
 """
@@ -168,6 +169,21 @@ def power(trials: int) -> None:
             )
 
 
+def overstated(trials: int) -> None:
+    print("\n| gap, standard deviations | told apart | mean gap of these | their ± holds |\n|---|---|---|---|")
+    for gap in (0.5, 1.0, 2.0):
+        rng, gaps, held = np.random.default_rng(0), [], []
+        for _ in range(trials):
+            losses = draw(rng, "Gaussian", 6, 2)
+            losses["c1"] = [loss + gap * math.sqrt(2) for loss in losses["c1"]]
+            (pair,) = look({"a": Record()}, losses, "c0")
+            if pair.verdict == "here":
+                low, high = pair.difference.interval() or (0.0, 0.0)
+                gaps.append(pair.difference.mean / math.sqrt(2))
+                held.append(low <= gap * math.sqrt(2) <= high)
+        print(f"| {gap} | {len(gaps) / trials:.3f} | {np.mean(gaps):.2f} | {rate(held)} |", flush=True)
+
+
 def skewed(trials: int) -> None:
     print(
         "\n| differences with mean zero | forks | t | sign flips | sign flips, as a first look |\n|---|---|---|---|---|"
@@ -218,6 +234,7 @@ PARTS: Mapping[str, Callable[[int], None]] = {
     "errors": errors,
     "asking": asking,
     "power": power,
+    "found": overstated,
     "t": skewed,
     "spread": spread,
 }

@@ -88,7 +88,10 @@ def _ranking(name: str, source: Source, found: RankingResult) -> Html:
     ]
     floor = "" if found.floor is None else f"; floor of the noise, FP32 − BF16: {found.floor.show('+.5f')}"
     header = ["candidate", "gap in the recipe", "gap in high precision", "p", "verdict", "group"]
-    caption = f"Gap to {found.reference}, nats per token, ± 95 % interval of the gap alone; p is corrected{floor}"
+    caption = (
+        f"Gap to {found.reference}, nats per token, ± 95 % interval of the gap alone, on these validation tokens; p is "
+        f"corrected{floor}"
+    )
     body = table(header, rows, caption=caption, right=(1, 2, 3))
     reach = "One checkpoint: all of this holds for it alone." if one else "; ".join(found.checkpoints)
     notes = [reach, *(f"{each.name}: {each.diverged}" for each in found.candidates if each.diverged)]
