@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +58,12 @@ def shortened(text: str, room: int) -> str:
         return text
     end = min(room // 3, 12)
     return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+
+
+def first_words(text: str, room: int) -> str:
+    """As many words of `text` as fit into `room` characters; empty if the first does not."""
+    label = shorten(text, room, placeholder="…") if room > 1 else ""
+    return "" if label == "…" else label
 
 
 def right_end(last_step: int) -> float:

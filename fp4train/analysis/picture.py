@@ -10,6 +10,7 @@ from fp4train.analysis.curves import (
     INK,
     QUIET,
     SHADES,
+    first_words,
     gap_limits,
     logarithmic,
     loss_limits,
@@ -34,8 +35,6 @@ INSIDE = 6
 """Up to this many runs the legend stands in the panel; more stand beside it."""
 NAME, RECIPE = 36, 44
 """Characters of a run's name and of its recipes in a table."""
-FEWEST = 8
-"""Characters that a shortened recipe needs to say anything."""
 
 
 def picture(comparison: Comparison) -> Figure:
@@ -135,7 +134,7 @@ def _draw_recipes(axes: Axes, comparison: Comparison) -> None:
             colour = SHADES[recipes.index(span.recipe) % len(SHADES)]
             axes.barh(index, span.last - left, left=left, height=0.78, color=colour, edgecolor="white", linewidth=1.0)
             room = int((span.last - left) / (0.0105 * max(total, 1)))  # characters
-            label = shortened(span.recipe, room) if room >= min(len(span.recipe), FEWEST) else ""
+            label = first_words(span.recipe, room)
             axes.text((left + span.last) / 2, index, plain(label), ha="center", va="center", fontsize=7.5, color=INK)
     style(axes, "recipe")
     axes.grid(visible=False)

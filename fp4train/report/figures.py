@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ from fp4train.analysis.curves import (
     INK,
     QUIET,
     SHADES,
+    first_words,
     gap_limits,
     logarithmic,
     loss_limits,
@@ -154,7 +154,9 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
                     row, stop - ran, left=ran, height=0.6, color="none", edgecolor=QUIET, linestyle=":", linewidth=0.8
                 )
             room = int((stop - start) / total * width * 11)  # characters
-            axes.text((start + stop) / 2, row, label_of(recipe, room), ha="center", va="center", fontsize=7, color=INK)
+            axes.text(
+                (start + stop) / 2, row, first_words(recipe, room), ha="center", va="center", fontsize=7, color=INK
+            )
         marks = [(record.event, record.step) for record in source.records if record.step]
         marks += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
         for name, step in marks:
@@ -167,12 +169,6 @@ def _bands(axes: Axes, sources: Sequence[Source], width: float) -> None:
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("step", fontsize=8, color=INK)
-
-
-def label_of(recipe: str, room: int) -> str:
-    """As many words of a recipe's name as fit into `room` characters; empty if the first does not."""
-    label = shorten(recipe, room, placeholder="…") if room > 1 else ""
-    return "" if label == "…" else label
 
 
 def heat_maps(errors: Errors) -> Callable[[float], Figure]:

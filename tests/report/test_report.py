@@ -17,6 +17,7 @@ from made import LAYERS, write_history, write_ranking, write_run, write_sensitiv
 from omegaconf import OmegaConf
 
 from fp4train import files
+from fp4train.analysis.curves import first_words
 from fp4train.cli import main
 from fp4train.config import plain, to_config
 from fp4train.config.overrides import compose
@@ -26,7 +27,6 @@ from fp4train.data.vocabulary import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision.layers import find_layers
-from fp4train.report.figures import label_of
 from fp4train.report.page import write_report
 from fp4train.report.style import DARK, LIGHT
 from fp4train.report.svg import VARIABLES
@@ -155,9 +155,9 @@ def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> No
 
 
 def test_a_bar_that_is_too_short_for_a_recipe_has_its_first_words() -> None:
-    assert label_of("NVFP4 with fprop in BF16", 16) == "NVFP4 with…"
-    assert label_of("NVFP4 with fprop in BF16", 7) == "NVFP4…" and label_of("NVFP4 with fprop in BF16", 5) == ""
-    assert label_of("BF16", 4) == "BF16" and label_of("", 3) == ""
+    assert first_words("NVFP4 with fprop in BF16", 16) == "NVFP4 with…"
+    assert first_words("NVFP4 with fprop in BF16", 7) == "NVFP4…" and first_words("NVFP4 with fprop in BF16", 5) == ""
+    assert first_words("BF16", 4) == "BF16" and first_words("", 3) == ""
 
 
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:
