@@ -12,10 +12,10 @@ from fp4train.errors import UserError
 from fp4train.precision import MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
 from fp4train.run import directory as run_directory
+from fp4train.studies.bases import Base
 from fp4train.studies.forks import ForkSettings
 from fp4train.studies.identity import described, digest
 from fp4train.studies.parts import Parts
-from fp4train.studies.rank import _digest
 from fp4train.studies.record import open_record
 from fp4train.studies.sensitivity import Effort, identity_of
 from fp4train.studies.subject import open_subject
@@ -63,10 +63,15 @@ def test_a_run_from_before_an_option_has_the_settings_of_one_with_its_default(tr
 
 def test_a_ranking_finds_its_folder_again_whatever_options_are_added(trained: Path) -> None:
     subject, settings = subject_of(trained), ForkSettings(steps=3, schedule="linear", lr=1e-3, batches=2)
-    name = _digest(subject, settings)
-    assert _digest(replace(subject, settings={**subject.settings, "model.added": "on"}), settings) == name
-    assert _digest(subject, replace(settings, steps=4)) != name
-    assert _digest(subject_of(trained, step=3), settings) != name
+
+    def mark(subject: Any, settings: ForkSettings = settings) -> str:
+        known = {"source": trained, "run": "a", "trained": "NVFP4", "tokens": 1}
+        return Base(step=subject.step, settings=settings, identity=subject.identity, **known).mark
+
+    name = mark(subject)
+    assert mark(replace(subject, settings={**subject.settings, "model.added": "on"})) == name
+    assert mark(subject, replace(settings, steps=4)) != name
+    assert mark(subject_of(trained, step=3)) != name
 
 
 def test_a_refusal_names_the_settings_that_differ(trained: Path, tmp_path: Path) -> None:
