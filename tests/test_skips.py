@@ -20,7 +20,7 @@ from fp4train.backends.te import availability
 from fp4train.kernels import cpu
 from fp4train.precision import compile_context
 
-PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb")
+PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb", "tensorboard")
 """What tests import or are skipped; Transformer Engine's wheel is asked for its version instead."""
 
 
