@@ -6,6 +6,7 @@ Each task gives plain data. `whole/` beside a checkpoint holds the same state as
 import hashlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fp4train import checkpoint, shards
 from fp4train.checkpoint import Ranks
+from fp4train.config.schema import CheckpointSettings
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.models.common.initialise import materialise
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
+from fp4train.optim.schedule import Constant
 from fp4train.parallel.world import World
 from fp4train.run.fit import check_model, check_optimizer
 from fp4train.run.restored import restored
@@ -265,14 +268,15 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
         inbox=SimpleNamespace(sync=lambda: None),
     )
     run.state = lambda: state(model, optimizer)
-    settings = SimpleNamespace(keep=10, every=0, keep_before_cooldown=False, also=folder / "also")
-    run.config = SimpleNamespace(checkpoint=settings, run=SimpleNamespace(name="a"))
+    settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
+    parts = {"run": SimpleNamespace(name="a"), "train": SimpleNamespace(steps=9), "schedule": Constant()}
+    run.config = SimpleNamespace(checkpoint=settings, **parts)
     saver, told, held = Saver(run, ranks), [], None  # type: ignore[arg-type]
     original = tensors.write_all
     for step in (1, 2, 3, 4):
         run.step = step
         last = ranks.rank == ranks.size - 1
-        settings.also = folder / "also" if step == 1 else None
+        run.config.checkpoint = replace(settings, also=folder / "also" if step == 1 else None)
         if step == 2 and last:
             failing("full")
         if step == 3 and last:
