@@ -273,3 +273,9 @@ def why_no_gpu() -> str:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             return f"a driver is here, and CUDA does not start ({reason})"
     return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?)"
+
+
+def stored_bytes(elements: str, block: int = 32) -> float:
+    """Bytes of one element with its share of a one-byte block scale: "E2M1" in blocks of 16 is 0.5625."""
+    bits = {"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32}[RATE_OF[elements]]
+    return bits / 8 + (1 / block if bits <= 8 else 0)

@@ -23,19 +23,19 @@ from fp4train.precision import GEMMS, Recipe
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.batches import microbatch, microbatches, step_rows
-from fp4train.run.change import follow_swaps, pick_up_swaps
-from fp4train.run.divergence import DivergedError, act_on, answer, follow, verdict
-from fp4train.run.guard import NonFiniteError, check_evaluation, first_non_finite_output
 from fp4train.run.host import CollectorBetweenSteps, peak_memory
-from fp4train.run.ledger import Ledger, Numbers, Step, Values
 from fp4train.run.oscillation import reset_oscillating
-from fp4train.run.progress import Progress
-from fp4train.run.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
+from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.run import Run
-from fp4train.run.signals import stop_on_signals
 from fp4train.run.statistics import Pending, log_statistics
 from fp4train.run.step_graph import Queued, Rows, copy_of
-from fp4train.run.watch import Watch, alarm
+from fp4train.run.supervise.divergence import DivergedError, act_on, answer, follow, verdict
+from fp4train.run.supervise.guard import NonFiniteError, check_evaluation, first_non_finite_output
+from fp4train.run.supervise.ledger import Ledger, Numbers, Step, Values
+from fp4train.run.supervise.progress import Progress
+from fp4train.run.supervise.rescue import keep_what_is_whole, refuse, report, rescue, save, save_at_end
+from fp4train.run.supervise.signals import stop_on_signals
+from fp4train.run.supervise.watch import Watch, alarm
 from fp4train.shards import local
 
 _log = logging.getLogger(__name__)

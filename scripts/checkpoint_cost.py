@@ -20,9 +20,9 @@ from fp4train.cli.launch import settings
 from fp4train.config import overrides
 from fp4train.config.folders import register_recipes
 from fp4train.config.schema import to_config
-from fp4train.run import directory as run_directory
 from fp4train.run.build import build
 from fp4train.run.host import keep_freed_memory
+from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Run
 from fp4train.train import enter_stretch, train_step
 

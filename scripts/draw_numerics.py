@@ -22,8 +22,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 from torch import Tensor
 
-from fp4train.analysis.curves import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save_figure, style
 from fp4train.formats import E2M1, E4M3, decode, encode, value_table
+from fp4train.lab.analysis.curves import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save_figure, style
 from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_bits
 from fp4train.quantize.rounding import round_to_values

@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
+from fp4train.lab.studies.forks import open_checkpoint
+from fp4train.lab.studies.ranking_text import VERDICTS
+from fp4train.lab.studies.sequential import needed
 from fp4train.precision.layers import find_blocks
-from fp4train.run.directory import CHECKPOINTS
-from fp4train.studies.forks import open_checkpoint
-from fp4train.studies.ranking_text import VERDICTS
-from fp4train.studies.sequential import needed
+from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.text import p_value
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.studies.flips import corrected
-from fp4train.studies.looks import Looks
-from fp4train.studies.sequential import ALPHA, Pair, compare, needed, share
-from fp4train.studies.statistics import estimate, over_units
+from fp4train.lab.studies.flips import corrected
+from fp4train.lab.studies.looks import Looks
+from fp4train.lab.studies.sequential import ALPHA, Pair, compare, needed, share
+from fp4train.lab.studies.statistics import estimate, over_units
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 NOISE: Mapping[str, Draw] = {

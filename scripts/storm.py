@@ -117,11 +117,11 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
     import torch
     import torch._dynamo  # by torch's optimizers, and half of what a tiny run takes
 
-    import fp4train.analysis.curves
-    import fp4train.analysis.heatmap
     import fp4train.cli
+    import fp4train.lab.analysis.curves
+    import fp4train.lab.analysis.heatmap
+    import fp4train.lab.studies.rank
     import fp4train.run.build
-    import fp4train.studies.rank
     import fp4train.train  # noqa: F401 - forks of this process then start at once
 
     torch.set_num_threads(1)

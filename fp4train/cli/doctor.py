@@ -24,7 +24,7 @@ DEFAULT = "nvfp4"
 
 def main(arguments: list[str]) -> int:
     """Print the screen, or JSON; returns the exit code."""
-    from fp4train.doctor import device, examine, ranks
+    from fp4train.lab.doctor import device, examine, ranks
 
     if wrong := [a for a in arguments if a != "--json"]:
         raise UserError(f"doctor takes --json only, not {' '.join(wrong)}")

@@ -23,7 +23,7 @@ from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.folders import CONFIGS, check_folder, register_recipes
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
-from fp4train.run import directory as run_directory
+from fp4train.run.record import directory as run_directory
 
 _SWEEP = {"-m", "--multirun"}
 _SHOW = {"--cfg", "-c", "--info", "-i"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fp4train.costs.mesh import GATHERS, Mesh
 from fp4train.errors import UserError
+from fp4train.lab.costs.mesh import GATHERS, Mesh
 from fp4train.parallel.config import REDUCES, SCHEDULES, Parallel, why_absent
 from fp4train.text import check_choice, near_miss
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp4train.config.schema import Config
-    from fp4train.costs.cluster import ClusterCost
-    from fp4train.costs.search import Candidate
-    from fp4train.costs.workload import Workload
     from fp4train.hardware import Gpu
+    from fp4train.lab.costs.cluster import ClusterCost
+    from fp4train.lab.costs.search import Candidate
+    from fp4train.lab.costs.workload import Workload
     from fp4train.precision.phases import Timeline
     from fp4train.precision.plan import Plan
 
@@ -198,7 +198,7 @@ class MeshPlan:
     def __init__(
         self, config: Config, asked: Asked, model: nn.Module, timeline: Timeline, gpu: Gpu, given: list[str]
     ) -> None:
-        from fp4train.costs.links import interconnect
+        from fp4train.lab.costs.links import interconnect
 
         self.config, self.asked, self.model, self.timeline, self.gpu = config, asked, model, timeline, gpu
         self.links = interconnect(gpu)
@@ -224,8 +224,8 @@ class MeshPlan:
 
     def plan(self, sequences: int, tensors: int) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
-        from fp4train.costs.shards import row_wise
         from fp4train.hardware import Device
+        from fp4train.lab.costs.shards import row_wise
         from fp4train.precision.layers import find_layers
         from fp4train.run.build import build_plan
 
@@ -244,7 +244,7 @@ class MeshPlan:
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""
-        from fp4train.costs.workload import workload
+        from fp4train.lab.costs.workload import workload
         from fp4train.precision.layers import find_layers
 
         whole = find_layers(self.model)
@@ -274,9 +274,9 @@ class MeshPlan:
         Raises:
             UserError: the mesh cannot be; the message says what to do.
         """
-        from fp4train.costs.cluster import cluster_cost
-        from fp4train.costs.fit import batch_problem, problems
-        from fp4train.costs.shards import find_weights
+        from fp4train.lab.costs.cluster import cluster_cost
+        from fp4train.lab.costs.fit import batch_problem, problems
+        from fp4train.lab.costs.shards import find_weights
         from fp4train.run.advice import divided_blocks
         from fp4train.run.oscillation import check_oscillation
         from fp4train.run.outliers import check_outliers
@@ -336,7 +336,7 @@ class MeshPlan:
 
     def search(self) -> tuple[list[Candidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
-        from fp4train.costs.search import candidates
+        from fp4train.lab.costs.search import candidates
         from fp4train.run.outliers import check_outliers
 
         assert self.asked.gpus is not None

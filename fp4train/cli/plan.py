@@ -30,9 +30,9 @@ from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision.report import render, summarise
-from fp4train.run import directory as run_directory
-from fp4train.run import history
-from fp4train.run.swaps import as_swap
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record import history
+from fp4train.run.record.swaps import as_swap
 from fp4train.text import columns, tabulate
 
 if TYPE_CHECKING:
@@ -107,7 +107,6 @@ def _plan(
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
-    from fp4train.run.belonging import check_paths
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -118,6 +117,7 @@ def _plan(
     from fp4train.run.cut import Sizes, check_cut
     from fp4train.run.oscillation import check_oscillation
     from fp4train.run.outliers import check_outliers
+    from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step
 
     chosen, swap, named = settings(cfg)
@@ -185,7 +185,7 @@ def _rows(plan: Plan) -> list[dict[str, object]]:
 
 def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
-    from fp4train.costs.screen import cluster_json, render_cluster
+    from fp4train.lab.costs.screen import cluster_json, render_cluster
 
     plan, costs = mesh_plan.costs()
     if as_data:
@@ -201,8 +201,8 @@ def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
 
 def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
-    from fp4train.costs.screen import cluster_json, render_candidates
-    from fp4train.costs.search import distinct
+    from fp4train.lab.costs.screen import cluster_json, render_candidates
+    from fp4train.lab.costs.search import distinct
 
     found, batch = mesh_plan.search()
     fitting = distinct([each for each in found if each.cost.fits], 6)
@@ -224,7 +224,7 @@ def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
 
 def _estimate(config: Config, plan: Plan, gpu: Gpu) -> str:
     """The time that the plan's GEMMs would take on `gpu`."""
-    from fp4train.costs.estimate import estimate
+    from fp4train.lab.costs.estimate import estimate
 
     microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
     return estimate(plan, gpu, microbatches=microbatches).render()

@@ -40,7 +40,7 @@ from fp4train.sealed import sealed
 from fp4train.text import near_miss
 
 if TYPE_CHECKING:
-    from fp4train.studies.rank import Request
+    from fp4train.lab.studies.rank import Request
 
 _log = logging.getLogger("fp4train")
 
@@ -68,12 +68,12 @@ _SWEPT = ("recipe", "policy", "phases")
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    from fp4train.analysis.curves import save_figure
-    from fp4train.run import directory as run_directory
+    from fp4train.lab.analysis.curves import save_figure
+    from fp4train.lab.studies.rank import rank
+    from fp4train.lab.studies.ranking_picture import picture
+    from fp4train.lab.studies.ranking_text import plain, render
     from fp4train.run.host import keep_freed_memory
-    from fp4train.studies.rank import rank
-    from fp4train.studies.ranking_picture import picture
-    from fp4train.studies.ranking_text import plain, render
+    from fp4train.run.record import directory as run_directory
 
     request = _request(arguments)
     keep_freed_memory()
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _request(arguments: list[str]) -> Request:
-    from fp4train.studies.rank import Request
+    from fp4train.lab.studies.rank import Request
 
     arguments = overrides.with_files(arguments)
     flags, words = overrides.flags_and_words(arguments)

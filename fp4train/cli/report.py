@@ -24,7 +24,7 @@ OPTIONS = ("out", "gpu")
 
 def main(arguments: list[str]) -> int:
     """Write the file and print its path and size; returns the exit code."""
-    from fp4train.report.page import write_report
+    from fp4train.lab.report.page import write_report
 
     if flags := [a for a in arguments if a.startswith("-")]:
         raise UserError(f"report knows no flag {flags[0]}: {USAGE}")

@@ -34,11 +34,11 @@ from fp4train.cli.study import StudyCommand, number, seconds, study_command, who
 from fp4train.config.schema import to_config
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.run.swaps import as_swap
+from fp4train.run.record.swaps import as_swap
 from fp4train.sealed import sealed
 
 if TYPE_CHECKING:
-    from fp4train.studies.summary import Report
+    from fp4train.lab.studies.summary import Report
 
 USAGE = usage(__doc__)
 OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
@@ -56,15 +56,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
-    from fp4train.run.belonging import check_paths
+    from fp4train.lab.studies.parts import Parts
+    from fp4train.lab.studies.progress import StudyProgress
+    from fp4train.lab.studies.record import open_record
+    from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
+    from fp4train.lab.studies.subject import open_subject
+    from fp4train.lab.studies.summary import Report
+    from fp4train.lab.studies.tradeoff import trade_off
     from fp4train.run.host import keep_freed_memory
-    from fp4train.studies.parts import Parts
-    from fp4train.studies.progress import StudyProgress
-    from fp4train.studies.record import open_record
-    from fp4train.studies.sensitivity import Effort, Study, groups_of, identity_of
-    from fp4train.studies.subject import open_subject
-    from fp4train.studies.summary import Report
-    from fp4train.studies.tradeoff import trade_off
+    from fp4train.run.record.belonging import check_paths
 
     options = command.options
     budget = seconds(options, "budget")
@@ -121,8 +121,8 @@ def _written(report: Report, folder: Path) -> list[str]:
     Raises:
         UserError: one cannot be written; what is measured is in the record.
     """
-    from fp4train.analysis.curves import save_figure
-    from fp4train.studies.picture import picture
+    from fp4train.lab.analysis.curves import save_figure
+    from fp4train.lab.studies.picture import picture
 
     policy = report.policy_file()
     try:

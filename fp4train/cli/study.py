@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp4train.config import overrides
 from fp4train.errors import UserError
-from fp4train.run import directory as run_directory
+from fp4train.run.record import directory as run_directory
 from fp4train.text import whole_number
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}

@@ -21,10 +21,10 @@ from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
-from fp4train.run import directory as run_directory
-from fp4train.run.history import steps_done
-from fp4train.run.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
-from fp4train.run.swaps import as_swap, read_swaps
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.history import steps_done
+from fp4train.run.record.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
+from fp4train.run.record.swaps import as_swap, read_swaps
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)

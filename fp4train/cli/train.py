@@ -33,8 +33,8 @@ from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
-from fp4train.run import directory as run_directory
-from fp4train.run import history
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record import history
 from fp4train.text import tabulate
 from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
@@ -43,7 +43,7 @@ from fp4train.track.statistics import STATISTICS
 if TYPE_CHECKING:
     from fp4train.checkpoint import Checkpoint
     from fp4train.parallel.world import World
-    from fp4train.run.divergence import Rewind
+    from fp4train.run.supervise.divergence import Rewind
     from fp4train.train import Result
 
 _log = logging.getLogger("fp4train")
@@ -139,12 +139,12 @@ def _train(
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
     from fp4train.run.advice import before_cooldown, rate_jump
-    from fp4train.run.belonging import check_paths
     from fp4train.run.build import choose_device
     from fp4train.run.determinism import determinism
-    from fp4train.run.divergence import Rewind
     from fp4train.run.host import keep_freed_memory
+    from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_start
+    from fp4train.run.supervise.divergence import Rewind
 
     keep_freed_memory()
     directory = config.run.dir
@@ -195,8 +195,8 @@ def _to_its_end(
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
     from fp4train.precision.report import summarise
     from fp4train.run.build import build
-    from fp4train.run.divergence import DivergedError
-    from fp4train.run.gpu import explain
+    from fp4train.run.supervise.divergence import DivergedError
+    from fp4train.run.supervise.gpu import explain
     from fp4train.train import train
 
     run, code = build(config, chosen, start, swap, world, rewind), 1
@@ -246,8 +246,8 @@ def _finished(config: Config, run: Path, step: int) -> str:
 
 def _draw(directory: Path) -> str:
     """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit code."""
-    from fp4train.analysis.curves import draw_curves
-    from fp4train.analysis.heatmap import draw_statistics
+    from fp4train.lab.analysis.curves import draw_curves
+    from fp4train.lab.analysis.heatmap import draw_statistics
 
     if not (directory / METRICS).exists():
         return "; no curves, because track=none keeps no metrics"

@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.precision.plan import Plan
-from fp4train.run import directory as run_directory
+from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from fp4train import checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
-from fp4train.run import directory as run_directory
-from fp4train.run import history
-from fp4train.run.belonging import lost_records
-from fp4train.run.divergence import Rewind
 from fp4train.run.environment import environment
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record import history
+from fp4train.run.record.belonging import lost_records
+from fp4train.run.record.swaps import plain_swaps, read_entries, record_swap, write_entries
 from fp4train.run.run import Run
-from fp4train.run.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.run.supervise.divergence import Rewind
 from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import printable
 from fp4train.track import mend

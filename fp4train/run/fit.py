@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.nn.outliers import NORMS
-from fp4train.run.guard import first_non_finite
+from fp4train.run.supervise.guard import first_non_finite
 from fp4train.shards import local
 
 Tensors = Mapping[str, Tensor]

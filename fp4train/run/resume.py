@@ -13,8 +13,8 @@ from fp4train.config.binding import complete, flattened, unknown_keys
 from fp4train.errors import UserError
 from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
-from fp4train.run import directory as run_directory
-from fp4train.run import history
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record import history
 
 _log = logging.getLogger(__name__)
 

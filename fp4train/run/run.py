@@ -30,13 +30,13 @@ from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
-from fp4train.run.divergence import Divergence
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
-from fp4train.run.requests import Inbox
+from fp4train.run.record.requests import Inbox
+from fp4train.run.record.swaps import Entry
 from fp4train.run.restored import restored
-from fp4train.run.saving import Saver
 from fp4train.run.step_graph import StepGraph
-from fp4train.run.swaps import Entry
+from fp4train.run.supervise.divergence import Divergence
+from fp4train.run.supervise.saving import Saver
 from fp4train.track import Tracker
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp4train.measure.statistics import NAMES, RAW, Measured
-from fp4train.run.ledger import Numbers, Values
+from fp4train.run.supervise.ledger import Numbers, Values
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.parallel.held import Inventory
-from fp4train.run import directory as run_directory
 from fp4train.run.fit import check_model
+from fp4train.run.record import directory as run_directory
 from fp4train.run.restored import restored
 
 

@@ -65,11 +65,12 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.config.schema import plain
     from fp4train.data import cache
     from fp4train.files import Folder
-    from fp4train.report.studies import read_studies
-    from fp4train.run import directory, history, resume
-    from fp4train.run.belonging import check_belongs, lost_records
-    from fp4train.run.swaps import read_entries
-    from fp4train.studies.record import StudyRecord
+    from fp4train.lab.report.studies import read_studies
+    from fp4train.lab.studies.record import StudyRecord
+    from fp4train.run import resume
+    from fp4train.run.record import directory, history
+    from fp4train.run.record.belonging import check_belongs, lost_records
+    from fp4train.run.record.swaps import read_entries
     from fp4train.track.metrics import mend, read_metrics
     from fp4train.track.statistics import read_statistics
 

@@ -192,12 +192,12 @@ def begin(place: Path, *arguments: str, around: Callable[[], AbstractContextMana
 
 def run_main(arguments: tuple[str, ...]) -> int:
     """The exit code of a command in this process; what it lets through is printed as Python would."""
-    import fp4train.analysis.curves
+    import fp4train.lab.analysis.curves
     from fp4train.cli import main
 
     # Pictures take longer than such runs.
-    fp4train.analysis.curves.draw_curves = lambda run: Path(run) / "curves.png"  # type: ignore[assignment]
-    fp4train.analysis.heatmap.draw_statistics = lambda run: Path(run) / "statistics.png"  # type: ignore[assignment]
+    fp4train.lab.analysis.curves.draw_curves = lambda run: Path(run) / "curves.png"  # type: ignore[assignment]
+    fp4train.lab.analysis.heatmap.draw_statistics = lambda run: Path(run) / "statistics.png"  # type: ignore[assignment]
     try:
         main(list(arguments))
     except SystemExit as ended:

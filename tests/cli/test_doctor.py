@@ -9,8 +9,8 @@ import torch
 
 from fp4train.cli import main
 from fp4train.config.folders import RECIPES
-from fp4train.doctor import machine, recipes
 from fp4train.hardware import Device
+from fp4train.lab.doctor import machine, recipes
 from fp4train.precision import NVFP4, FP8Current
 from fp4train.quantize import Quantizer, QuantSpec
 

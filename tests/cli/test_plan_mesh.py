@@ -9,8 +9,8 @@ import pytest
 
 from fp4train.cli import main
 from fp4train.cli.mesh import Asked, as_configured, parse
-from fp4train.costs.mesh import Mesh
 from fp4train.errors import UserError
+from fp4train.lab.costs.mesh import Mesh
 from fp4train.models.llama.model import LlamaModel
 from fp4train.parallel.config import SCHEDULES, Parallel
 

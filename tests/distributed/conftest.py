@@ -150,7 +150,7 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, str(Path(__file__).with_name("rank_server.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "rank_server.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()

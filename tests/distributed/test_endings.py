@@ -223,7 +223,7 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
             "original = loop.train_step",
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
-            "        from fp4train.run.requests import request_swap",
+            "        from fp4train.run.record.requests import request_swap",
             "        body = {'_target_': 'fp4train.precision.MXFP8'}",
             "        request_swap(run.directory, body, 'mxfp8', 3)",
             "    return original(run, recipe)",

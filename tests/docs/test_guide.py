@@ -49,8 +49,8 @@ def test_every_command_of_the_guide_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
-    monkeypatch.setattr("fp4train.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
+    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    monkeypatch.setattr("fp4train.lab.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
     for block in [*blocks("python"), *blocks("yaml")]:
         if match := re.match(r"# (mine/[\w/.]+)\n", block):
             path = tmp_path / match[1]

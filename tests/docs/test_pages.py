@@ -22,7 +22,7 @@ from fp4train.data.stdlib import Stdlib
 from fp4train.data.text import Text
 from fp4train.data.token_file import Tokens
 from fp4train.data.tokenizers.bpe import BytePairs
-from fp4train.doctor.report import HEADER
+from fp4train.lab.doctor.report import HEADER
 from fp4train.precision import LayerPolicy, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,15 +116,16 @@ def test_the_parts_of_the_check_of_gpus_are_those_of_the_script() -> None:
 
 def test_every_place_in_the_tree_exists_and_every_folder_is_in_it() -> None:
     (tree,) = [block for block in blocks("layout.md", "") if "fp4train/" in block]
-    base, named = ROOT, set()
-    for line in tree.splitlines():
-        name = line.split()[0] if line.strip() else ""
-        if name == "fp4train/":
-            base = ROOT / "fp4train"
-        elif name:
-            assert (base if line.startswith(" ") else ROOT).joinpath(name).exists(), name
-            named.add(name.rstrip("/"))
-    folders = {path.parent.name for path in (ROOT / "fp4train").glob("*/__init__.py")}
+    above, named = {0: ROOT}, set()
+    for line in filter(str.strip, tree.splitlines()):
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        place = above[depth] / name
+        assert place.exists(), place
+        above[depth + 1] = place
+        named.add(place.relative_to(ROOT).as_posix())
+    package = ROOT / "fp4train"
+    inner = [*package.glob("*/__init__.py"), *package.glob("lab/*/__init__.py"), *package.glob("run/*/__init__.py")]
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in inner}
     assert folders <= named, folders - named
 
 

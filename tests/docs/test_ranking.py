@@ -8,9 +8,9 @@ import pytest
 
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
-from fp4train.studies.rank import Request
-from fp4train.studies.sequential import ALPHA, needed, share
-from fp4train.studies.statistics import quantile
+from fp4train.lab.studies.rank import Request
+from fp4train.lab.studies.sequential import ALPHA, needed, share
+from fp4train.lab.studies.statistics import quantile
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "ranking.md").read_text(encoding="utf-8")
 SMALL = (
@@ -28,7 +28,7 @@ def commands() -> list[list[str]]:
 @pytest.mark.long
 def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     assert len(commands()) > 4
     for words in commands():
         few = [v for k, v in FEW.items() if not (k == "steps" and "schedule=own" in words)]  # else no cooldown is in it

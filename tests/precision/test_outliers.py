@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fp4train as f4
-from fp4train.costs.estimate import layer_costs
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
+from fp4train.lab.costs.estimate import layer_costs
 from fp4train.nn import Linear
 from fp4train.precision import (
     BF16,
@@ -31,9 +31,9 @@ from fp4train.precision import (
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, apart, plan, resolve
-from fp4train.run import history
 from fp4train.run.advice import never_chosen
 from fp4train.run.outliers import check_outliers
+from fp4train.run.record import history
 from fp4train.run.step_graph import check_plan
 
 CPU = Device.of(torch.device("cpu"))

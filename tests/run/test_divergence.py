@@ -1,126 +1,226 @@
-"""The rule that tells a divergence from noise, and the places of the batches after some were skipped."""
+"""A loss far above its past is said, ends the run, or takes it back; a ruined checkpoint is never the only one."""
 
-import json
-import math
-import random
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from command_line import STEADY, Cli, events, losses, steps
+from recorder_on_cpu import RecorderOnCpu
 
-from fp4train.config.binding import bind
-from fp4train.errors import UserError
-from fp4train.run.divergence import PERSIST, Divergence
+import fp4train.run.build as build
+import fp4train.train as loop
+from fp4train import checkpoint
+from fp4train.run.record import history
+from fp4train.run.step_graph import StepGraph
 
-DEFAULT: list[float] = json.loads((Path(__file__).parent / "default_losses.json").read_text())
-"""The training losses of `fp4train`, 300 steps."""
-
-
-def seen_at(losses: Iterable[float]) -> int | None:
-    """The first step whose loss tells that a run diverged."""
-    found = Divergence()
-    for step, loss in enumerate(losses):
-        found.add(step, loss)
-        if found.seen:
-            return step
-    return None
-
-
-def test_the_default_run_raises_no_alarm() -> None:
-    found = Divergence()
-    for step, loss in enumerate(DEFAULT):
-        found.add(step, loss)
-        assert found.since is None, step
-    assert not found.ends_above_its_beginning(300)
+RUN = (
+    *("recipe=bf16", "model.layers=1", "train.batch_size=2", "train.steps=24", "eval.every=0"),
+    *("checkpoint.every=5", "checkpoint.keep=1", *STEADY),
+)
+REWIND = (*RUN, "train.on_divergence=rewind")
+Poison = Callable[..., list[int]]
 
 
-NOISE: dict[str, Callable[[random.Random, float], float]] = {
-    "a tenth of a nat": lambda draw, loss: loss + draw.gauss(0, 0.1),
-    "half a nat": lambda draw, loss: loss + draw.gauss(0, 0.5),
-    "one batch in ten up to four nats higher": lambda draw, loss: (
-        loss + draw.gauss(0, 0.1) + (draw.uniform(1, 4) if draw.random() < 0.1 else 0)
-    ),
-    "exponential spikes": lambda draw, loss: loss + (draw.expovariate(0.3) if draw.random() < 0.1 else 0),
-    "heavy tails": lambda draw, loss: loss + 0.1 * math.tan(math.pi * (draw.random() - 0.5)),
-}
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
+    """`poison(12)`: the batch at place 12 of the data ruins the weights, whenever it is trained on; returns the places
+    of the batches that are trained on from now on. `dies=20`: the process dies as the 20th step begins."""
+    original, bad, seen, dying = loop.train_step, [], [], []
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        seen.append(run.batch)
+        if len(seen) in dying:
+            raise SystemExit(137)
+        if run.batch in bad:
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(30)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+    def choose(*batches: int, dies: int | None = None) -> list[int]:
+        bad[:], dying[:] = batches, [dies]
+        seen.clear()
+        return seen
+
+    return choose
 
 
-@pytest.mark.parametrize("noise", NOISE)
-def test_noise_of_small_batches_raises_no_alarm(noise: str) -> None:
-    for seed in range(5):
-        draw = random.Random(seed)
-        losses = [NOISE[noise](draw, 1.5 + 4 * math.exp(-step / 200)) for step in range(2000)]
-        assert seen_at(losses) is None, seed
+def state(run: str) -> dict[str, bytes]:
+    found = checkpoint.load(Path(run) / "checkpoints")
+    return {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items()}
 
 
-def test_a_small_step_up_as_by_a_swap_raises_no_alarm() -> None:
-    assert seen_at([*DEFAULT, *(loss * 1.15 for loss in DEFAULT[-60:])]) is None
+def rewinds(run: str) -> list[history.Record]:
+    return [record for record in history.read_history(Path(run)) if record.event == "rewind"]
 
 
-@pytest.mark.parametrize("step", [1, 20, 50, 150, 299])
-def test_a_ruined_weight_is_seen_after_five_losses(step: int) -> None:
-    draw = random.Random(step)
-    ruined = [2 * math.log(320) + draw.gauss(0, 0.1) + (20 if step == 1 else 0) for _ in range(8)]
-    assert seen_at([*DEFAULT[:step], *ruined]) == step + PERSIST - 1
+def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(cli: Cli) -> None:
+    ended = cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10")
+    assert ended.code == 0
+    assert ended.err.count("far above its past (5.7") == 1 and "since step 2. No checkpoint is good" in ended.err
+    assert "done; " in ended.out and "diverged: the loss is" in ended.out
+    assert [event["since"] for event in events("runs/a", "divergence")] == [2]
+    assert steps() == [] and len(events("runs/a", "checkpoints removed")) == 1
+    assert cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10").code == 0, "from its start"
+    ended = cli("run.name=b", *RUN, "checkpoint.every=2", "optim.lr=10", "train.on_divergence=stop")
+    assert ended.code == 1 and "far above its past" in ended.message and "lower optim.lr" in ended.message
+    assert ended.message.startswith("step 6: ")
+    assert steps("runs/b") == []
 
 
-@pytest.mark.parametrize("step", [5, 20, 30, 50, 150, 290])
-def test_weights_that_tell_nothing_any_more_are_seen_at_once_or_at_the_end(step: int) -> None:
-    """One flipped bit takes the loss to that of equally likely bytes. While the run has learned little that is not far
-    above its past."""
-    draw, found, seen = random.Random(step), Divergence(), None
-    for number in range(300):
-        found.add(number, DEFAULT[number] if number < step else math.log(320) + draw.gauss(0, 0.05))
-        seen = number if found.seen and seen is None else seen
-    assert seen == step + PERSIST - 1 if step >= 30 else found.ends_above_its_beginning(300)
+@pytest.mark.long
+@pytest.mark.parametrize(("lr", "mode"), [("10", "rewind"), *(("1e3", mode) for mode in ("warn", "stop", "rewind"))])
+def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_start(
+    cli: Cli, lr: str, mode: str
+) -> None:
+    ended = cli("run.name=a", *RUN, "checkpoint.every=1", f"optim.lr={lr}", f"train.on_divergence={mode}")
+    assert ended.code == 1 and "far above its past" in ended.message and "No checkpoint is good" in ended.message
+    assert ("there is no checkpoint to go back to" in ended.message) == (lr == "10")
+    assert ("gradient norm is nan" in ended.message) == (lr == "1e3")
+    assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), "by then it is just above its beginning"
+    assert steps() == []
 
 
-def test_a_loss_that_stays_just_above_its_beginning_after_one_that_was_huge_is_seen() -> None:
-    """As a rate of 1e3 leaves it: weights so large that every token is as likely as another."""
-    assert seen_at([5.49, 7_345_822.5, 5.77, 5.77, 5.77, 5.77]) == 5
+@pytest.mark.parametrize(
+    ("lr", "mode"),
+    [
+        ("10", "warn"),
+        *(pytest.param("10", mode, marks=pytest.mark.long) for mode in ("stop", "rewind")),
+        *(pytest.param("1e3", mode, marks=pytest.mark.long) for mode in ("warn", "stop", "rewind")),
+    ],
+)
+def test_a_rate_that_ruins_a_good_run_leaves_its_good_checkpoint(cli: Cli, lr: str, mode: str) -> None:
+    assert cli("run.name=a", *RUN, "train.steps=10").code == 0
+    options = ("train.steps=20", "checkpoint.every=1", f"train.on_divergence={mode}", "train.rewinds=2")
+    ended = cli("resume=runs/a", *options, f"optim.lr={lr}")
+    said = ended.message if ended.code else ended.out
+    assert "far above its past" in said and ("nan" in said) == (lr == "1e3")
+    kept = steps()[0]
+    assert kept in (10, 11) and f"resume=runs/a resume_step={kept} " in said
+    assert len(rewinds("runs/a")) == (2 if mode == "rewind" else 0)
+    assert ("the run went back 2 times (train.rewinds)" in said) == (mode == "rewind" and lr == "10")
+    assert ended.code == (0 if (lr, mode) == ("10", "warn") else 1)
+    goes_on = cli("resume=runs/a", f"resume_step={kept}", "optim.lr=0.001", "train.on_divergence=stop")
+    assert goes_on.code == 0 and "far above" not in goes_on.err + goes_on.out
 
 
-def test_a_single_outlier_is_noise_and_does_not_blind() -> None:
-    spiked = [*DEFAULT[:100], 1e6, *DEFAULT[100:110]]
-    assert seen_at(spiked) is None
-    assert seen_at([*spiked, *[8.0] * 5]) == 115
+def test_a_run_goes_back_and_past_the_batches_since(cli: Cli, poison: Poison) -> None:
+    seen = poison(12)
+    ended = cli("run.name=a", *REWIND)
+    assert ended.code == 0 and "diverged" not in ended.out
+    assert "step 17: the loss is" in ended.err and "going on from step 10; batches 10–16 are skipped" in ended.err
+    assert seen == [*range(18), *range(17, 31)], "batch 17 was queued when the loss of the one before was read"
+    assert sorted(losses("runs/a")) == list(range(1, 25)), "each step is logged once"
+    (record,) = rewinds("runs/a")
+    assert record.step == 10 and "the loss diverged at step 13; batches 10–16 are skipped" in record.describe()
+    assert "batches 10–16 are skipped" in cli.raw("plan", "runs/a").out
+    assert events("runs/a", "rewind")[0]["skipped"] == [10, 16]
 
 
-def test_a_divergence_is_over_after_five_losses_within_its_past() -> None:
-    found = Divergence()
-    for step, loss in enumerate([*DEFAULT[:100], *[50.0] * 20, *DEFAULT[100:104]]):
-        found.add(step, loss)
-    assert found.seen and found.since == 100
-    found.add(124, DEFAULT[104])
-    assert not found.seen and found.since is None and max(found.past) < 5
+@pytest.mark.long
+@pytest.mark.parametrize("dies", [8, 15, 18, 19, 22, 30], ids="as step {} begins".format)
+def test_a_run_that_went_back_and_is_resumed_equals_one_without_interruption(
+    cli: Cli, poison: Poison, dies: int
+) -> None:
+    poison(12, 20)
+    assert cli("run.name=whole", *REWIND, "recipe=nvfp4").code == 0
+    assert [record.step for record in rewinds("runs/whole")] == [10, 10]
+    poison(12, 20, dies=dies)
+    assert cli("run.name=a", *REWIND, "recipe=nvfp4").code == 137
+    poison(12, 20)
+    assert cli("resume=runs/a").code == 0
+    assert losses("runs/a") == losses("runs/whole")
+    assert state("runs/a") == state("runs/whole")
 
 
-@pytest.mark.parametrize(("last", "above"), [(5.4, False), (5.5, False), (5.8, True), (100.0, True)])
-def test_a_run_that_ends_above_where_it_began(last: float, above: bool) -> None:
-    found = Divergence()
-    for step, loss in enumerate([*(5.4 + 0.001 * step for step in range(100)), *[last] * 5]):
-        found.add(step, loss)
-    assert found.ends_above_its_beginning(105) == above
+@pytest.mark.long
+def test_a_kill_before_the_skipped_batches_are_saved_changes_nothing(
+    cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(12)
+    assert cli("run.name=whole", *REWIND).code == 0
+    with monkeypatch.context() as killed:
+        killed.setattr(build, "abandon_later", lambda *_, **__: exit(137))
+        assert cli("run.name=a", *REWIND).code == 137
+    assert cli("resume=runs/a").code == 0
+    assert losses("runs/a") == losses("runs/whole") and state("runs/a") == state("runs/whole")
 
 
-def test_batches_are_skipped_once_and_stay_skipped() -> None:
-    found = Divergence(since=12, high=5, past=(1.0,))
-    once = found.rewind(10, 17)
-    assert once.skips == ((10, 7),) and once.record == {"diverged": 13, "skipped": [10, 16]}
-    found.skips = once.skips
-    assert [step + found.skipped(step) for step in (9, 10, 20)] == [9, 17, 27]
-    later = found.rewind(15, 20)
-    assert later.skips == ((10, 7), (15, 12)) and later.record["skipped"] == [22, 26]
-    further = found.rewind(5, 20)
-    assert further.skips == ((5, 22),), "what was skipped before lies among them"
+@pytest.mark.long
+def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(12)
+    exact = ("optim.lr=0.0078125", "train.microbatch=1")  # a recorded step reads the rate as a float32 number
+    assert cli("run.name=eager", *REWIND, *exact).code == 0
+    assemble, graphs = build.assemble, []
+
+    def recorded(*arguments: Any) -> Any:
+        run = assemble(*arguments)
+        run.graph = StepGraph(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
+        return run
+
+    monkeypatch.setattr(build, "assemble", recorded)
+    assert cli("run.name=graph", *REWIND, *exact).code == 0
+    assert len(graphs) == 2 and len(rewinds("runs/graph")) == 1
+    assert losses("runs/graph") == losses("runs/eager")
 
 
-def test_the_state_is_restored_and_nonsense_is_refused() -> None:
-    found = Divergence()
-    for step, loss in enumerate([*DEFAULT[:40], 9.0, 9.0]):
-        found.add(step, loss)
-    assert bind(json.loads(json.dumps(asdict(found))), Divergence, "divergence") == found
-    for wrong in ({"since": 3}, {"high": 5}, {"since": 1, "high": 1}, {"skips": [[-1, 3]]}, {"past": ["a"]}, {"x": 1}):
-        with pytest.raises(UserError):
-            bind(wrong, Divergence, "divergence")
+@pytest.mark.long
+def test_a_second_divergence_before_the_next_milestone_goes_further_back(cli: Cli, poison: Poison) -> None:
+    seen = poison(12, 19)
+    assert cli("run.name=a", *REWIND, "checkpoint.keep=2").code == 0
+    assert [record.step for record in rewinds("runs/a")] == [10, 5]
+    assert seen[18:] == [*range(17, 25), *range(24, 43)]
+
+
+@pytest.mark.long
+def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
+    cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, original = poison(), loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        if run.batch == 12:
+            handle = next(run.model.parameters()).register_hook(lambda g: (handle.remove(), g * torch.nan)[1])
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    ended = cli("run.name=a", *REWIND)
+    assert ended.code == 0 and "step 12: gradient norm is nan" in ended.err
+    assert "going on from step 10; batches 10–12 are skipped" in ended.err
+    assert seen == [*range(14), *range(13, 27)], "batch 13 was queued, and changed nothing"
+
+
+@pytest.mark.long
+def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        if run.step in (8, 15):
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(30 if run.step == 8 else 1 / 30)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    ended = cli("run.name=a", *RUN, "optim.lr=1e-5", "train.steps=30", "checkpoint.every=2")
+    assert ended.code == 0 and "back within its past" in ended.err and "diverged" not in ended.out
+    assert steps() == [30]
+
+
+def test_milestones_are_kept_at_growing_distance(cli: Cli) -> None:
+    assert cli("run.name=a", *RUN, "train.steps=20", "checkpoint.every=1", "checkpoint.milestones=2").code == 0
+    old, young, newest = steps()
+    assert newest == 20 and 1 <= 20 - young < 4 <= 20 - old < 16
+
+
+def test_a_resumed_run_knows_that_its_newest_checkpoint_is_ruined(cli: Cli, poison: Poison) -> None:
+    poison(12)
+    assert cli("run.name=a", *RUN).code == 0
+    assert steps() == [10, 20, 24], "ruined, and beside the good one"
+    ended = cli("resume=runs/a", "train.steps=30", "train.on_divergence=rewind")
+    assert ended.code == 0 and "going on from step 10; batches 10–23 are skipped" in ended.err
+    assert "diverged" not in ended.out

@@ -10,7 +10,7 @@ from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.parallel.world import World
 from fp4train.run.build import Run
-from fp4train.run.progress import Progress
+from fp4train.run.supervise.progress import Progress
 
 MODEL = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocab_multiple=1)
 # q and o 32×32, k and v 16×32, gate, up and down 64×32, in two blocks; the head 257×32.
@@ -29,7 +29,7 @@ def run_on(device: str) -> Run:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that `Progress` sees, in seconds."""
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr("fp4train.run.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("fp4train.run.supervise.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

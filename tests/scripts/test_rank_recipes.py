@@ -11,8 +11,8 @@ import torch
 from command_line import TINY
 
 from fp4train.cli import main
+from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.precision import FP32
-from fp4train.studies.forks import open_checkpoint
 from fp4train.train import validation_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
     run = tmp_path / "a"
     data = (f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}")
     with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
-        patched.setattr("fp4train.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        patched.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
         main([*TINY, *data, f"run.dir={run}", "checkpoint.every=3"])
     assert ended.value.code == 0
     script.put_outliers_in(run, 3, tmp_path / "b")

@@ -1,0 +1,1 @@
+"""The laboratory: what measures, compares and explains runs and machines. Only the command line imports it."""

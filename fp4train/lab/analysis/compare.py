@@ -1,0 +1,387 @@
+"""Several runs side by side: a table, and a picture of their curves with the relative gap to the first.
+
+gap = loss / loss of the first - 1, at the last step that all runs have: of the validation losses where all have some at
+a common step, otherwise of the smoothed training losses. That is the figure in which the NVFP4 paper (arXiv:2509.25149,
+section 3) reports its validation losses: below 1 % of FP8's for most of the run, about 1.5 % at its end. The training
+losses of two runs on the same data carry the same noise, so the gap between them is far smoother than either.
+"""
+
+import csv
+import io
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4train import files
+from fp4train.errors import UserError
+from fp4train.lab.analysis.curves import save_figure, shortened
+from fp4train.lab.analysis.history import History, read_history
+from fp4train.lab.analysis.picture import NAME, RECIPE, picture
+from fp4train.sealed import CONFIG, saved_config
+from fp4train.text import tabulate
+
+_log = logging.getLogger(__name__)
+
+COMPARISON = "compare.png"
+ABSENT = "-"
+"""The value of a key that a configuration does not have."""
+DIFFERING = 12
+"""Keys that are listed where configurations differ."""
+NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
+"""Sections of a configuration in which runs of another seed may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run. Losses in nats per token; None where a run logged no such thing.
+
+    Args:
+        recipe: the recipes in order of appearance.
+        quantised: share of the linear layers' multiply-adds that were quantised, over the steps; None: not known.
+        train_loss: smoothed, at the run's last step.
+        val_loss, best_val_loss: in high precision, the last and the lowest.
+        gap: relative, at `Comparison.step`; None for the first run.
+        tokens_per_s: median over the run.
+    """
+
+    name: str
+    recipe: str
+    quantised: float | None
+    steps: int
+    train_loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    gap: float | None
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedMean:
+    """Runs that differ in run.seed only.
+
+    Args:
+        runs, seeds: which.
+        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed training loss at the end,
+            and of the loss that gaps are of at `Comparison.step`.
+        gap: of the mean loss, relative to the mean of the first run's group; None for that group.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    train_loss: tuple[float, float]
+    loss: tuple[float, float]
+    gap: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `compare` found.
+
+    Args:
+        histories, rows: one each a run, in the order given.
+        means: one per group of runs, if any group has several seeds.
+        key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
+        step: the step that the gap is at.
+        differing: the keys in which configurations differ, with the value of each run; empty where one is not known.
+    """
+
+    histories: list[History]
+    rows: list[Row]
+    means: list[SeedMean]
+    key: str
+    step: int
+    differing: dict[str, list[Any]]
+
+    def render(self) -> str:
+        """The table as aligned text."""
+        header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
+        cells = [
+            [
+                shortened(row.name, NAME),
+                shortened(row.recipe, RECIPE) or "-",
+                "nothing" if row.quantised == 0 else _number(row.quantised, ".0%"),
+                str(row.steps),
+                _number(row.train_loss, ".4f"),
+                _number(row.val_loss, ".4f"),
+                _number(row.best_val_loss, ".4f"),
+                _number(row.gap, "+.2%"),
+                _number(row.tokens_per_s, ",.0f"),
+            ]
+            for row in self.rows
+        ]
+        lines = tabulate([header, *cells], right=range(2, len(header)))
+        window = self.histories[0].series("train/loss").window
+        of = "validation loss" if self.key == "val/loss" else "training loss"
+        lines.append(
+            f"train loss: mean of the last {window}; gap: {of} against {self.rows[0].name} at step {self.step}; "
+            "quantised: share of the linear layers' multiply-adds"
+        )
+        if len({row.steps for row in self.rows}) > 1:
+            lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
+        for history, row in zip(self.histories, self.rows, strict=True):
+            told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+            if told and told[-1].name == "divergence":
+                lines.append(f"{row.name}: its loss diverged (step {told[-1].step})")
+            if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
+                lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
+        if self.differing:
+            values = [f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()]
+            more = f" and {len(values) - DIFFERING} more" if len(values) > DIFFERING else ""
+            lines.append(f"the configurations differ in {', '.join(values[:DIFFERING])}{more}")
+        if self.means:
+            lines += ["", *self._render_means(of)]
+        return "\n".join(lines)
+
+    def _render_means(self, of: str) -> list[str]:
+        header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
+        cells = [
+            [
+                shortened(mean.name, NAME),
+                " ".join(map(str, mean.seeds)),
+                _with_deviation(mean.train_loss),
+                _with_deviation(mean.loss),
+                _number(mean.gap, "+.2%"),
+            ]
+            for mean in self.means
+        ]
+        return [*tabulate([header, *cells], right=range(2, len(header))), "± is the standard deviation over the seeds"]
+
+    def write(self, out: Path) -> Path:
+        """Write `out`: a picture (.png), the table with a line per run (.csv), or everything (.json).
+
+        Raises:
+            UserError: the file cannot be written, or its name ends otherwise.
+        """
+        if out.suffix.lower() not in (".png", ".csv", ".json"):
+            raise UserError(f"out={out if out.name else ''}: the name must end in .png, .csv or .json")
+        if not out.parent.is_dir():
+            raise UserError(f"out={out}: there is no folder {out.parent}")
+        if out.suffix.lower() == ".png":
+            return self.draw(out)
+        rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
+        if out.suffix.lower() == ".json":
+            found = {
+                "loss": self.key,
+                "step": self.step,
+                "differing": self.differing,
+                "runs": rows,
+                "means": [asdict(m) for m in self.means],
+            }
+            text = json.dumps(_strict(found), indent=1, ensure_ascii=False) + "\n"
+        else:
+            lines = io.StringIO()
+            table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+            text = lines.getvalue()
+        try:
+            files.write(out, text.encode(), sync=False)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+        return out
+
+    def draw(self, out: Path | None = None) -> Path:
+        """Draw curves, gap and recipes; to compare.png in the first run directory, or to `out`.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        path = Path(out) if out is not None else self.histories[0].path / COMPARISON
+        try:
+            return save_figure(picture(self), path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
+    """Compare run directories; the first is the reference.
+
+    Args:
+        quantised: the share of a run's multiply-adds that were quantised; None: not known.
+
+    Raises:
+        UserError: no run given, one is not a run directory or has no metrics yet, or they share no step.
+    """
+    if not runs:
+        raise UserError("compare needs run directories: fp4train compare RUN RUN...")
+    histories = [read_history(Path(run)) for run in runs]
+    key, step = common_step(histories)
+    losses = [_at(history, key, step) for history in histories]
+    rows = []
+    for index, (history, name) in enumerate(zip(histories, names_of(histories), strict=True)):
+        validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
+        finite = validation.values[np.isfinite(validation.values)]
+        rows.append(
+            Row(
+                name=name,
+                recipe=" → ".join(span.recipe for span in history.spans()),
+                quantised=quantised(history.path),
+                steps=history.last_step,
+                train_loss=float(history.series("train/loss").smoothed().values[-1]),
+                val_loss=float(validation.values[-1]) if len(validation) else None,
+                best_val_loss=float(finite.min()) if len(finite) else None,
+                gap=losses[index] / losses[0] - 1 if index and losses[0] else None,
+                tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
+            )
+        )
+    means = _means(histories, rows, losses)
+    differing = _differing([_configuration(history) for history in histories])
+    return Comparison(histories=histories, rows=rows, means=means, key=key, step=step, differing=differing)
+
+
+def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Key → the value of each run, for the keys in which they differ; those of the run itself are left out."""
+    flat = [
+        _flat({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
+        for config in configs
+        if config is not None
+    ]
+    if len(flat) < len(configs):
+        return {}
+    found = {
+        key: [each.get(key, ABSENT) for each in flat] for key in dict.fromkeys(key for each in flat for key in each)
+    }
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The same; a section of several classes by their names, recipe=NVFP4|BF16, without keys that only some have."""
+    several = tuple(key.removesuffix("_target_") for key in differing if key.endswith("._target_"))
+    found: dict[str, list[Any]] = {}
+    for key, values in differing.items():
+        if key.endswith("._target_"):
+            found[key.removesuffix("._target_")] = [str(value).rpartition(".")[2] for value in values]
+        elif ABSENT not in values or not key.startswith(several):
+            found[key] = values
+    return found
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, dict) and node:
+        return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+    return {prefix: node}
+
+
+def seed_groups(histories: list[History]) -> list[dict[int, int]]:
+    """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
+
+    A run whose configuration is not known, and a second one of the same seed, is a group of its own.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for index, history in enumerate(histories):
+        seed, same = _identity(history)
+        if same is None or seed in groups.get(same, {}):
+            same = f"run {index}"
+        groups.setdefault(same, {})[seed] = index
+    return list(groups.values())
+
+
+def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
+    """One per group of seeds; none if all are single."""
+    groups = seed_groups(histories)
+    if all(len(group) < 2 for group in groups):
+        return []
+    found: list[SeedMean] = []
+    for group in groups:
+        members = list(group.values())
+        loss = _mean([losses[i] for i in members])
+        found.append(
+            SeedMean(
+                name=rows[members[0]].name,
+                runs=tuple(rows[i].name for i in members),
+                seeds=tuple(group),
+                train_loss=_mean([rows[i].train_loss for i in members]),
+                loss=loss,
+                gap=loss[0] / found[0].loss[0] - 1 if found and found[0].loss[0] else None,
+            )
+        )
+    return found
+
+
+def _configuration(history: History) -> dict[str, Any] | None:
+    """The configuration of a run; None: not known."""
+    try:
+        return saved_config(history.path / CONFIG)
+    except UserError as error:
+        if (history.path / CONFIG).exists():
+            _log.warning("%s", error)
+        return None
+
+
+def _identity(history: History) -> tuple[int, str | None]:
+    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+    config = _configuration(history)
+    try:
+        assert config is not None
+        seed = int(config["run"]["seed"])
+    except (AssertionError, ValueError, KeyError, TypeError):
+        return 0, None
+    same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
+    spans = [(span.first, span.recipe) for span in history.spans()]
+    return seed, json.dumps([same, config.get("init"), spans], sort_keys=True, default=str)
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _with_deviation(value: tuple[float, float]) -> str:
+    return f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+def _cell(value: object) -> object:
+    """A cell of a CSV file: a spreadsheet takes text that begins so for a formula, and runs it."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
+
+
+def _strict(node: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(node, dict):
+        return {key: _strict(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_strict(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def common_step(histories: list[History]) -> tuple[str, int]:
+    """The loss that gaps are of, and the last step that all runs have it at.
+
+    Raises:
+        UserError: there is no such step.
+    """
+    for key in ("val/loss", "train/loss"):
+        steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
+        if len(steps):
+            return key, int(steps[-1])
+    ranges = ", ".join(
+        f"{name} {int(steps[0])} to {int(steps[-1])}"
+        for name, history in zip(names_of(histories), histories, strict=True)
+        for steps in [history.series("train/loss").steps]
+    )
+    raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def _at(history: History, key: str, step: int) -> float:
+    series = history.series(key)
+    if key == "train/loss":
+        series = series.smoothed()
+    return float(series.at(np.array([step]))[0])
+
+
+def names_of(histories: list[History]) -> list[str]:
+    """The directory's name; where two runs share it, the path."""
+    count = Counter(history.name for history in histories)
+    return [history.name if count[history.name] == 1 else str(history.path) for history in histories]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,244 @@
+"""The cost of a plan on a named GPU: the time of every GEMM in BF16 and in its recipe, and of quantising its operands.
+
+In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs need:
+
+    x   row-wise for fprop, column-wise for wgrad         once per microbatch
+    w   row-wise for fprop, column-wise for dgrad         once per step
+    dy  row-wise for dgrad, column-wise for wgrad         once per microbatch
+
+The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. `roofline.py` computes the
+seconds; the plan determines which GEMMs run on the GPU's low-precision tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.backends.table import FORMS, GEMMS, Operands
+from fp4train.hardware import Gpu
+from fp4train.lab.costs.roofline import (
+    COPY,
+    LAUNCH,
+    SCALE_EPILOGUE,
+    decoded_width,
+    gemm_seconds,
+    move_seconds,
+    needs_amax,
+    own_seconds,
+    quantise_seconds,
+)
+from fp4train.lab.costs.table import render
+from fp4train.precision.plan import Gemm, LayerPlan, Plan
+from fp4train.quantize import QuantSpec
+
+EMULATING = ("emulate", "reference")
+"""Backends that use no low-precision tensor cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmCost:
+    """One GEMM of one layer, in seconds per step.
+
+    Args:
+        size: (rows, columns, contraction) of the product.
+        bf16: the product in BF16.
+        gemm: the product in the recipe.
+        quantise: this GEMM's part of quantising its operands; 0 in high precision.
+        emulated: why the GPU's low-precision tensor cores do not run it; None if they do, or nothing is quantised.
+    """
+
+    layer: str
+    gemm_name: str
+    size: tuple[int, int, int]
+    elements: str
+    bf16: float
+    gemm: float
+    quantise: float
+    emulated: str | None = None
+
+    @property
+    def total(self) -> float:
+        return self.gemm + self.quantise
+
+    @property
+    def note(self) -> str:
+        if self.emulated is not None:
+            return "emulated"
+        return "does not pay" if self.loses else ""
+
+    @property
+    def loses(self) -> bool:
+        """Whether quantising for the tensor cores costs more than they save; False for emulation."""
+        return self.quantise > 0 and self.emulated is None and self.total > self.bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class StretchCost:
+    """The linear layers in one stretch of a run."""
+
+    title: str
+    steps: int
+    rows: tuple[GemmCost, ...]
+
+    @property
+    def bf16(self) -> float:
+        """Seconds per step in BF16."""
+        return sum(row.bf16 for row in self.rows)
+
+    @property
+    def total(self) -> float:
+        """Seconds per step in the recipe, quantising included."""
+        return sum(row.total for row in self.rows)
+
+    @property
+    def quantise(self) -> float:
+        return sum(row.quantise for row in self.rows)
+
+    def losing(self) -> list[GemmCost]:
+        """GEMMs that would be faster unquantised on this GPU."""
+        return [row for row in self.rows if row.loses]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """A plan's linear layers on one GPU."""
+
+    gpu: Gpu
+    stretches: tuple[StretchCost, ...]
+    break_even: Mapping[str, int | None]
+
+    @property
+    def bf16(self) -> float:
+        """Seconds of the linear layers over the whole run in BF16."""
+        return sum(s.steps * s.bf16 for s in self.stretches)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the linear layers over the whole run as planned."""
+        return sum(s.steps * s.total for s in self.stretches)
+
+    def render(self) -> str:
+        """The estimate as text: one table per stretch with equal blocks folded, totals, and GEMMs that do not pay."""
+        return render(self)
+
+
+def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
+    """Estimate the time of every GEMM of `plan` on `gpu`.
+
+    Args:
+        plan: made for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
+        microbatches: forward passes per step.
+
+    Raises:
+        ValueError: `microbatches` is not positive.
+    """
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches} must be at least 1")
+    stretches = []
+    points: dict[str, int | None] = {}
+    for stretch in plan.stretches:
+        costs: list[GemmCost] = []
+        for layer in stretch.layers.values():
+            costs += layer_costs(layer, gpu, plan.tokens, microbatches)
+            for gemm in (gemm for part in layer.parts for gemm in part.gemms):
+                if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
+                    points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
+        stretches.append(StretchCost(title=stretch.title, steps=stretch.stop - stretch.start, rows=tuple(costs)))
+    return CostEstimate(gpu=gpu, stretches=tuple(stretches), break_even=points)
+
+
+def _why_emulated(gemm: Gemm) -> str | None:
+    """Why the GPU's low-precision tensor cores do not run it; None if they do, or nothing is quantised."""
+    return gemm.why if gemm.backend in EMULATING else None
+
+
+def layer_costs(
+    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int, *, weight_passes: float = 1
+) -> list[GemmCost]:
+    """The GEMMs of one layer in one stretch; of outlier channels that are multiplied apart as rows of their own.
+
+    Args:
+        weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
+    """
+    if plan.outliers is not None:
+        parts = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in plan.parts)
+        return [row for rows in parts for row in rows]
+    layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
+    quantise = dict.fromkeys(GEMMS, 0.0)
+    weights = layer.in_features * layer.out_features
+    counts = {"x": tokens * layer.in_features, "w": weights, "dy": tokens * layer.out_features}
+    for tensor, forms in FORMS.items():
+        times = weight_passes if tensor == "w" else microbatches
+        users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
+        seconds = _tensor(gpu, counts[tensor], [(spec, gemm.backend) for gemm, spec in users])
+        for gemm, _ in users:
+            quantise[gemm.name] += times * seconds / len(users)
+    costs = []
+    for gemm in plan.gemms:
+        m, n, k = size = plan.size(gemm.name, tokens)
+        reason = _why_emulated(gemm)
+        seconds = gemm_seconds(gpu, gemm.elements if reason is None else _multiplied(gemm.operands), m, n, k)
+        epilogue = _epilogue(gpu, gemm.operands, m * n) if reason is not None else 0.0
+        costs.append(
+            GemmCost(
+                layer=layer.name,
+                gemm_name=gemm.name,
+                size=size,
+                elements=gemm.elements,
+                bf16=microbatches * gemm_seconds(gpu, "BF16·BF16", m, n, k),
+                gemm=microbatches * seconds,
+                quantise=quantise[gemm.name] + microbatches * epilogue,
+                emulated=reason,
+            )
+        )
+    return costs
+
+
+def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
+    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, backend)."""
+    seconds = 0.0
+    for backend in dict.fromkeys(backend for _, backend in forms):
+        first, second = (*(spec for spec, each in forms if each == backend), None)[:2]
+        if backend in LAYER_BACKENDS:
+            seconds += quantise_seconds(gpu, count, first, second)
+        else:
+            seconds += own_seconds(gpu, count, first, second, codes=backend == "native")
+    return seconds
+
+
+def _multiplied(operands: Operands) -> str:
+    """The dtype that emulation multiplies: BF16, or float32 if a decoded operand needs it."""
+    wide = any(spec is not None and decoded_width(spec) == 4 for spec in (operands.first, operands.second))
+    return "FP32·FP32" if wide else "BF16·BF16"
+
+
+def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
+    """Seconds to apply the scales of whole tensors or rows to an emulated product."""
+    scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
+    return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
+
+
+def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te", largest: int = 1 << 16) -> int | None:
+    """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for it alone beats BF16.
+
+    backend: whose kernels quantise.
+
+    None if it never does, up to `largest`. In training the two forms of a tensor share reads, which changes this size;
+    the rows of an estimate include that.
+    """
+
+    def gain(n: int) -> float:
+        specs = [spec for spec in (operands.first, operands.second) if spec is not None]
+        quantised = sum(_tensor(gpu, n * n, [(spec, backend)]) for spec in specs)
+        low_precision = gemm_seconds(gpu, operands.elements("bfloat16"), n, n, n)
+        return gemm_seconds(gpu, "BF16", n, n, n) - low_precision - quantised
+
+    low, high = 1, largest // 16
+    if gain(16 * high) <= 0:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gain(16 * middle) > 0 else (middle + 1, high)
+    return 16 * low

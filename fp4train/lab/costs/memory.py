@@ -1,0 +1,128 @@
+"""The memory of one rank: what it holds of weights, moments and gradients, of activations, and while a block runs.
+
+    weights           4 bytes per float32 master weight of the rank's shard
+    moments           8 bytes: two float32 moments of AdamW
+    gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
+    codes             of weights that stay on the rank: those of its shard, or without shards both forms of every weight
+    activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
+    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not of weights that
+                      shards gather, which are freed after each use; under torch.compile once per microbatch in flight
+    unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks,
+                      which stay gathered, and the gradients of one block and of those outside
+    logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the gradient of its input
+    reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
+
+The host holds a copy of weights and moments while a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fp4train.lab.costs.blocks import BlockCost
+from fp4train.lab.costs.mesh import Mesh
+from fp4train.lab.costs.shards import Weight, stages
+from fp4train.lab.costs.workload import Workload
+from fp4train.models.common.loss import chunk_rows
+
+RESERVE: Final = 2 * 2**30
+"""Bytes that are not tensors: assumed."""
+
+USABLE: Final = 0.95
+"""Share of the memory that a plan may fill; the rest is lost to fragmentation: assumed."""
+
+STATE: Final = 12
+"""Bytes per parameter of a checkpoint: the float32 weight and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on the rank that holds most.
+
+    Args:
+        stage: its pipeline stage.
+        parts: bytes by what they are for.
+        parameters: elements of its shard.
+        host: bytes in main memory while a checkpoint is written.
+    """
+
+    stage: int
+    parts: dict[str, float]
+    parameters: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
+    """The memory of the rank that holds most, over the stages of a pipeline."""
+    parts = enumerate(stages(mesh, len(load.order)))
+    return max((_of_stage(load, mesh, number, load.stage(blocks)) for number, blocks in parts), key=_total)
+
+
+def _total(memory: RankMemory) -> float:
+    return memory.total
+
+
+def _of_stage(load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int]) -> RankMemory:
+    outer = load.outer(stage, mesh)
+    kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
+    whole = sum(number * sum(w.of_rank(mesh) for w in kind.weights) for kind, number in kinds)
+    whole += sum(w.of_rank(mesh) for w in outer)
+    local = whole / mesh.shard
+    flights = mesh.in_flight(stage)
+    again = load.recomputed
+    kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
+    rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
+    # Graphs of torch.compile save the copy that each pass makes.
+    copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
+    running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
+    parts = {
+        "weights, float32": 4 * local,
+        "moments": 8 * local,
+        "gradients": 4 * (whole if mesh.microbatches > 1 and mesh.shard > 1 else 0.0) + 4 * local,
+        "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
+        "activations": flights * kept + running,
+        "weights in BF16": copies * rounded,
+        "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
+        "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
+        "reserve": RESERVE,
+    }
+    return RankMemory(stage=stage, parts=parts, parameters=local, host=STATE * local)
+
+
+def saved(block: BlockCost, mesh: Mesh) -> float:
+    """Bytes that a rank keeps of one block and microbatch."""
+    whole = block.whole / (mesh.tensor if mesh.sequence else 1)
+    return (whole + (block.saved - block.whole) / mesh.tensor) / mesh.context
+
+
+def entered(block: BlockCost, mesh: Mesh) -> float:
+    """Bytes of a block's input on a rank."""
+    return block.input / (mesh.tensor if mesh.sequence else 1) / mesh.context
+
+
+def _codes(weights: Sequence[Weight], mesh: Mesh) -> float:
+    if mesh.shard > 1:
+        return sum(w.code_bytes(mesh) for w in weights)
+    return sum(w.resident_bytes(mesh) for w in weights if w.forms)
+
+
+def _unsharded(kinds: Sequence[Sequence[Weight]], outer: Sequence[Weight], mesh: Mesh) -> float:
+    if mesh.shard == 1:
+        return 0.0
+    resident = max((sum(w.resident_bytes(mesh) for w in weights) for weights in kinds), default=0.0)
+    gradients = max((sum(w.of_rank(mesh) for w in weights) for weights in kinds), default=0.0)
+    gradients += sum(w.of_rank(mesh) for w in outer)
+    kept = sum(w.wire_bytes(mesh) for w in outer)
+    return 2 * resident + kept + (4 * gradients if mesh.microbatches == 1 else 0.0)
+
+
+def _logits(load: Workload, mesh: Mesh) -> float:
+    vocabulary, tokens = load.vocabulary / mesh.tensor, load.tokens / mesh.context
+    rows = min(tokens, chunk_rows("cuda", max(1, int(vocabulary))))
+    return rows * vocabulary * 8 + vocabulary * load.width * (2 + 4) + tokens * load.width * 2

@@ -1,0 +1,157 @@
+"""The time of a GEMM and of quantising a tensor on a named GPU: a roofline model with few parameters.
+
+    GEMM, m×n×k      max(2·m·n·k / rate(s), bytes / (bandwidth · COPY)) + LAUNCH,  s = (m·n·k)^(1/3)
+    rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share / (bandwidth · COPY)
+    quantising       (bytes read + written) / (bandwidth · quantise_share) + LAUNCH, per kernel
+    amax             bytes read / (bandwidth · COPY) + LAUNCH, if the scale depends on a whole row or tensor
+
+`half` is the size at which a GEMM reaches half of its rate. It grows with the rate: loading the first tiles, writing
+the last ones and the partial last wave take a time proportional to the area of the matrices in every format, so a
+faster format needs a larger product to reach its rate. Bytes of a quantising kernel that fit into the L2 cache move
+L2_SPEEDUP times faster, since the previous kernel has just written them there.
+
+Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each against the measurement
+named with it. `docs/cost-model.md` compares the result with published measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from fp4train.backends.te.quantizers import family
+from fp4train.hardware import Gpu, rate_name, stored_bytes
+from fp4train.quantize import QuantSpec
+
+COPY: Final = 0.90
+"""Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
+
+LAUNCH: Final = 0.7e-6
+"""Seconds from the end of one kernel to the start of the next in a queue that is never empty. From the sizes at which
+quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8 and 1800³ for NVFP4."""
+
+EXPOSED: Final = 3.0
+"""Bytes per element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200 at 8192³ and
+4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 348)."""
+
+L2_SPEEDUP: Final = 2.5
+"""Bandwidth of the L2 cache divided by that of the memory."""
+
+SCALE_EPILOGUE: Final = 16
+"""Bytes per output element that emulation moves to apply scales of whole tensors or rows to a float32 product."""
+
+_GEMM_SHARE: Final = 0.88
+_GEMM_SHARES: Final[Mapping[tuple[int, int], Mapping[str, float]]] = MappingProxyType(
+    {(10, 3): MappingProxyType({"FP4": 0.43, "FP6": 0.71, "FP8": 0.71, "FP16": 0.72, "BF16": 0.72, "TF32": 0.72})}
+)
+_QUANTISE_SHARE: Final = 0.84
+_QUANTISE_SHARE_BLACKWELL: Final = 0.50
+_OWN_SHARE: Final = 0.68
+
+
+def gemm_share(gpu: Gpu, rate: str) -> float:
+    """Share of the peak that a large GEMM reaches.
+
+    0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the effect of the size; on B200 at 16384³ near 2000, 4000 and
+    6000 of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell Ultra. There TE's published
+    benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and 0.43 of the 15 PFLOP/s of NVFP4, which is 0.72 of
+    B200's 9: that benchmark does not show the increase of the FP4 peak by two thirds.
+    """
+    return _GEMM_SHARES.get(gpu.capability, {}).get(rate, _GEMM_SHARE)
+
+
+def quantise_share(gpu: Gpu) -> float:
+    """Share of the bandwidth that Transformer Engine's quantising kernels reach.
+
+    From the difference of its GEMM benchmark with and without quantising: on H200 NVL 0.84 (FP8 current), on B300 0.50
+    (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no such formats, uses the value of Hopper.
+    """
+    return _QUANTISE_SHARE if gpu.capability < (10, 0) else _QUANTISE_SHARE_BLACKWELL
+
+
+def half_size(gpu: Gpu, rate: str) -> float:
+    """The size s of a product s³ at which `gpu` reaches half of its large-GEMM rate."""
+    return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
+
+
+def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
+    """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
+
+    Raises:
+        ValueError: the GPU has no such rate.
+    """
+    rate = rate_name(elements)
+    if rate not in gpu.peaks:
+        raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
+    first, _, second = elements.upper().partition("·")
+    achievable = gpu.peaks[rate] * gemm_share(gpu, rate)
+    size = math.cbrt(m * n * k)
+    compute = 2 * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
+    out = 4 if rate in ("FP32", "TF32") else 2
+    moved = m * k * stored_bytes(first) + n * k * stored_bytes(second or first) + m * n * out
+    return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
+
+
+def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
+    """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the bandwidth."""
+    near = min(moved, gpu.l2)
+    return (near / L2_SPEEDUP + moved - near) / (gpu.bandwidth * share) + LAUNCH
+
+
+def needs_amax(spec: QuantSpec) -> bool:
+    """Whether the scale depends on the current amax of a row or tensor: one more read before quantising."""
+    return spec.delayed is None and (spec.global_scale in ("tensor", "row") or None in spec.block)
+
+
+def together(row: QuantSpec, column: QuantSpec) -> bool:
+    """Whether one kernel of Transformer Engine reads a tensor once for both forms: same family, elements and transform.
+
+    NVFP4's Hadamard transform of the column-wise form is a separate kernel with its own read.
+    """
+    try:
+        return family(row) == family(column) and row.element == column.element and row.hadamard == column.hadamard
+    except ValueError:
+        return False
+
+
+def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
+    """Time of quantising a BF16 tensor of `count` elements into its row-wise and column-wise form; None: not needed.
+
+    One amax pass serves both forms (the amax after the Hadamard transform included). One more read serves both forms if
+    `together`, else two. The arithmetic of the transform overlaps with memory traffic.
+    """
+    forms = [spec for spec in (row, column) if spec is not None]
+    seconds = move_seconds(gpu, 2 * count, COPY) if any(map(needs_amax, forms)) else 0.0
+    written = [count * stored_bytes(spec.element.upper(), spec.block[1] or count) for spec in forms]
+    if len(forms) == 2 and together(forms[0], forms[1]):
+        return seconds + move_seconds(gpu, 2 * count + sum(written), quantise_share(gpu))
+    return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
+
+
+def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
+    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself.
+
+    The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
+    where they do the same.
+
+    Args:
+        codes: written are codes and scales, for native products; else decoded values, for emulation, where square
+            blocks are quantised once for both forms.
+    """
+    share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
+    forms = [spec for spec in (row, column) if spec is not None]
+    if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
+        forms = forms[:1]
+    seconds = 0.0
+    for spec in forms:
+        seconds += move_seconds(gpu, 2 * count, COPY) if needs_amax(spec) else 0.0
+        written = stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec)
+        seconds += move_seconds(gpu, (2 + written) * count, share)
+    return seconds
+
+
+def decoded_width(spec: QuantSpec) -> int:
+    """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are not exact in BF16."""
+    return 4 if spec.scale == "fp32" and None not in spec.block else 2

@@ -1,0 +1,162 @@
+"""What a mesh holds, sends and costs, as one screen of text or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
+from fp4train.lab.costs.memory import USABLE
+from fp4train.lab.costs.search import Candidate
+from fp4train.lab.costs.shards import aligned_shard
+from fp4train.lab.costs.table import time_text
+from fp4train.text import tabulate
+
+_GIB = 2**30
+
+
+def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
+    """The first stretch in full, then a line for each.
+
+    Args:
+        costs: (title, steps, cost) of every stretch of the run.
+    """
+    title, _, cost = costs[0]
+    mesh, load = cost.mesh, cost.workload
+    batch = f"{cost.tokens} tokens per step, {mesh.microbatches} × {load.tokens} per data rank"
+    head = [
+        f"{load.parameters / 1e9:.4g} B parameters (vocabulary {load.vocabulary}) on {mesh.gpus} {cost.gpu}: {mesh}",
+        f"{cost.links}; reached: {NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
+        f"{batch}; {load.flops_per_token / 1e9:.4g} GFLOP per token",
+    ]
+    body = [title, *_beside(_memory(cost), _step(cost))]
+    if cost.collectives:
+        body += ["", *_collectives(cost)]
+    notes = [
+        f"checkpoint: {12 * load.parameters / 1e9:.4g} GB; each rank copies {_gib(cost.memory.host)} GiB to its host",
+        *_aligned(cost),
+    ]
+    if not cost.fits:
+        notes.append(
+            f"does not fit: {_gib(cost.memory.total)} GiB of {_gib(USABLE * cost.gpu.capacity)} usable on {cost.gpu}; "
+            f"parallel=auto gpus={mesh.gpus} looks for a mesh that does"
+        )
+    speeds = [_speed(each[0], each[2]) for each in costs]
+    table = tabulate([("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)"), *speeds])
+    run = sum(steps * each.seconds for _, steps, each in costs)
+    ended = [f"the whole run, {sum(steps for _, steps, _ in costs)} steps: {time_text(run)}"]
+    return "\n".join([*head, "", *body, "", *notes, "", *table, *ended])
+
+
+def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
+    speed = cost.tokens_per_gpu
+    return (
+        title,
+        time_text(cost.seconds),
+        f"{speed:,.0f}",
+        f"{speed * cost.mesh.gpus:,.0f}",
+        f"{cost.flops_per_gpu / 1e12:.0f}",
+        f"{cost.mfu:.0%}",
+    )
+
+
+def _gib(number: float) -> str:
+    return f"{number / _GIB:.1f}"
+
+
+def _memory(cost: ClusterCost) -> list[str]:
+    stage = f" (stage {cost.memory.stage})" if cost.mesh.pipeline > 1 else ""
+    rows = [(name, _gib(value)) for name, value in cost.memory.parts.items() if value >= 0.05 * _GIB]
+    total = ("together", f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}")
+    return tabulate([(f"memory of a rank{stage}", "GiB"), *rows, total])
+
+
+def _step(cost: ClusterCost) -> list[str]:
+    ranked = sorted(cost.parts.items(), key=lambda item: -item[1])
+    rows = [(name, time_text(value), f"{value / cost.seconds:.0%}") for name, value in ranked]
+    shown, rest = rows[:9], ranked[9:]
+    if rest:
+        left = sum(value for _, value in rest)
+        shown.append(("the rest", time_text(left), f"{left / cost.seconds:.0%}"))
+    return tabulate([("a step", "time", "share"), *shown, ("together", time_text(cost.seconds), "")])
+
+
+def _collectives(cost: ClusterCost) -> list[str]:
+    rows = [
+        (each.name, each.link, f"{each.sent / 1e9:.3g}", time_text(each.seconds), time_text(each.exposed))
+        for each in cost.collectives
+    ]
+    return tabulate([("collectives of a step, per rank", "link", "GB sent", "time alone", "not hidden"), *rows])
+
+
+def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
+    width = max(map(len, left)) + 4
+    height = max(len(left), len(right))
+    filled = [*left, *[""] * (height - len(left))]
+    return [
+        f"{a.ljust(width)}{b}".rstrip() for a, b in zip(filled, [*right, *[""] * (height - len(right))], strict=True)
+    ]
+
+
+def _aligned(cost: ClusterCost) -> list[str]:
+    """A mesh whose shards cut no blocks of scales, if this one's do."""
+    if not any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct):
+        return []
+    other = aligned_shard(cost.workload.distinct, cost.mesh)
+    return [f"no weight is cut by {' '.join(other.overrides())}"]
+
+
+def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
+    """One stretch as plain values: seconds, bytes, tokens/s, FLOP/s."""
+    return {
+        "title": title,
+        "steps": steps,
+        "gpu": cost.gpu.name,
+        "gpus": cost.mesh.gpus,
+        "interconnect": cost.links.name,
+        "mesh": {**vars(cost.mesh)},
+        "overrides": cost.mesh.overrides(),
+        "parameters": cost.workload.parameters,
+        "vocabulary": cost.workload.vocabulary,
+        "tokens_per_step": cost.tokens,
+        "flops_per_token": cost.workload.flops_per_token,
+        "step_seconds": cost.seconds,
+        "tokens_per_second_per_gpu": cost.tokens_per_gpu,
+        "flops_per_second_per_gpu": cost.flops_per_gpu,
+        "mfu": cost.mfu,
+        "bubble": cost.mesh.bubble,
+        "fits": cost.fits,
+        "memory_bytes": dict(cost.memory.parts),
+        "memory_bytes_total": cost.memory.total,
+        "host_bytes": cost.memory.host,
+        "seconds": dict(cost.parts),
+        "collectives": [dict(vars(each)) for each in cost.collectives],
+        "not_coded": {why: dict(names) for why, names in cost.not_coded.items()},
+    }
+
+
+def render_candidates(found: Sequence[Candidate], best: Sequence[Candidate], command: str) -> str:
+    """The best meshes of a search, the fastest that do not fit, and the command that asks for the best."""
+    gpu = found[0].cost.gpu
+    fitting = sum(each.cost.fits for each in found)
+    usable = _gib(USABLE * gpu.capacity)
+    head = f"{fitting} of {len(found)} meshes fit {found[0].cost.mesh.gpus} {gpu} ({usable} GiB of each usable)"
+    rows = [
+        (
+            " ".join(each.overrides()),
+            f"{each.cost.tokens_per_gpu:,.0f}",
+            _gib(each.cost.memory.total),
+            "" if each.cost.fits else f"does not fit: {_largest(each.cost)}",
+        )
+        for each in best
+    ]
+    table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows])
+    if not fitting:
+        return "\n".join([head, *table, "more GPUs, a smaller train.seq_len or a smaller train.batch_size may fit"])
+    return "\n".join([head, *table, f"the cheapest: {command}"])
+
+
+def _largest(cost: ClusterCost) -> str:
+    name, value = max(cost.memory.parts.items(), key=lambda item: item[1])
+    return f"{name} {_gib(value)} GiB"

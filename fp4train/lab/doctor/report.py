@@ -1,0 +1,139 @@
+"""What was found, as one screen for people or as JSON for issue reports."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4train import __version__
+from fp4train.lab.doctor.machine import Part, device, parts
+from fp4train.lab.doctor.ranks import Collective
+from fp4train.lab.doctor.recipes import Checked, check
+from fp4train.precision.recipe import Recipe
+from fp4train.text import columns, tabulate
+
+WIDTH = 120
+HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything; `default` is the recipe of the default run, `ranks` the number of processes that met."""
+
+    device: str
+    default: str
+    machine: tuple[Part, ...]
+    recipes: tuple[Checked, ...]
+    ranks: int = 1
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps the default run from working."""
+        found = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
+        found += [each.problem for each in self.collectives if each.problem]
+        return found + [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name == self.default]
+
+    @property
+    def notes(self) -> list[str]:
+        """What something else lacks."""
+        found = [f"{part.name}: {part.note}" for part in self.machine if part.note]
+        found += [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name != self.default]
+        return found + [f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "fp4train": __version__,
+            **asdict(self),
+            "problems": self.problems,
+            "notes": self.notes,
+            "works": not self.problems,
+        }
+
+    def render(self) -> str:
+        """The screen."""
+        machine = columns([(part.name, part.value) for part in self.machine])
+        recipes = tabulate([HEADER, *(_row(each) for each in self.recipes)])
+        sections = [f"fp4train {__version__}", "\n".join(machine), "\n".join([f"recipes on {self.device}", *recipes])]
+        if self.collectives:
+            header = ("collective", "of", "result", "GB/s per rank")
+            rows = tabulate([header, *(_collective(each) for each in self.collectives)])
+            sections.append("\n".join([f"collectives of {self.ranks} ranks", *rows]))
+        if reasons := self._reasons():
+            sections.append("\n".join(["why not natively", *reasons]))
+        if self.notes:
+            sections.append("\n".join(["to know", *(_wrapped(note) for note in self.notes)]))
+        if self.problems:
+            sections.append("\n".join(["the default run will not work", *(_wrapped(each) for each in self.problems)]))
+        else:
+            (runs,) = [each.runs for each in self.recipes if each.name == self.default]
+            sections.append(f"The default run will work: recipe={self.default} on {self.device}, {runs}.")
+        return "\n\n".join(sections)
+
+    def _reasons(self) -> list[str]:
+        """Each reason for emulating, with the recipes that have it; all of them are "all"."""
+        emulated = [each for each in self.recipes if "emulated" in each.runs]
+        by_reason: dict[str, list[str]] = {}
+        for each in emulated:
+            for why in each.why:
+                by_reason.setdefault(why.removeprefix("auto: "), []).append(each.name)
+        return [
+            _wrapped(f"{'all' if len(names) == len(emulated) else ', '.join(names)}: {why}")
+            for why, names in by_reason.items()
+        ]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _row(each: Checked) -> tuple[str, ...]:
+    codes = {None: "-", True: "equal", False: "DIFFERENT"}[each.codes]
+    products = "FAILED" if each.distance is None else _distance(each.distance)
+    scaled = "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
+    on = ", ".join(each.native_on) or "-"
+    return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, scaled, on)
+
+
+def _collective(each: Collective) -> tuple[str, ...]:
+    result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[each.correct]
+    return (each.name, each.dtype, result, "-" if each.rate is None else f"{each.rate / 1e9:.3g}")
+
+
+def _distance(found: float) -> str:
+    return f"{found:.0e}" if found else "equal"
+
+
+def examine(
+    recipes: Mapping[str, Recipe],
+    default: str,
+    folder: Path,
+    *,
+    progress: Callable[[str], None] = lambda name: None,
+    ranks: int = 1,
+    collectives: Sequence[Collective] = (),
+) -> Report:
+    """Look at this machine and try all `recipes`.
+
+    Args:
+        default: the name of the default run's recipe.
+        folder: where runs would be written.
+        progress: is told the name of each recipe before it is tried.
+        ranks, collectives: what several processes found together.
+    """
+    here, checked = device(), []
+    for name, recipe in recipes.items():
+        progress(name)
+        checked.append(check(name, recipe, here))
+    return Report(
+        device=str(here),
+        default=default,
+        machine=tuple(parts(folder)),
+        recipes=tuple(checked),
+        ranks=ranks,
+        collectives=tuple(collectives),
+    )

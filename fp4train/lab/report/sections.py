@@ -1,0 +1,222 @@
+"""The parts of a report: each a function from what is known to markup, empty where there is nothing to show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from fp4train.lab.analysis.curves import SHADES
+from fp4train.lab.analysis.picture import COLOURS, LINES
+from fp4train.lab.report.errors import Errors
+from fp4train.lab.report.figures import LAYERS, bands, heat_maps, recipe_names, time_axis, worst_layers
+from fp4train.lab.report.gaps import Group, gap_at, loss_at
+from fp4train.lab.report.html import Html, folded, joined, table, tag
+from fp4train.lab.report.sources import Source
+from fp4train.lab.report.svg import figure
+
+WORST = 10
+"""Layers in the table of the worst."""
+EVENTS = 60
+"""Events of a run that are listed."""
+_DASHES = ("", "7 3", "2 2", "8 2 2 2")
+
+
+def section(title: str, *children: object) -> Html:
+    """A part of the page under its heading, with an anchor."""
+    return tag("section", tag("h2", title), *children, id=title.lower().replace(" ", "-"))
+
+
+def warnings(found: Iterable[str]) -> Html:
+    """A list of what a reader has to know; empty if there is nothing."""
+    listed = list(dict.fromkeys(found))
+    return tag("ul", *(tag("li", each) for each in listed), class_="warnings") if listed else Html()
+
+
+def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
+    """Losses and gaps as a table, and the sentences that go with it."""
+    rows, words = [], []
+    for index, group in enumerate(groups):
+        first = group.sources[0]
+        validation = [s.metrics.series("val/loss").values for s in group.sources]
+        best = [float(v[np.isfinite(v)].min()) for v in validation if np.isfinite(v).any()]
+        train = [float(s.metrics.series("train/loss").smoothed().values[-1]) for s in group.sources]
+        rows.append(
+            [
+                joined([_sample(index), " ", group.numbers]),
+                group.name,
+                " → ".join(recipe for *_, recipe in bands(first)),
+                ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
+                f"{math.fsum(train) / len(train):.4f}",
+                "–" if at is None else loss_at(group, *at).show(".4f"),
+                f"{min(best):.4f}" if best else "–",
+                "–" if at is None or index == 0 else f"{gap_at(groups[0], group, *at).show('+.2f')} %",
+            ]
+        )
+    if at is not None:
+        of = "validation loss in high precision" if at[0] == "val/loss" else "smoothed training loss"
+        words.append(f"Gap: {of} at step {at[1]} relative to the first row; that is the last step that all runs have.")
+    else:
+        words.append("The runs share no step with a loss, so there is no gap.")
+    if any(len(group.sources) > 1 for group in groups):
+        words.append(
+            "Runs that differ in run.seed only are averaged; ± is Student's 95 % interval over the seeds. Gaps of "
+            "equal seeds are formed seed by seed."
+        )
+    if len(groups) > 1 and any(len(group.sources) == 1 for group in groups):
+        words.append(
+            "A single run has no interval: whole runs scatter by one to two per cent, so smaller gaps of single runs "
+            "say nothing. fp4train rank tells recipes apart."
+        )
+    at_step = "loss" if at is None else f"loss at {at[1]}"
+    header = ["", "run", "recipes", "steps", "train loss", at_step, "best val loss", "gap"]
+    body = table(header, rows, caption="Losses in nats per token", right=(3, 4, 5, 6, 7))
+    return section("Results", body, tag("p", " ".join(words), class_="note"))
+
+
+def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
+    """Losses, gaps and recipes over one axis of steps, with a legend and the stretches as a table."""
+    sources = sorted((source for group in groups for source in group.sources), key=lambda source: source.number)
+    recipes = recipe_names(sources)
+    drawn = figure(
+        "curves-figure",
+        time_axis(groups, None if at is None else at[0]),
+        alt=f"Training and validation losses of {len(sources)} runs over steps, the gap of each to the first, and "
+        "below them the recipe that each run had at each step. The tables have the numbers.",
+        caption="Training losses are smoothed; shaded, or a bar at the end: 95 % interval over seeds; dotted: planned "
+        "and not trained yet; ▾ swap, | start from a checkpoint, × a value that is not finite.",
+    )
+    runs = tag(
+        "ul",
+        *(tag("li", _sample(i), " ", group.numbers, " ", group.name) for i, group in enumerate(groups)),
+        class_="legend",
+    )
+    shades = tag(
+        "ul",
+        *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)),
+        class_="legend",
+    )
+    return section("Curves", drawn, runs, shades, _stretches(sources), _events(sources))
+
+
+def _sample(index: int) -> Html:
+    """A line in the style of a group's curve."""
+    line = tag(
+        "line",
+        x1="0",
+        y1="5",
+        x2="26",
+        y2="5",
+        stroke=f"var(--c{index % len(COLOURS)})",
+        stroke_width="3",
+        stroke_dasharray=_DASHES[index // len(COLOURS) % len(LINES)] or None,
+    )
+    return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="sample")
+
+
+def _shade(index: int) -> Html:
+    return tag("span", class_="shade", style=f"background:var(--s{index % len(SHADES)})", aria_hidden="true")
+
+
+def _differ(group: Group) -> bool:
+    return len({source.done for source in group.sources}) > 1
+
+
+def _stretches(sources: Sequence[Source]) -> Html:
+    rows = [
+        [
+            source.number,
+            source.name,
+            f"{s.start}–{s.stop - 1}",
+            "ran" if s.stop <= source.done else "planned" if s.start >= source.done else f"ran to {source.done}",
+            s.recipe,
+            ", ".join(f"{elements} {share:.1%}" for elements, share in s.shares.items()),
+            s.reason,
+        ]
+        for source in sources
+        for s in source.stretches
+    ]
+    if not rows:
+        return Html()
+    header = ["", "run", "steps", "", "recipe", "multiply-adds of linear layers", "why"]
+    return folded(f"Plan: {len(rows)} stretches of steps", table(header, rows, caption="What ran, and what is planned"))
+
+
+def _events(sources: Sequence[Source]) -> Html:
+    rows = []
+    for source in sources:
+        told = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in source.records]
+        known = {(step, name) for step, name, *_ in told}
+        told += [
+            (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
+            for event in source.metrics.events()
+            if event.name not in ("resume", "init", "rewind", "recipe") and (event.step, event.name) not in known
+        ]
+        told.sort(key=lambda each: each[0])
+        rows += [[source.number, source.name, *each] for each in told[:EVENTS]]
+        if len(told) > EVENTS:
+            rows.append([source.number, source.name, "", f"and {len(told) - EVENTS} more", "", ""])
+    if not rows:
+        return Html()
+    header = ["", "run", "step", "event", "time", ""]
+    return folded(f"What happened: {len(rows)} events", table(header, rows, caption="Starts, swaps and trouble"))
+
+
+def errors(sources: Sequence[Source]) -> Html:
+    """Heat maps and the worst layers of every run whose quantisation errors were measured."""
+    measured = [(source, source.errors) for source in sources if source.errors is not None]
+    if not measured:
+        return section(
+            "Quantisation errors",
+            tag("p", "None of the runs measured them; eval.errors_every=50 does, every 50 steps.", class_="note"),
+        )
+    parts = []
+    for place, (source, found) in enumerate(measured):
+        left_out = len(found.layers) - LAYERS
+        drawn = figure(
+            f"errors-{source.number}",
+            heat_maps(found),
+            alt=f"Heat maps of relative error, underflow, and gradient over noise by layer and step of {source.label}; "
+            f"the worst operand of each layer at each step; {len(found.layers)} layers, "
+            f"steps {found.steps[0]} to {found.steps[-1]}.",
+            caption=f"{source.label}: the worst operand of each layer; empty: not quantised then"
+            + (f"; the worst {LAYERS} layers, {left_out} are left out" if left_out > 0 else ""),
+        )
+        parts.append(folded(source.label, drawn, _worst(found), opened=place == 0 or len(measured) <= 2))
+    return section("Quantisation errors", *parts)
+
+
+def _worst(found: Errors) -> Html:
+    rows, relative = [], found.relative_error
+    for layer in worst_layers(found)[:WORST]:
+        seen = np.isfinite(relative[layer]).any(axis=0).nonzero()[0]
+        if not len(seen):
+            continue
+        last = int(seen[-1])
+        operand = int(np.nanargmax(relative[layer, :, last]))
+        error = relative[layer, operand]
+        value = {name: float(values[layer, operand, last]) for name, values in found.values.items()}
+        rows.append(
+            [
+                found.layers[layer],
+                found.operands[operand],
+                found.steps[last],
+                f"{error[last]:.4f}",
+                f"{error[np.isfinite(error)][0]:.4f}",
+                f"{value['sqnr_db']:.1f}",
+                f"{100 * value['underflow']:.2f} %",
+                f"{100 * value['saturation']:.2f} %",
+                f"{value['kurtosis']:.1f}",
+                f"{value['amax']:.3g}",
+                _known(found.gradient_to_noise[layer, last], ".1f"),
+            ]
+        )
+    errors = ["rel. error", "at first", "SQNR, dB", "underflow", "saturation", "kurtosis", "amax", "grad/noise"]
+    caption = f"The {len(rows)} worst layers when last measured, each with its worst operand"
+    return table(["layer", "operand", "step", *errors], rows, caption=caption, right=range(2, 11))
+
+
+def _known(value: float, form: str) -> str:
+    """A dash where it is not known."""
+    return f"{value:{form}}" if math.isfinite(value) else "–"

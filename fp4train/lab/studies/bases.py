@@ -1,0 +1,228 @@
+"""Base: a checkpoint that forks begin at, with the candidates made ready for it, its record and its forks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp4train import checkpoint
+from fp4train.config import plain
+from fp4train.config.schema import Config
+from fp4train.errors import UserError
+from fp4train.lab.studies.candidates import SECTIONS, candidates
+from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
+from fp4train.lab.studies.identity import digest
+from fp4train.lab.studies.progress import StudyProgress
+from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
+from fp4train.lab.studies.subject import STUDIES, Subject
+from fp4train.lab.studies.workers import Job, Pool, Workplace, here
+from fp4train.run.advice import learning_rate
+from fp4train.run.record import directory as run_directory
+
+if TYPE_CHECKING:
+    from fp4train.lab.studies.rank import Request
+
+_log = logging.getLogger(__name__)
+
+_THREADS = "threads"
+"""The record's entry for the number of threads, on which the last bits of a sum depend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A checkpoint.
+
+    Args:
+        source, step: the run directory, and the step.
+        settings: of its forks.
+        run: identity of the run; copies of a run have the same.
+        trained: the name of the recipe that the run is trained in.
+        tokens: of the validation batches.
+        identity: of its record.
+        branches: the candidates, in the order of the sweep.
+        subject: the open checkpoint; None: it is opened again when forks are made.
+    """
+
+    source: Path
+    step: int
+    settings: ForkSettings
+    run: str
+    trained: str
+    tokens: int
+    identity: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    branches: Sequence[Branch] = field(repr=False, default=())
+    subject: Subject | None = field(repr=False, default=None)
+
+    @property
+    def title(self) -> str:
+        """ "runs/a, step 200"."""
+        return f"{self.source}, step {self.step}"
+
+    @property
+    def mark(self) -> str:
+        """Names the folder of its rankings: forks of another checkpoint, or with other settings, have another one."""
+        subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
+        return digest([{**subject, "settings": None}, self.settings])[:8]
+
+    @property
+    def folder(self) -> Path:
+        """Of its rankings."""
+        return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
+
+    @property
+    def elsewhere(self) -> int:
+        """Other rankings of the run at this step, with other settings."""
+        found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
+        return sum(path.parent != self.folder for path in found)
+
+
+def open_bases(request: Request) -> list[Base]:
+    """The checkpoints that a ranking asks for.
+
+    Raises:
+        UserError: there is no such checkpoint or option, or one is named twice.
+    """
+    wanted = [(source, step) for source in map(run_directory.require_run, request.runs) for step in request.steps_at]
+    places = [(source, _step(source, step)) for source, step in wanted]
+    bases: dict[str, Base] = {}
+    for source, step in places:
+        base = _open(request, source, step, keep=len(places) == 1)
+        if (same := bases.setdefault(base.mark, base)) is not base:
+            raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
+    return list(bases.values())
+
+
+def _step(source: Path, wanted: int | None) -> int:
+    have = checkpoint.steps(source / run_directory.CHECKPOINTS)
+    if not have:
+        raise UserError(f"{source} has no checkpoint yet: forks need the weights and the moments of one")
+    if wanted is not None and wanted not in have:
+        raise UserError(f"step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+    return have[-1] if wanted is None else wanted
+
+
+def _open(request: Request, source: Path, step: int, *, keep: bool) -> Base:
+    subject = open_checkpoint(source, step, request.paths)
+    settings = _settings(request, subject.config, step)
+    saved = plain(run_directory.read_config(source))
+    sections = {name: saved[name] for name in SECTIONS}
+    if settings.schedule == "linear":
+        sections["phases"] = {}  # those of the run belong to its own schedule
+    asked = candidates(request.sweep, sections, request.folders)
+    train, batches = subject.config.train, min(settings.batches, max(1, subject.val_data.batches_per_epoch))
+    return Base(
+        source=source,
+        step=step,
+        settings=settings,
+        run=subject.identity["run"] or str(source),
+        trained=subject.config.recipe.name,
+        tokens=batches * train.tokens,
+        identity={"study": "rank", **subject.identity, **asdict(settings)},
+        branches=[branch(subject, each, settings) for each in asked],
+        subject=subject if keep else None,
+    )
+
+
+def _settings(request: Request, config: Config, step: int) -> ForkSettings:
+    left = config.train.steps - step
+    own = request.schedule == "own"
+    if own and left < 1:
+        raise UserError(
+            f"schedule=own: the run ends at step {config.train.steps}, no step is left after step {step}; give an "
+            "earlier step=…, or schedule=linear"
+        )
+    if own and request.lr is not None:
+        raise UserError("schedule=own has the rates of the run: leave out lr=, or give schedule=linear")
+    if own and request.steps is not None and request.steps > left:
+        raise UserError(f"steps={request.steps}: the run has {left} steps left after step {step}")
+    lr = learning_rate(config, min(step, config.train.steps - 1)) if request.lr is None else request.lr
+    try:
+        return ForkSettings(
+            steps=(left if own else 24) if request.steps is None else request.steps,
+            schedule=request.schedule,
+            lr=lr,
+            batches=config.eval.batches if request.batches is None else request.batches,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+class Forks:
+    """The forks of the candidates at one checkpoint, made where its record lacks them.
+
+    Args:
+        chosen: the indices of the branches that are made.
+    """
+
+    def __init__(self, request: Request, base: Base, chosen: Sequence[int], record: StudyRecord) -> None:
+        self.base, self.chosen, self.record, self.processes = base, chosen, record, request.processes
+        self.place = Workplace(
+            source=base.source,
+            step=base.step,
+            candidates=[each.candidate for each in base.branches],
+            settings=base.settings,
+            threads=self._threads(request.processes),
+            packages=request.packages,
+            folders=request.folders,
+            paths=request.paths,
+        )
+
+    def _threads(self, processes: int) -> int:
+        """In each process; a ranking that goes on keeps those that it began with."""
+        now = max(1, torch.get_num_threads() // processes)
+        if _THREADS not in self.record:
+            self.record.add(_THREADS, {_THREADS: now})
+        known = int(self.record[_THREADS][_THREADS])
+        if known != now:
+            _log.info("threads: %d in each process, as the ranking began, so that its numbers stay the same", known)
+        return known
+
+    def of(self, key: str, count: int) -> list[Fork | None]:
+        """The first `count` forks of a candidate; None for one that is not recorded."""
+        keys = [f"{key}/{number}" for number in range(count)]
+        return [Fork(**self.record[each]) if each in self.record else None for each in keys]
+
+    @property
+    def recorded(self) -> int:
+        """How many forks of each chosen candidate are recorded."""
+        return self.missing(len(self.record.known) + 1)[0][1]
+
+    @property
+    def candidates(self) -> list[str]:
+        """The keys of all candidates in the record, whoever asked for them."""
+        every = (key.rpartition("/")[0] for key, values in self.record.known.items() if "recipe" in values)
+        return list(dict.fromkeys(every))
+
+    def missing(self, count: int) -> list[Job]:
+        """The forks with the numbers below `count` that are not recorded, seed by seed."""
+        return [
+            (index, number)
+            for number in range(count)
+            for index in self.chosen
+            if f"{self.base.branches[index].key}/{number}" not in self.record
+        ]
+
+    def make(self, jobs: Sequence[Job], progress: StudyProgress, done: int, most: int) -> None:
+        """Make the forks of `jobs`; `done` of `most` are made before."""
+        with ExitStack() as stack:
+            for (index, number), found in self._run(jobs, stack):
+                branch = self.base.branches[index]
+                self.record.add(f"{branch.key}/{number}", found.plain())
+                done += 1
+                ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
+                where = "" if self.base.subject else f"{self.base.title}: "
+                progress.show(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
+
+    def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
+        if not jobs:
+            return iter(())
+        if self.processes > 1:
+            return stack.enter_context(Pool(self.place, min(self.processes, len(jobs)))).run(jobs)
+        subject = self.base.subject or open_checkpoint(self.base.source, self.base.step, self.place.paths)
+        return here(subject, self.base.branches, self.base.settings, self.place.threads, jobs)

@@ -1,0 +1,256 @@
+"""Forks: short continuations of one checkpoint that differ in one thing, so that their losses can be subtracted.
+
+A fork goes on from the checkpoint's weights and optimizer state for a few steps, with the learning rate falling to zero
+(`linear`) or by the run's own schedule (`own`), and is evaluated on the run's validation batches. Its seed chooses the
+training batches and the random bits of stochastic rounding. All candidates of a seed see the same batches in the same
+order, so what the batches do to the loss cancels in their difference: whole runs of different recipes scatter by
+.01-.03 nats per token, differences of forks by .0001-.001.
+
+A fork is a `Run` like any other, trained by the same steps; it shares the model of the checkpoint with the other forks
+and writes no file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fp4train.config import Config, plain, plugins, to_config
+from fp4train.config.binding import path_values
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.hardware import Device
+from fp4train.lab.studies.candidates import Candidate
+from fp4train.lab.studies.identity import digest
+from fp4train.lab.studies.subject import Subject, open_subject
+from fp4train.optim.schedule import Schedule
+from fp4train.precision import Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import Plan
+from fp4train.run.build import build_plan, build_timeline
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.belonging import check_paths
+from fp4train.run.run import Run
+from fp4train.run.supervise.guard import NonFiniteError, check_evaluation
+from fp4train.run.supervise.ledger import Ledger, Values
+from fp4train.text import check_choice
+from fp4train.train import blame, microbatch_losses, step_or_restore
+
+SCHEDULES = ("linear", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkSettings:
+    """What all forks of a ranking have in common.
+
+    Args:
+        steps: optimizer steps of a fork.
+        schedule: "linear": from `lr` to zero over the steps; "own": the run's schedule from the checkpoint's step on.
+        lr: learning rate of the first step.
+        batches: validation batches.
+    """
+
+    steps: int
+    schedule: str
+    lr: float
+    batches: int
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        for name in ("steps", "batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr={self.lr} must be a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """How one fork ended. Losses in nats per token; None where it diverged.
+
+    Args:
+        recipe, high: on the validation batches, in its recipe and in high precision.
+        train: mean over its steps.
+        parts: the loss in its recipe on each microbatch of the validation batches, whose mean is `recipe`.
+        problem: of a fork that diverged: the step, the number and the layer.
+        seconds: it took.
+    """
+
+    recipe: float | None
+    high: float | None
+    train: float | None
+    problem: str | None
+    seconds: float
+    parts: Sequence[float] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToZero(Schedule):
+    """Linear from the factor `start` towards zero, which is reached one step after the last."""
+
+    start: float = 1.0
+
+    def cooldown_start(self, steps: int) -> int:
+        return 0
+
+    def factor(self, step: int, steps: int) -> float:
+        return self.start * (1 - step / steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A candidate made ready for a subject: its forks differ in their seeds only."""
+
+    candidate: Candidate
+    config: Config
+    timeline: Timeline
+    plan: Plan
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What is computed, whatever the recipes are called: equal for candidates whose forks are equal."""
+        return tuple(
+            (
+                *(s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend),
+                *((layer.recipe.outliers, part.layer.in_features) if layer.recipe.outliers is not None else ()),
+            )
+            for s in self.plan.stretches
+            for name, layer in s.layers.items()
+            for part in layer.parts
+            for gemm in part.gemms
+        )
+
+    @property
+    def key(self) -> str:
+        """Names its forks in a record, whatever it is called."""
+        return digest(self.signature)[:16]
+
+
+def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | None = None) -> Subject:
+    """The checkpoint of step `step` of the run in `source`.
+
+    Args:
+        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+
+    Raises:
+        UserError: there is none, or it cannot be used; or see `check_paths`.
+    """
+    saved = run_directory.read_config(source)
+    before, paths = dict(path_values(plain(saved), Config)), paths or {}
+    for key, path in paths.items():
+        OmegaConf.update(saved, key, path, force_add=True)
+    if strange := [key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}]:
+        raise UserError(f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration of {source}")
+    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = str(source), step, str(source), False
+    saved.plugins = list(plugins.named())
+    check_paths(saved, paths)
+    return open_subject(to_config(saved), saved, optimizer=True)
+
+
+def branch(subject: Subject, candidate: Candidate, settings: ForkSettings) -> Branch:
+    """The candidate's recipe, policy and phases under the schedule of the forks.
+
+    Under "linear" a fork counts its steps from 0 and is a cooldown as a whole; phases count from its beginning.
+
+    Raises:
+        UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot run the recipe.
+    """
+    config = candidate.applied(subject.config)
+    config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
+    if settings.schedule == "linear":
+        schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
+        config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
+    try:
+        timeline = build_timeline(config)
+        plan = build_plan(config, find_layers(subject.model), timeline, Device.of(subject.device))
+    except UserError as error:
+        raise UserError(f"{candidate.name}: {error}") from error
+    first = subject.step if settings.schedule == "own" else 0
+    plan = plan.since(first)
+    last = [replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.stretches]
+    plan = replace(plan, stretches=tuple(s for s in last if s.start < s.stop))
+    return Branch(candidate=candidate, config=config, timeline=timeline, plan=plan)
+
+
+def fork_seed(seed: int, number: int) -> int:
+    """The seed of fork `number` (from 0) of a run with the seed `seed`; never the run's own."""
+    return (seed + 1_000_003 * (number + 1)) % 2**63
+
+
+def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Run:
+    """Fork `number` of a candidate, standing at the checkpoint. There is one at a time: they share the model."""
+    assert subject.start is not None
+    config = replace(branch.config, run=replace(branch.config.run, seed=fork_seed(subject.config.run.seed, number)))
+    batches = subject.train_data
+    run = replace(
+        subject.run,
+        config=config,
+        train_data=Loader(batches.tokens, batch_size=batches.batch_size, seq_len=batches.seq_len, seed=config.run.seed),
+        timeline=branch.timeline,
+        plan=branch.plan,
+        torn=False,
+        failed=None,
+    )
+    run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
+    scaling = config.recipe.loss_scaling
+    if subject.config.recipe.loss_scaling is None or scaling is None:
+        run.loss_scale, run.good_steps = scaling.initial if scaling else 1.0, 0
+    if settings.schedule == "linear":
+        run.step = 0
+    return run
+
+
+class _Losses:
+    """Hears of a fork's steps in place of a bar and a watch."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.total = 0.0
+
+    def advance(self, loss: float, recipe: str, at: float) -> Values:
+        self.total += loss
+        return {}
+
+
+def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
+    """Train and evaluate fork `number` of a candidate."""
+    began = time.perf_counter()
+    run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
+    ledger = Ledger(run, heard, heard, blame)
+    parts: list[float] = []
+    problem = None
+    try:
+        for _ in range(settings.steps):
+            if (now := run.plan.at(run.step)) is not stretch:
+                stretch = now
+                run.apply(stretch)
+            step = step_or_restore(run, stretch.recipe)
+            run.step, run.torn = run.step + 1, False
+            ledger.add(step)
+        ledger.settle()
+        assert stretch is not None
+        highs, parts = microbatch_losses(run, stretch.recipe)
+        high, recipe = (sum(each) / len(each) for each in (highs, parts))
+        check_evaluation(
+            run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name, run.world
+        )
+    except NonFiniteError as error:
+        problem = str(error)
+    finally:
+        run.feed.close()
+    run.optimizer.zero_grad(set_to_none=True)
+    seconds = round(time.perf_counter() - began, 3)
+    if problem is not None:
+        return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
+    train = heard.total / settings.steps
+    return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)

@@ -1,0 +1,260 @@
+"""The gradient of a part of a recipe against that of FP32 over the same batches.
+
+With g₀ the FP32 gradient of a batch, g that of the part and e = g − g₀, over the weights of the layers that the recipe
+quantises:
+
+    error      ‖e‖²/‖g₀‖², the normalised squared error of a batch; over stochastic repeats, their mean
+    variance   of g over the repeats, Σ‖gᵣ − ḡ‖²/(R − 1), as a share of ‖g₀‖²
+    gram       ⟨ē_b, ē_b'⟩ of the batches of a group, ē the mean over repeats: the products of different batches are
+               unbiased for the squared systematic error, because what varies with the batch cancels in them
+    cosine     of g and g₀
+    loss       the change of the loss, nats per token
+    layers     the part of each layer in the error (not of parts that are a single layer)
+    output     ‖y − y₀‖²/‖y₀‖² of the output of the last block: the error of the forward pass
+
+A group of batches is measured at a time, because `gram` needs the errors of two batches at once; vectors are kept for
+one group only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.errors import UserError
+from fp4train.lab.studies.parts import CELL, LAYER, Part
+from fp4train.lab.studies.record import Values
+from fp4train.lab.studies.subject import Subject
+from fp4train.nn import Linear
+from fp4train.precision.layers import find_blocks
+from fp4train.precision.plan import Plan
+from fp4train.run.batches import microbatches, step_rows
+from fp4train.run.supervise.guard import first_non_finite, first_non_finite_output
+
+KEPT_BYTES = 1 << 30
+"""References are kept for the next part up to this size; those of one group always are."""
+
+Vector = dict[str, Tensor]
+"""A gradient by layer."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass over a batch: loss, gradient of the studied layers, output of the last block."""
+
+    loss: float
+    gradient: Vector
+    output: Tensor | None
+
+
+class Gradients:
+    """Measures parts on a subject.
+
+    Args:
+        subject: `end` leaves it as it was.
+        reference: the part that the others are compared with.
+        layers: names of the layers whose weights' gradients are compared.
+    """
+
+    def __init__(self, subject: Subject, reference: Part, layers: Sequence[str]) -> None:
+        self.subject, self.reference, self.layers = subject, reference, list(layers)
+        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears()}
+        self._before = subject.run.config, subject.run.plan, subject.run.step
+        self._scaling = subject.run.scaling()
+        self._known: OrderedDict[int, Pass] = OrderedDict()
+        self._last = find_blocks(subject.model)[-1]
+
+    def measure(self, part: Part, batches: range) -> Values:
+        """The values of `part` over a group of batches, batch 0 being the one that the run would train on next.
+
+        Raises:
+            UserError: a loss or gradient is not finite.
+        """
+        scaling = self._begin(part, batches.start)
+        values: dict[str, list[Any]] = {key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")}
+        means: list[Vector] = []
+        for batch in batches:
+            true = self._true(batch)
+            self._begin(part, batch, scaling)
+            found = [self._compare(part, batch, repeat, true, scaling) for repeat in range(part.repeats)]
+            errors, mean = [error for _, error in found], {}
+            for name in self.layers:
+                mean[name] = sum((error[name] for error in errors[1:]), errors[0][name]) / len(errors)
+            norm, own = _squared(true.gradient), math.fsum(_squared(error) for error in errors) / len(errors)
+            values["error"].append(own / norm)
+            spread = (own - _squared(mean)) * len(errors) / max(1, len(errors) - 1)
+            values["variance"].append(spread / norm if len(errors) > 1 else None)
+            for key in ("cosine", "loss", "output"):
+                each = [number for numbers, _ in found if (number := numbers[key]) is not None]
+                values[key].append(math.fsum(each) / len(each) if each else None)
+            values["layers"].append(
+                []
+                if part.kind in (LAYER, CELL)
+                else [
+                    math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm
+                    for name in self.layers
+                ]
+            )
+            means.append(mean)
+        return {**values, "gram": _gram(means)}
+
+    def of_reference(self, batches: range) -> Values:
+        """Of the reference itself: squared norms and products of its gradients, losses, and each layer's share."""
+        passes = [self._true(batch) for batch in batches]
+        norms = [_squared(each.gradient) for each in passes]
+        layers = [
+            [float(p.gradient[n].square().sum()) / norm for n in self.layers]
+            for p, norm in zip(passes, norms, strict=True)
+        ]
+        return {
+            "norm": norms,
+            "loss": [each.loss for each in passes],
+            "gram": _gram([each.gradient for each in passes]),
+            "layers": layers,
+        }
+
+    def end(self) -> None:
+        """Leave run and model as they were."""
+        run = self.subject.run
+        run.config, run.plan, run.step = self._before
+        run.load_scaling(self._scaling)
+        self.subject.model.zero_grad(set_to_none=True)
+
+    def _compare(
+        self, part: Part, batch: int, repeat: int, true: Pass, scaling: dict[str, dict[str, Tensor]]
+    ) -> tuple[dict[str, float | None], Vector]:
+        run = self.subject.run
+        run.config = replace(run.config, run=replace(run.config.run, seed=repeat))
+        run.load_scaling(scaling)
+        own = self._pass(part, batch)
+        error = {name: own.gradient[name] - true.gradient[name] for name in self.layers}
+        length = math.sqrt(_squared(own.gradient) * _squared(true.gradient))
+        output = None
+        if own.output is not None and true.output is not None:
+            size = float(true.output.square().sum())
+            output = float((own.output - true.output).square().sum()) / size if size else None
+        numbers = {
+            "cosine": _product(own.gradient, true.gradient) / length if length else 0.0,
+            "loss": own.loss - true.loss,
+            "output": output,
+        }
+        return numbers, error
+
+    def _true(self, batch: int) -> Pass:
+        """The reference on a batch."""
+        if batch in self._known:
+            self._known.move_to_end(batch)
+            return self._known[batch]
+        self._begin(self.reference, batch)
+        found = self._pass(self.reference, batch)
+        if not _squared(found.gradient) > 0:
+            raise UserError(f"the gradient of batch {batch} is 0 in high precision: there is nothing to compare with")
+        self._known[batch] = found
+        size = sum(each.nbytes for each in found.gradient.values()) + (
+            0 if found.output is None else found.output.nbytes
+        )
+        while len(self._known) > max(4, KEPT_BYTES // max(1, size)):
+            self._known.popitem(last=False)
+        return found
+
+    def _begin(
+        self, part: Part, batch: int, scaling: dict[str, dict[str, Tensor]] | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Let the model run `part` on `batch`; the scales to begin each pass with.
+
+        Delayed scales come from earlier steps: a part whose layers have seen none gets them from a pass of its own.
+        """
+        run = self.subject.run
+        run.step = self.subject.step + batch
+        run.plan = Plan(
+            stretches=(replace(part.stretch, stop=run.step + 1),),
+            policy=run.policy,
+            tokens=run.plan.tokens,
+            device=run.plan.device,
+        )
+        run.apply(run.plan.stretches[0])
+        if scaling is not None:
+            return scaling
+        run.load_scaling(self._scaling)
+        delayed = {
+            name
+            for name, plan in part.stretch.layers.items()
+            if any(spec.delayed is not None for spec in plan.table.specs())
+        }
+        if any(not self._scaling.get(name) for name in delayed):
+            self._pass(part, batch)
+        return run.scaling()
+
+    def _pass(self, part: Part, batch: int) -> Pass:
+        run, model = self.subject.run, self.subject.model
+        recipe = run.plan.stretches[0].recipe
+        scale = 1.0 if recipe.loss_scaling is None else max(run.loss_scale, 1.0)
+        share = (run.config.train.microbatch or run.config.train.batch_size) / run.config.train.batch_size
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
+        total, outputs = 0.0, []
+        with self._outputs() as latest, run.eagerly():
+            for rows in microbatches(run, recipe, step_rows(run)):
+                loss = rows.loss(model)
+                outputs += latest[-1:]
+                (loss * (scale * share)).backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach()) * share
+                latest.clear()  # of the recomputation, too
+        where = f"{part.name} in {recipe.name}, batch {batch}"
+        if not math.isfinite(total):
+            bad = first_non_finite_output(
+                model, (rows.loss(model) for rows in microbatches(run, recipe, step_rows(run)))
+            )
+            raise UserError(f"{where}: the loss is {total}; first non-finite: {bad}")
+        gradient = {}
+        for name in self.layers:
+            grad = self._linears[name].weight.grad
+            if grad is None:
+                raise UserError(f"{where}: {name} gets no gradient; is its weight frozen?")
+            gradient[name] = grad.detach().float() / scale
+        if not math.isfinite(_squared(gradient)):
+            # Backward reaches the last layers first.
+            first = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
+            raise UserError(f"{where}: the gradient of {first or 'the layers together'} is not finite")
+        model.zero_grad(set_to_none=True)
+        return Pass(total, gradient, torch.cat(outputs) if outputs else None)
+
+    @contextmanager
+    def _outputs(self) -> Iterator[list[Tensor]]:
+        """The outputs of the last block, as it is called."""
+        found: list[Tensor] = []
+
+        def keep(module: object, args: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.dim() > 0:
+                found.append(first.detach().float().flatten())
+
+        handle = self._last.register_forward_hook(keep)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
+
+def _product(a: Vector, b: Vector) -> float:
+    return math.fsum(float(torch.dot(a[name].flatten(), b[name].flatten())) for name in a)
+
+
+def _squared(a: Vector) -> float:
+    return _product(a, a)
+
+
+def _gram(vectors: Sequence[Vector]) -> list[list[float]]:
+    """The inner products of all pairs."""
+    found = [[0.0] * len(vectors) for _ in vectors]
+    for i, a in enumerate(vectors):
+        for j, b in enumerate(vectors[: i + 1]):
+            found[i][j] = found[j][i] = _product(a, b)
+    return found

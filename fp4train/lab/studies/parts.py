@@ -1,0 +1,180 @@
+"""The parts of a recipe, each measured alone: one GEMM, one operand, one layer, one operand of one layer.
+
+A part is what every layer runs, resolved by the one function that resolves a run's plan (`precision.plan.resolve`): a
+layer that is in the part has its plan in the recipe, or in a recipe of fewer operands, and every other layer has its
+plan in high precision. Layers outside the blocks stay in high precision, as in training.
+
+The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised alone is therefore
+quantised without the transform; wgrad as a whole has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands
+from fp4train.errors import UserError
+from fp4train.hardware import Device
+from fp4train.lab.studies.identity import digest
+from fp4train.lab.studies.subject import Subject
+from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import LayerPlan, PlannedStretch, make_plan
+
+EVERY_LAYER = LayerPolicy(first=0, last=0)
+"""Every layer of the blocks follows the recipe."""
+WHOLE, NOTHING, BASELINE, OF_THE_RUN = "everything", "nothing", "reference", "policy of the run"
+CHOSEN = "chosen policy"
+GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
+"""Kinds of parts; the name of a part is its kind, "/" and what is quantised, or the words above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What runs while a part is measured.
+
+    Args:
+        name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up", "cell/blocks.0.mlp.up/fprop.x", …
+        stretch: the plan of every layer.
+        repeats: passes over each batch, with other random bits; 1 where nothing is rounded stochastically.
+        policy: the policy that it is under, where it is not one of the recipe's own parts.
+    """
+
+    name: str
+    stretch: PlannedStretch = field(repr=False)
+    repeats: int
+    policy: LayerPolicy | None = None
+
+    @property
+    def key(self) -> str:
+        """The name in the record: with a checksum of the policy, if there is one."""
+        if self.policy is None:
+            return self.name
+        return f"{self.name} {digest(self.policy)[:12]}"
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def what(self) -> str:
+        """The name without its kind."""
+        return self.name.partition("/")[2] or self.name
+
+    @property
+    def stochastic(self) -> bool:
+        return any(spec.random for plan in self.stretch.layers.values() for spec in plan.table.specs())
+
+
+class Parts:
+    """The parts of `recipe` on the model of `subject`.
+
+    Raises:
+        UserError: the recipe quantises nothing, or the model has no layer that it could quantise.
+    """
+
+    def __init__(self, subject: Subject, recipe: Recipe, *, repeats: int) -> None:
+        if not recipe.quantised:
+            raise UserError(
+                f"recipe={recipe.name} quantises nothing: there is no part of it to measure. Name the recipe to study, "
+                "recipe=nvfp4"
+            )
+        if recipe.outliers is not None:
+            raise UserError(
+                f"recipe={recipe.name} has outlier channels, whose operands are others than those of the rest: no part "
+                "of it is one operand. Study it without them: recipe.outliers=null"
+            )
+        self.subject, self.recipe, self.repeats = subject, recipe, repeats
+        self._layers = list(find_layers(subject.model).values())
+        config = subject.config.train
+        self._tokens = (config.microbatch or config.batch_size) * config.seq_len
+        self.reference = self._part(BASELINE, FP32(), self.resolved(FP32()))
+        self._high = self.resolved(recipe.with_high_precision(*GEMMS))
+        self._whole = self.resolved(recipe)
+        self.layers = {name: plan for name, plan in self._whole.items() if plan.quantised}
+        """The layers that the recipe quantises, by name, in it."""
+        if not self.layers:
+            asked = "with the same keys" if subject.source is None else f"resume={subject.source}"
+            raise UserError(
+                f"{type(subject.model).__name__} has no layer that {recipe.name} quantises: "
+                f"fp4train plan {asked} says why"
+            )
+        self.operands = [f"{gemm}.{name}" for gemm, name, _ in _quantised(recipe)]
+        """The operands that the recipe quantises: "fprop.x"."""
+        self.gemms = list(dict.fromkeys(gemm for gemm, _, _ in _quantised(recipe)))
+
+    def resolved(self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER) -> Mapping[str, LayerPlan]:
+        """The plan of every layer in `recipe` under `policy`.
+
+        Raises:
+            UserError: a backend that is named cannot run it, or a pattern of the policy matches no layer.
+        """
+        subject = self.subject
+        try:
+            plan = make_plan(
+                self._layers,
+                Timeline(recipe=recipe, steps=1),
+                policy,
+                tokens=self._tokens,
+                device=Device.of(subject.device),
+                backend=subject.config.backend,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return plan.stretches[0].layers
+
+    def all(self, *, cells: bool) -> Iterator[Part]:
+        """The parts to measure, in the order in which they are."""
+        yield self._part(WHOLE, self.recipe, self._whole)
+        yield self._part(NOTHING, self.recipe, self._high)
+        of_the_run = self.resolved(self.recipe, self.subject.config.policy)
+        if any(of_the_run[name].table != plan.table for name, plan in self.layers.items()):
+            yield self.under(self.subject.config.policy, OF_THE_RUN)
+        for gemm in self.gemms:
+            others = [each for each in GEMMS if each != gemm]
+            yield self._part(f"{GEMM}/{gemm}", self.recipe, self.resolved(self.recipe.with_high_precision(*others)))
+        alone = {f"{gemm}.{name}": one for gemm, name, one in _quantised(self.recipe)}
+        plans = {operand: self.resolved(one) for operand, one in alone.items()}
+        for operand, found in plans.items():
+            yield self._part(f"{OPERAND}/{operand}", self.recipe, found)
+        for name in self.layers:
+            yield self._part(f"{LAYER}/{name}", self.recipe, {**self._high, name: self._whole[name]})
+        if cells:
+            for name in self.layers:
+                for operand, found in plans.items():
+                    if operand.startswith("wgrad"):
+                        continue  # its error stays in the layer: the operand in every layer at once has measured it
+                    yield self._part(f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: found[name]})
+
+    def under(self, policy: LayerPolicy, name: str) -> Part:
+        """The recipe under a policy."""
+        return replace(self._part(name, self.recipe, self.resolved(self.recipe, policy)), policy=policy)
+
+    def _part(self, name: str, recipe: Recipe, layers: Mapping[str, LayerPlan]) -> Part:
+        stretch = PlannedStretch(start=0, stop=1, recipe=recipe, reason="study", layers=layers)
+        part = Part(name=name, stretch=stretch, repeats=1)
+        if part.kind in (LAYER, CELL) or not part.stochastic:
+            return part
+        return replace(part, repeats=self.repeats)
+
+
+def _quantised(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
+    """(GEMM, operand, the recipe that quantises this operand alone) of the operands that `recipe` quantises."""
+    for gemm, pair in recipe.table().items():
+        for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
+            spec = getattr(pair, which)
+            if spec is not None:
+                pairs = dict.fromkeys(GEMMS, HIGH_PRECISION)
+                pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
+                yield (
+                    gemm,
+                    name,
+                    Custom(
+                        label=f"{gemm}.{name} alone",
+                        dtype=recipe.dtype,
+                        fprop=pairs["fprop"],
+                        dgrad=pairs["dgrad"],
+                        wgrad=pairs["wgrad"],
+                    ),
+                )

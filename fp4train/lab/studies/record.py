@@ -1,0 +1,134 @@
+"""STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement, written as it happens.
+
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …}, "after": …, "crc": …}
+    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104], …}, "after": …, "crc": …}
+
+The first line says what the measurements are of. A study that goes on compares it with its own, and refuses the record
+of another one. The lines are chained, so that one that was changed, lost or moved is noticed; a last line that a kill
+tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what is read back equals what was measured in
+every bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fp4train import __version__
+from fp4train.config.binding import flattened
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.run.record import directory as run_directory
+from fp4train.track.metrics import MetricsLog, read_metrics
+
+MEASUREMENTS = "measurements.jsonl"
+REMEDY = "remove the file to measure anew"
+FORMAT = 3
+"""Raised when an earlier record would be read wrongly."""
+SHOWN, LENGTH = 4, 24
+"""Differences that a message names, and characters of a value in it."""
+
+Values = dict[str, Any]
+"""A measurement: plain JSON values, all numbers finite."""
+
+
+class StudyRecord:
+    """The finished measurements of one study, by key; `open_record` makes one.
+
+    Args:
+        path: the file. identity: of the study. step: of the checkpoint that is studied.
+
+    Raises:
+        UserError: the record is of another study, is damaged, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], step: int) -> None:
+        self.path, self.step = path, step
+        self.known: dict[str, Values] = {}
+        """Key → values."""
+        first = {**identity, "format": FORMAT, "fp4train": __version__}
+        first = json.loads(json.dumps(first, allow_nan=False))
+        with Folder.open(path.parent, create=True) as folder:
+            lines = read_metrics(path, REMEDY) if folder.status(path.name) is not None else []
+        for number, line in enumerate(lines, start=1):
+            if not ({"identity"} if number == 1 else {"key", "values"}) <= set(line):
+                raise UserError(f"{path}, line {number}: no measurement of a study; {REMEDY}")
+            if number == 1:
+                self._check(line["identity"], first)
+            else:
+                self.known[line["key"]] = line["values"]
+        self._log = MetricsLog(path)
+        if not lines:
+            self._log.log_event(self.step, "study", {"identity": first})
+
+    def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
+        found = found if isinstance(found, dict) else {}
+        was, now = (f"{each.get('fp4train')}, format {each.get('format')}" for each in (found, wanted))
+        if was != now:
+            raise UserError(
+                f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two versions are not compared, "
+                "because the arithmetic of a recipe may have changed between them: go on with that version, remove the "
+                "file to measure anew, or give this study another folder, out=…"
+            )
+        old, new = flattened(found), flattened(wanted)
+        if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
+            shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
+            raise UserError(
+                f"{self.path} is the record of another study ({shown}{'; …' * (len(other) > SHOWN)}): remove it, or "
+                "give this study another folder, out=…"
+            )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.known
+
+    def __getitem__(self, key: str) -> Values:
+        return self.known[key]
+
+    def add(self, key: str, values: Values) -> Values:
+        """Record a finished measurement; returns the values as they will be read back.
+
+        On a full disk the line is kept in memory and written as soon as it can be; that is reported once.
+
+        Raises:
+            ValueError: there is one of that key, or a value is not finite.
+        """
+        if key in self.known:
+            raise ValueError(f"key={key!r} is recorded already")
+        values = json.loads(json.dumps(values, allow_nan=False))
+        self._log.log(self.step, {"key": key, "values": values})
+        self.known[key] = values
+        return values
+
+    def close(self) -> None:
+        """Make what is recorded durable, and close the file."""
+        self._log.finish()
+
+
+def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """ "settings.train.seq_len: 128 there, the default here"; a class by its own name."""
+    named = key.endswith("._target_")
+
+    def shown(values: Mapping[str, Any]) -> str:
+        if key not in values:
+            return "the default"
+        return str(values[key]).rpartition(".")[2] if named else str(values[key])[:LENGTH]
+
+    return f"{key.removesuffix('._target_')}: {shown(old)} there, {shown(new)} here"
+
+
+@contextmanager
+def open_record(folder: Path, identity: Mapping[str, Any], step: int) -> Iterator[StudyRecord]:
+    """The record of the study in `folder`, which is created; one process at a time has it open.
+
+    Raises:
+        UserError: another process works on the study; or as `StudyRecord`.
+    """
+    with run_directory.locked(folder, "another process works on this study; give this one another folder, out=…"):
+        record = StudyRecord(folder / MEASUREMENTS, identity, step)
+        try:
+            yield record
+        finally:
+            record.close()

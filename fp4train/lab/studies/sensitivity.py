@@ -1,0 +1,183 @@
+"""The study of a recipe's gradients: every part on every batch, the same in every call, or within a time budget.
+
+What is measured stands in the record, so that a study that was killed goes on. Without a budget two calls give the same
+numbers to the bit: the batches are those that the run would train on next, and the random bits of repeat r are those of
+seed r at the step of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fp4train.errors import UserError
+from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
+from fp4train.lab.studies.gradients import Gradients
+from fp4train.lab.studies.identity import described
+from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, Part, Parts
+from fp4train.lab.studies.record import StudyRecord, Values
+from fp4train.lab.studies.statistics import estimate
+from fp4train.lab.studies.subject import Subject
+from fp4train.precision import LayerPolicy, Recipe
+
+GROUP = 4
+"""Batches that are measured together; products of their errors give the systematic bias."""
+
+Shown = Callable[[int, int | None, str], None]
+"""Told before each measurement: how many are done, how many there will be (None: as many as the budget allows), and
+what is measured next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured.
+
+    Args:
+        batches: of every part; None: as many as the budget allows.
+        repeats: of each batch with other random bits, for parts that round stochastically and are no single layer.
+        budget: seconds; spent, after a first group of batches for every part, where the intervals are widest. Judging
+            the policy is part of it.
+        cells: also one operand of one layer at a time.
+    """
+
+    batches: int | None = 8
+    repeats: int = 4
+    budget: float | None = None
+    cells: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.batches is None) == (self.budget is None):
+            raise ValueError("give batches or budget: within a budget, as many batches are measured as it allows")
+        if self.batches is not None and self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1")
+
+
+def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
+    """What the record of the study must agree with."""
+    return {"study": "sensitivity", **subject.identity, "recipe": described(recipe), "repeats": effort.repeats}
+
+
+def groups_of(subject: Subject, effort: Effort) -> list[range]:
+    """The groups of batches in the order in which they are measured; batch 0 is the one that the run trains on next.
+
+    Raises:
+        UserError: the data has too few batches, of which some must be left to judge the policy.
+    """
+    most = max(2, subject.train_data.batches_per_epoch)
+    if effort.batches is not None and effort.batches >= most:
+        raise UserError(
+            f"batches={effort.batches}: the training data has {most} different batches of this size, and the policy is "
+            f"judged on some that did not choose it; give batches={most // 2} or fewer"
+        )
+    return _grouped(0, most // 2 if effort.batches is None else effort.batches)
+
+
+def _grouped(start: int, stop: int) -> list[range]:
+    return [range(i, min(i + GROUP, stop)) for i in range(start, stop, GROUP)]
+
+
+class Study:
+    """Measures parts on batches, and keeps what is measured in the record.
+
+    Args:
+        subject: the model; `end` leaves it as it was. recipe: to study. effort: how much is measured.
+        record: of measurements, opened with `identity_of`.
+
+    Raises:
+        UserError: the recipe or the model has nothing to measure, or the data has too few batches.
+    """
+
+    def __init__(self, subject: Subject, recipe: Recipe, effort: Effort, record: StudyRecord) -> None:
+        self.effort, self.record = effort, record
+        self.parts = Parts(subject, recipe, repeats=effort.repeats)
+        self._gradients = Gradients(subject, self.parts.reference, list(self.parts.layers))
+        self._groups = groups_of(subject, effort)
+        self._measured: dict[str, list[Values]] = {BASELINE: []}
+        self._listed = list(self.parts.all(cells=effort.cells))
+
+    def run(self, shown: Shown) -> Sensitivity:
+        """Measure every part.
+
+        Raises:
+            UserError: a gradient is not finite, or the budget ends before every part is measured once.
+        """
+        if self.effort.budget is not None:
+            self._spend(self.effort.budget, shown)
+        else:
+            plan = [part for _ in self._groups for part in self._listed]
+            for number, part in enumerate(plan):
+                shown(number, len(plan), part.name)
+                self._measure(part)
+        return summarise(self.parts, self._listed, self._measured)
+
+    def judge(self, policy: LayerPolicy, shown: Shown) -> Judgement:
+        """Measure the recipe under `policy`, with nothing kept and under the run's policy, on the batches after those
+        that chose it, as many as measured the whole recipe (or as there are)."""
+        began = self._groups[len(self._measured[BASELINE]) - 1].stop
+        count = sum(len(group["error"]) for group in self._measured[WHOLE])
+        groups = _grouped(began, min(began + count, max(2, self.parts.subject.train_data.batches_per_epoch)))
+        compared = [part for part in self._listed if part.name in (WHOLE, OF_THE_RUN)]
+        measured = {}
+        for number, part in enumerate([self.parts.under(policy, CHOSEN), *compared]):
+            shown(number, 1 + len(compared), f"{part.name}, on batches that did not choose the policy")
+            measured[part.name] = part, [self._of(part, group) for group in groups]
+        return judgement(measured, [self._of_reference(group) for group in groups])
+
+    def end(self) -> None:
+        """Leave the subject as it was."""
+        self._gradients.end()
+
+    def _measure(self, part: Part) -> None:
+        """The next group of batches of a part."""
+        done = self._measured.setdefault(part.name, [])
+        number = len(done)
+        group = self._groups[number]
+        if number == len(self._measured[BASELINE]):
+            self._measured[BASELINE].append(self._of_reference(group))
+        done.append(self._of(part, group))
+
+    def _of(self, part: Part, group: range) -> Values:
+        return self._recorded(part.key, group, lambda: self._gradients.measure(part, group))
+
+    def _of_reference(self, group: range) -> Values:
+        return self._recorded(BASELINE, group, lambda: self._gradients.of_reference(group))
+
+    def _recorded(self, key: str, group: range, measure: Callable[[], Values]) -> Values:
+        key = f"{key} {group.start}-{group.stop - 1}"
+        return self.record[key] if key in self.record else self.record.add(key, measure())
+
+    def _spend(self, budget: float, shown: Shown) -> None:
+        began, longest = time.perf_counter(), 0.0
+        for number, part in enumerate(self._listed):
+            shown(number, None, part.name)
+            before = time.perf_counter()
+            if before - began > budget:
+                each = (before - began) / number
+                raise UserError(
+                    f"budget={budget:g}s is too small: {number} of the {len(self._listed)} first measurements took "
+                    f"{before - began:.0f} s, all of them take about {each * len(self._listed):.0f} s. They "
+                    f"are kept in {self.record.path}: the same command goes on with them"
+                )
+            self._measure(part)
+            longest = max(longest, time.perf_counter() - before)
+        number = len(self._listed)
+        while open_parts := [part for part in self._listed if len(self._measured[part.name]) < len(self._groups)]:
+            judging = (1 + sum(each.name in (WHOLE, OF_THE_RUN) for each in self._listed)) * len(self._measured[WHOLE])
+            if time.perf_counter() - began + (1 + judging) * longest > budget:
+                return
+            part = max(open_parts, key=self._width)
+            shown(number, None, part.name)
+            before, number = time.perf_counter(), number + 1
+            self._measure(part)
+            longest = max(longest, time.perf_counter() - before)
+
+    def _width(self, part: Part) -> float:
+        """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share of the whole."""
+        found = estimate([error for group in self._measured[part.name] for error in group["error"]])
+        whole = estimate([error for group in self._measured[WHOLE] for error in group["error"]])
+        half, layers = found.half_width(), max(1, sum(each.kind == LAYER for each in self._listed))
+        return float("inf") if half is None else half / max(found.mean, whole.mean / layers)

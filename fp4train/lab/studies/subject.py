@@ -1,0 +1,203 @@
+"""What a study looks at: the model of a run at one of its checkpoints, or as it was initialised, with the run's data.
+
+A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing is written into the
+run's own files: the study may stand beside a process that trains in the same directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from fp4train import checkpoint
+from fp4train.config import Config
+from fp4train.config.binding import flattened
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.lab.studies.identity import described
+from fp4train.parallel.world import World
+from fp4train.run.build import assemble, build_timeline, choose_device
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.belonging import check_belongs
+from fp4train.run.resume import check_source, find_start
+from fp4train.run.run import Run
+from fp4train.run.weights import load_init, load_weights
+
+STUDIES = "studies"
+"""The folder of a run directory that holds its studies."""
+
+_NOT_OF_THE_SUBJECT = (
+    *run_directory.CONTINUED,
+    *("resume_step", "recipe", "policy", "phases", "optim.", "schedule.", "train.steps", "init", "init_step"),
+    *("data.path", "data.val_path"),
+)
+"""Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A study has what it varies
+(recipes, policies, rates) in the identity of its record itself; the data is known by its fingerprint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to study.
+
+    Args:
+        source: the run directory; None: a configuration that no run has, and its model as it is initialised.
+        run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no tracker, and its saver
+            has not begun: `train_step` may be called on it, checkpoints are not written.
+        start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
+        weights: checksum of the model's weights.
+        settings: the keys of the configuration that decide about model, batches and arithmetic, where they differ from
+            their defaults.
+        trainable: whether the optimizer's moments were asked for.
+    """
+
+    source: Path | None
+    run: Run = field(repr=False)
+    start: checkpoint.Checkpoint | None = field(repr=False)
+    weights: str
+    settings: Mapping[str, Any] = field(repr=False)
+    trainable: bool
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def model(self) -> nn.Module:
+        return self.run.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def train_data(self) -> Loader:
+        return self.run.train_data
+
+    @property
+    def val_data(self) -> Loader:
+        return self.run.val_data
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done at the checkpoint; 0 for a model as it was initialised."""
+        return 0 if self.start is None else self.start.step
+
+    @property
+    def title(self) -> str:
+        """Where the model comes from: the run directory, or the name of the configuration."""
+        return f"{self.config.run.name}, not trained" if self.source is None else str(self.source)
+
+    @property
+    def name(self) -> str:
+        """`title` without folders."""
+        return self.title if self.source is None else self.source.name
+
+    @property
+    def studies(self) -> Path:
+        """The folder of its studies."""
+        return (self.config.run.dir.parent if self.source is None else self.source) / STUDIES
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data."""
+        return self.run.fingerprint
+
+    def restore(self) -> None:
+        """Put weights, moments, scales and step of the run back to those of the checkpoint.
+
+        Raises:
+            ValueError: the subject was opened without its optimizer, or there is no checkpoint.
+        """
+        if self.start is None or not self.trainable:
+            raise ValueError("only a subject of a checkpoint that is opened with optimizer=True can be restored")
+        self.run.restore(self.start)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a record of measurements on this subject must agree with."""
+        return {
+            "run": None if self.source is None else run_directory.identity(self.source),
+            "step": self.step,
+            "weights": self.weights,
+            "settings": dict(self.settings),
+            "data": self.fingerprint,
+            "device": str(self.device),
+        }
+
+
+def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimizer: bool = False) -> Subject:
+    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest); where it names
+    none, the model of the configuration as it is initialised.
+
+    Args:
+        config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
+        fresh: the model as the run initialised it, without a checkpoint.
+        optimizer: keep the moments, and the checkpoint for `Subject.restore`.
+
+    Raises:
+        UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
+    """
+    source = None if config.resume is None else _source(config, cfg, Path(config.resume), fresh)
+    world = World(device=choose_device(config.device))
+    start = None if fresh or source is None else find_start(config, cfg, world)
+    if start is not None and source is not None:
+        check_belongs(start, source, mend=False)
+    timeline = build_timeline(config, source)
+    with tempfile.TemporaryDirectory() as place:
+        if source is not None:
+            run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
+        run = assemble(config, Path(place), timeline, world)
+    if start is not None:
+        run.restore(start)
+        run.plan = run.plan.since(run.step)
+    elif (init := load_init(config, world.ranks)) is not None:
+        load_weights(run.model, init)
+    if not optimizer:
+        run.optimizer.state.clear()
+    run.model.train()
+    return Subject(
+        source=source,
+        run=run,
+        start=start,
+        weights=_checksum_of_weights(run.model),
+        settings=_settings_of(config),
+        trainable=optimizer,
+    )
+
+
+def _source(config: Config, cfg: DictConfig, source: Path, fresh: bool) -> Path:
+    """The run directory, which has what is asked for.
+
+    Raises:
+        UserError: it has not, or the configuration is not that of its model and data.
+    """
+    source = run_directory.require_run(source)
+    if config.run.dir.resolve() != source.resolve():
+        raise UserError(f"run.name and run.dir name a run that trains; a study of {source} trains none: leave them out")
+    if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
+        raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
+    if fresh:
+        check_source(source, cfg)
+    return source
+
+
+def _checksum_of_weights(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, torch.Tensor):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _settings_of(config: Config) -> dict[str, Any]:
+    found = flattened(described(config))
+    return {key: value for key, value in found.items() if not key.startswith(_NOT_OF_THE_SUBJECT)}

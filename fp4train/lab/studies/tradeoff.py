@@ -1,0 +1,197 @@
+"""Which layers and GEMMs to keep in high precision, for what it costs: a Pareto curve, and a policy on it.
+
+A unit is a layer, or where single cells are measured a GEMM of a layer. Its damage is the nMSE that it causes alone,
+above the floor; its cost is its share of the multiply-adds of the blocks, or the time that it would take longer in high
+precision on a named GPU. What is left when some units are kept is predicted as
+
+    nMSE(kept) = floor + (whole − floor) · (1 − Σ damage of the kept / Σ damage of all)
+
+which is exact for nothing and everything kept, and between them if the parts do not interact. Units are kept in the
+order of damage per cost; a unit whose damage is not told apart from 0 is never kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fp4train.backends.table import GEMMS
+from fp4train.errors import UserError
+from fp4train.hardware import Device, Gpu
+from fp4train.lab.costs.estimate import estimate as estimate_costs
+from fp4train.lab.studies.findings import Sensitivity
+from fp4train.lab.studies.parts import CELL, EVERY_LAYER, LAYER, Parts
+from fp4train.precision import LayerPolicy, Timeline
+from fp4train.precision.plan import make_plan
+from fp4train.precision.policy import matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What a policy can keep.
+
+    Args:
+        layer, gemms: "blocks.0.mlp.up" and the GEMMs of it.
+        damage: nMSE that it causes alone, above the floor.
+        clear: whether the damage is told apart from 0; without intervals, whether it is above 0.
+        macs: its share of the multiply-adds of the layers that the recipe quantises.
+        seconds: per step longer in high precision than in the recipe; None without a GPU.
+    """
+
+    layer: str
+    gemms: tuple[str, ...]
+    damage: float
+    clear: bool
+    macs: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A set of units that are kept.
+
+    Args:
+        kept: the units.
+        macs: their share of the multiply-adds.
+        nmse: predicted.
+        time: of the linear layers of the blocks relative to BF16; None without a GPU.
+    """
+
+    kept: tuple[Unit, ...] = field(repr=False)
+    macs: float
+    nmse: float
+    time: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tradeoff:
+    """The curve from nothing kept to everything that is clearly worth it, and the point that was asked for."""
+
+    curve: Sequence[Point]
+    chosen: Point
+    policy: LayerPolicy
+    gpu: Gpu | None
+
+
+def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu: Gpu | None) -> Tradeoff:
+    """The Pareto curve and its point for a cost.
+
+    Args:
+        keep: the largest share of multiply-adds to keep.
+        cost: the longest time of the layers, relative to BF16 on `gpu`.
+        gpu: for times; None gives none.
+
+    Raises:
+        UserError: `cost` is below the shortest time.
+    """
+    parts = found.parts
+    seconds, base, bf16 = _seconds(parts, gpu) if gpu is not None else ({}, 0.0, 0.0)
+    units = _units(found, seconds)
+    price = [unit.seconds or 0.0 for unit in units] if cost is not None else [unit.macs for unit in units]
+    order = sorted(range(len(units)), key=lambda i: (-units[i].damage / max(price[i], 1e-30), i))
+    order = [i for i in order if units[i].clear]
+
+    def point(chosen: Sequence[int]) -> Point:
+        kept = tuple(units[i] for i in sorted(chosen))
+        total = math.fsum(unit.damage for unit in units)
+        left = 1 - math.fsum(unit.damage for unit in kept) / total if total > 0 else 1.0
+        time = None if gpu is None else (base + math.fsum(unit.seconds or 0.0 for unit in kept)) / bf16
+        macs = math.fsum(unit.macs for unit in kept)
+        return Point(kept=kept, macs=macs, nmse=found.floor + (found.whole.nmse.mean - found.floor) * left, time=time)
+
+    limit = keep if cost is None else cost * bf16 - base
+    assert limit is not None
+    chosen: list[int] = []
+    spent = 0.0
+    for i in order:
+        if price[i] <= 0 or spent + price[i] <= limit * (1 + 1e-12):
+            chosen.append(i)
+            spent += price[i]
+    if spent > limit * (1 + 1e-12) + 1e-15:
+        raise UserError(
+            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of their time in BF16; give "
+            "that or more"
+        )
+    curve = [point(order[:count]) for count in range(len(order) + 1)]
+    picked = point(chosen)
+    return Tradeoff(curve=curve, chosen=picked, policy=as_policy(parts, picked.kept), gpu=gpu)
+
+
+def as_policy(parts: Parts, kept: Sequence[Unit]) -> LayerPolicy:
+    """The policy that keeps exactly these units; a block of which every layer is kept is named once."""
+    gemms: dict[str, set[str]] = {}
+    for unit in kept:
+        gemms.setdefault(unit.layer, set()).update(unit.gemms)
+    quantised = {name: {g.name for g in plan.gemms if g.operands.quantised} for name, plan in parts.layers.items()}
+    full = {name for name, mine in gemms.items() if mine >= quantised[name]}
+    patterns: list[str] = []
+    for block in sorted({plan.layer.block for plan in parts.layers.values() if plan.layer.block is not None}):
+        mine = [name for name, plan in parts.layers.items() if plan.layer.block == block]
+        prefix = common_prefix(mine)
+        if len(mine) > 1 and prefix and set(mine) <= full and mine == [n for n in parts.layers if matches(prefix, n)]:
+            patterns.append(prefix)
+            continue
+        for name in (name for name in mine if name in gemms):
+            patterns.append(name if name in full else f"{name}:{'+'.join(g for g in GEMMS if g in gemms[name])}")
+    return LayerPolicy(first=0, last=0, keep=patterns)
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The components that all names begin with: "blocks.0"."""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Unit]:
+    parts = found.parts
+    sizes = {name: plan.layer.in_features * plan.layer.out_features for name, plan in parts.layers.items()}
+    whole = 3 * sum(sizes.values())
+
+    def unit(layer: str, gemms: tuple[str, ...], damage: float, clear: bool) -> Unit:
+        longer = math.fsum(seconds[layer, gemm] for gemm in gemms) if seconds else None
+        macs = sizes[layer] * len(gemms) / whole
+        return Unit(layer=layer, gemms=gemms, damage=max(damage, 0.0), clear=clear, macs=macs, seconds=longer)
+
+    if not found.has_cells:
+        units = []
+        for each in found.of_kind(LAYER):
+            low = each.nmse.interval()
+            clear = (each.nmse.mean if low is None else low[0]) > found.floor
+            gemms = tuple(g.name for g in parts.layers[each.what].gemms if g.operands.quantised)
+            units.append(unit(each.what, gemms, each.nmse.mean - found.floor, clear))
+        return units
+    cells = []
+    for layer in parts.layers:
+        for gemm in parts.gemms:
+            mine = [operand for operand in parts.operands if operand.startswith(gemm)]
+            damage = math.fsum(found.cell(layer, operand) or 0.0 for operand in mine)
+            cells.append(unit(layer, (gemm,), damage, any(_clear(found, layer, operand) for operand in mine)))
+    return cells
+
+
+def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
+    """Whether the damage of a cell is told apart from 0; without an interval, whether it is above 0."""
+    cell = found.findings.get(f"{CELL}/{layer}/{operand}")
+    low = None if cell is None else cell.nmse.interval()
+    return (found.cell(layer, operand) or 0.0) > 0 if low is None else low[0] > found.floor
+
+
+def _seconds(parts: Parts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
+    """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per step on `gpu`."""
+    config = parts.subject.config.train
+    rows = config.microbatch or config.batch_size
+    plan = make_plan(
+        [each.layer for each in parts.layers.values()],
+        Timeline(recipe=parts.recipe, steps=1),
+        EVERY_LAYER,
+        tokens=rows * config.seq_len,
+        device=Device.elsewhere(gpu),
+    )
+    costs = estimate_costs(plan, gpu, microbatches=config.batch_size // rows).stretches[0]
+    longer = {(row.layer, row.gemm_name): row.bf16 - row.total for row in costs.rows}
+    return longer, costs.total, costs.bf16

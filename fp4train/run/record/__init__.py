@@ -1,0 +1,1 @@
+"""What a run keeps of itself beside its checkpoints: directory, configuration, history, requests."""

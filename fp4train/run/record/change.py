@@ -1,0 +1,130 @@
+"""What changes in a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fp4train.config.binding import bind
+from fp4train.errors import UserError
+from fp4train.hardware import Device
+from fp4train.precision import Timeline
+from fp4train.precision.plan import Plan
+from fp4train.run.begin import write_plan
+from fp4train.run.build import build_plan, with_swap
+from fp4train.run.outliers import check_outliers
+from fp4train.run.record import history
+from fp4train.run.record.swaps import Entry, as_swap, read_entries, sealed_entries, with_entry, write_entries
+from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+def pick_up_swaps(run: Run) -> bool:
+    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way.
+
+    Returns:
+        Whether the recipe of a coming step may have changed.
+    """
+    before = run.timeline
+    for request in run.inbox.take(run.swaps):
+        body = request.body or {}
+        name = str(body.get("name", ""))
+        try:
+            if request.body is None:
+                raise UserError(request.problem)
+            if "cancel" in body:
+                at = bind(body["cancel"], int, "cancel")
+                cancel_swap(run, at)
+                event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
+            else:
+                at = run.step if body["at"] is None else body["at"]
+                swap_recipe(run, at, body["recipe"], name, request.id)
+                event, text, values = "swap", f"recipe {name} from step {at} on", {"recipe": name, "at": at}
+        except UserError as error:
+            _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
+            refused = {"recipe": name, "reason": str(error), "request": request.id}
+            run.tracker.log_event(run.step + 1, "swap refused", refused)
+            request.answer(False, str(error))
+        else:
+            values["request"] = request.id
+            _log.warning("swap: %s", text)
+            run.tracker.log_event(run.step + 1, event, values)
+            request.answer(True, text)
+    return run.timeline is not before
+
+
+def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
+    """On a rank that records nothing: go on by the swaps that the lead has recorded."""
+    run.swaps = list(entries)
+    swaps = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
+    timeline = replace(run.timeline, swaps=swaps)
+    run.timeline, run.plan = timeline, _plan(run, timeline)
+
+
+def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
+    """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
+
+    Args:
+        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what the user calls it.
+        request: the ID of the request that asked for it.
+
+    Raises:
+        UserError: the swap is impossible; nothing has changed then.
+    """
+    swap = as_swap(step, recipe, name)
+    if not run.step <= swap.step < run.config.train.steps:
+        raise UserError(
+            f"step {step} is past: {run.step} steps are done"
+            if swap.step < run.step
+            else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
+        )
+    entries = with_entry(run.swaps, swap.step, recipe, name, request)
+    _change(run, with_swap(run.timeline, swap), entries, "swap", name=name, at=swap.step, recipe=recipe)
+
+
+def cancel_swap(run: Run, step: int) -> None:
+    """Take back the recorded swap at `step`, which has not begun.
+
+    Raises:
+        UserError: there is none, or it has begun.
+    """
+    if step not in {swap.step for swap in run.timeline.swaps}:
+        raise UserError(f"there is no swap at step {step}")
+    if step < run.step:
+        raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
+    timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
+    _change(run, timeline, [e for e in run.swaps if e["step"] != step], "swap cancelled", at=step)
+
+
+def _plan(run: Run, timeline: Timeline) -> Plan:
+    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.data_ranks)
+    check_outliers(plan, stages=run.world.stages)
+    return plan.since(run.step)
+
+
+def _change(run: Run, timeline: Timeline, entries: Sequence[Entry], event: str, **values: Any) -> None:
+    """The run goes on by `timeline`, with `entries` for its record, which the inbox's thread writes.
+
+    Raises:
+        UserError: the record cannot be read or written; nothing has changed then.
+    """
+    plan, step, directory = _plan(run, timeline), run.step, run.directory
+    entries, gathers = sealed_entries(entries, run.identity), run.gathers()
+
+    def record() -> None:
+        read_entries(directory)  # a record that is damaged is refused, not replaced
+        write_entries(directory, entries)
+
+    def tell() -> None:
+        """For those who read: what is lost with a full disk is the line in the history, not the swap."""
+        try:
+            run.history = history.append(directory, event, step, plan, **values)
+        except UserError as error:
+            _log.error("%s", error)
+        write_plan(directory, plan, step, gathers)
+
+    run.inbox.record(record, tell)
+    run.timeline, run.plan, run.swaps = timeline, plan, entries

@@ -1,0 +1,359 @@
+"""RUN: the directory of a run, its lock, and its saved configuration.
+
+    config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
+                      line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
+                      the run the signature of the user who named them (`signature`)
+    heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
+    swaps.json        the recipe changes of the run, each with its step (`swaps`)
+    history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
+    swap_requests/    recipe changes that the running process is asked for, and its answers (`requests`)
+    plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
+    statistics.bin    what quantisation did to each operand in the measured steps (`fp4train.track.statistics`)
+    studies/          what was measured on its checkpoints, a folder for each study (`fp4train.lab.studies`)
+
+A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
+
+Everything in the directory is reached through `fp4train.files`: no link in it is followed. Its parts belong together:
+the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the swaps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fp4train import files, sealed
+from fp4train.config.schema import plain
+from fp4train.config.targets import check_targets
+from fp4train.data.digests import KEPT as DIGESTS
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.parallel.config import DROPPED
+from fp4train.run.record.signature import outside_paths, signature
+from fp4train.sealed import config_parts, saved_config
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT as METRICS_LIMIT
+from fp4train.track.metrics import read_metrics
+from fp4train.track.statistics import STATISTICS
+
+_log = logging.getLogger(__name__)
+
+CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
+TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
+SAVED, REMOVED = "checkpoint", "checkpoints removed"
+"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
+PARTS = (CHECKPOINTS, METRICS, SWAPS)
+"""The results in a run directory; a new run never replaces them unasked."""
+
+CONTINUED = (
+    "run.name",
+    "run.dir",
+    "run.overwrite",
+    "resume",
+    "gpu",
+    "plugins",
+    "eval.",
+    "checkpoint.",
+    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
+    "track",
+    "data.cache_dir",
+)
+"""Keys that may differ when the same command is repeated: they do not change what is computed."""
+RESUMED = (
+    *CONTINUED,
+    *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
+    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
+    *("data.path", "data.val_path"),
+    "parallel.",
+)
+"""Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
+its fingerprint is compared with that in the checkpoint."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        UserError: it cannot be written; what was there before is untouched.
+    """
+    try:
+        files.write(path, text.encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
+
+
+@contextmanager
+def locked(run: Path, taken: str = "another process trains in it; choose another run.name") -> Iterator[None]:
+    """Hold the lock of `run`, which is created.
+
+    Args:
+        taken: what an error says of a lock that another process holds.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written.
+    """
+    try:
+        folder = Folder.open(run, create=True)
+        descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"{run} cannot be written: {error}") from error
+    try:
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(0.1)  # `is_running` holds it for a moment when somebody looks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{run} is in use: {taken}") from None
+        with suppress(OSError):
+            folder.remove_litter()
+        yield
+    finally:
+        os.close(descriptor)  # held until the end of the run
+        folder.close()
+
+
+def is_running(run: Path) -> bool:
+    """Whether a process holds the lock of `run`.
+
+    Raises:
+        UserError: the lock is no regular file.
+    """
+    try:
+        with Folder.open(run) as folder:
+            descriptor = folder.descriptor_of(LOCK)
+    except FileNotFoundError:
+        return False
+    except files.NotPlain as error:
+        raise UserError(str(error)) from error
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def require_run(run: Path) -> Path:
+    """`run`, if it is a run directory.
+
+    Raises:
+        UserError: it is not; the runs beside it are named.
+    """
+    if (run / CONFIG).is_file():
+        return run
+    if above := next((p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None):
+        raise UserError(f"{run} is not a run directory, it lies in one: {above}")
+    runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}")) if run.parent.is_dir() else []
+    known = f"; {run.parent} holds {', '.join(runs[:8])}" if runs else ""
+    raise UserError(f"{run} is not a run directory (it has no {CONFIG}){known}")
+
+
+def read_config(run: Path) -> DictConfig:
+    """The saved configuration of a run, checked to be data only, and to be as the run wrote it.
+
+    Raises:
+        UserError: there is none, it cannot be read, it was changed, or it names a class that is neither fp4train's nor
+            of a plugin that this command names.
+    """
+    path = require_run(run) / CONFIG
+    saved = saved_config(path)
+    try:
+        check_targets(saved)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    # An interpolation could reach the environment; a saved configuration holds plain values only.
+    for value in _leaves(saved):
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
+        if not isinstance(value, str | int | float | bool | None):
+            raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
+    if isinstance(saved.get("parallel"), dict):
+        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
+    return OmegaConf.create(saved)
+
+
+def identity(run: Path) -> str | None:
+    """The identity of the run in `run`; None where there is no run, or one from before runs had one.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    path = run / CONFIG
+    found = config_parts(path)[0] if path.is_file() else None
+    return None if found is None else found[0]
+
+
+def new_identity() -> str:
+    """Of a run that begins: 64 random bits."""
+    return secrets.token_hex(8)
+
+
+def config_checksum(run: Path) -> str:
+    """Of the saved configuration, without its first line."""
+    return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
+
+
+def config_text(cfg: DictConfig) -> str:
+    """The resolved configuration in YAML.
+
+    Raises:
+        UserError: it is too long to be read again.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    if len(text) > sealed.CONFIG_LIMIT - 200:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
+        )
+    return text
+
+
+def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
+    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
+    body = config_text(cfg)
+    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
+    if outside := outside_paths(plain(cfg), run):
+        try:
+            head += f" signed {signature(identity, body.encode(), create=True)}"
+        except OSError as error:
+            names = ", ".join(outside)
+            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+    write_text(run / CONFIG, f"{head}\n{body}")
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield key
+            yield from _leaves(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _leaves(value)
+    else:
+        yield node
+
+
+def workplace_of(run: Path, *, aside: bool) -> Path:
+    """The folder that `workplace` gives, to a rank that does not make it."""
+    return run / ".new" if aside else run
+
+
+@contextmanager
+def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
+    """The folder for the first files of a new run: `run` itself, or with `aside` a temporary folder in it.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    if not aside:
+        yield run
+        return
+    try:
+        with Folder.open(run) as folder:
+            _check_ours(folder)
+            folder.remove_folder(".new")  # a killed process may have left one
+            folder.folder(".new", create=True).close()
+    except OSError as error:
+        raise UserError(f"{run / '.new'} cannot be written: {error}") from error
+    try:
+        yield run / ".new"
+    finally:
+        with suppress(OSError), Folder.open(run) as folder:
+            folder.remove_folder(".new")
+
+
+def start_over(run: Path) -> None:
+    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no run.
+
+    Raises:
+        UserError: what is there is not fp4train's, or cannot be removed.
+    """
+    try:
+        with Folder.open(run) as folder:
+            if not folder.has_file(CONFIG):
+                return
+            _check_ours(folder)
+            for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
+                folder.remove_folder(name)
+            drawn = ("curves.png", "statistics.png")
+            for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
+                folder.remove(name)
+            folder.sync()
+    except OSError as error:
+        raise UserError(f"run.overwrite=true: {error}") from error
+
+
+def _check_ours(folder: Folder) -> None:
+    """Refuse to replace what fp4train did not write, or what lies elsewhere."""
+    if not folder.has_file(CONFIG):
+        return
+    saved = read_config(folder.path)
+    if not all(isinstance(saved.get(section), DictConfig) for section in ("run", "train", "recipe", "model")):
+        raise UserError(
+            f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
+            "what is beside it. Choose another run.name or run.dir"
+        )
+    for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
+        if folder.status(name) is not None and not folder.has_folder(name):
+            raise UserError(
+                f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "
+                "elsewhere. Remove it yourself, or choose another run.name"
+            )
+
+
+def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
+    """Copy those of the files `names` that run `source` has to its branch `run`.
+
+    Raises:
+        UserError: one cannot be read or written.
+    """
+    try:
+        with Folder.open(source) as old, Folder.open(run) as new:
+            for name in names:
+                if old.status(name) is not None:
+                    new.write(name, old.pieces(name, METRICS_LIMIT))
+    except OSError as error:
+        raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
+
+
+def check_restart(run: Path) -> None:
+    """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics would go, too.
+
+    A run says in its heartbeat and in its metrics which checkpoints became whole. Steps alone prove none: later steps
+    run while a checkpoint is written, and a kill may come before the first one is whole.
+
+    Raises:
+        UserError: they are gone.
+    """
+    try:
+        with Folder.open(run) as folder:
+            saved = None
+            if folder.has_file(HEARTBEAT):
+                with suppress(ValueError, AttributeError, RecursionError):
+                    saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
+            if not isinstance(saved, int) and folder.has_file(METRICS):
+                told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+                saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
+    except OSError as error:
+        raise UserError(f"{run}: {error}") from error
+    if isinstance(saved, int):
+        raise UserError(
+            f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "
+            "run.overwrite=true, which removes its metrics"
+        )

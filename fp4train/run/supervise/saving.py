@@ -1,0 +1,342 @@
+"""Checkpoints that are written while the next steps run.
+
+The loop pays for a copy of the state in main memory; a thread checks that it is finite, writes it, and reports. Two
+never overlap: the loop waits, within bounds, for one that is not done when the next is due. One that fails is tried
+again after 1, 2, 4, … steps, and at the end after a pause.
+
+The buffers of the copy are kept from one checkpoint to the next. Memory that a process has never touched costs a page
+fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes and touches the buffers after the first
+step. A checkpoint that is due before it is done waits for it.
+
+A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
+proven: weights may be finite and useless. It pushes out no other until the next step has given a loss within its past
+(`divergence`). Beside the newest `checkpoint.keep` there stay
+
+    the good one               the newest that is proven, so that ruined ones never stand alone
+    the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
+    milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
+                               `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
+
+Of several ranks each copies and writes the parts that it owns. Their threads agree on what went wrong over a process
+group of their own, and all report the same outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fp4train import checkpoint
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.run.record import directory as run_directory
+from fp4train.run.supervise.guard import first_non_finite
+from fp4train.shards import Part, owned, separate
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT as METRICS_LIMIT
+from fp4train.track.statistics import STATISTICS
+from fp4train.track.tracker import mark, sync
+from fp4train.worker import Worker
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+WAIT_SECONDS = 600.0
+"""For a checkpoint that is being written; then it is left behind."""
+PAUSES = (0.5, 1.0, 2.0)
+"""Seconds before the last checkpoint of a run is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one checkpoint: written, or why not.
+
+    Args:
+        step: optimizer steps done at it.
+        problem: why it could not be written; None if it was, at least to `checkpoint.also`.
+        bad: the tensor that is not finite, in which case nothing was written.
+        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
+    """
+
+    step: int
+    problem: str | None = None
+    bad: str | None = None
+    removed: bool = False
+
+    @property
+    def written(self) -> bool:
+        return self.problem is None and self.bad is None
+
+
+class Saver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        ranks: those that write them together; all call `begin`, `prove` and `wait` after the same steps.
+    """
+
+    def __init__(self, run: Run, ranks: checkpoint.Ranks = checkpoint.ALONE) -> None:
+        self.run, self.ranks = run, ranks
+        self.saved: int | None = None
+        """The newest step that is written."""
+        self.good: int | None = None
+        """The newest that a loss within its past was computed from."""
+        self.last: Outcome | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._prepared = False
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._worker = Worker("checkpoints", _report)
+        self._begun: int | None = None
+        self._failures = 0
+        self._retry_at: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint that failed should be tried again after `step` steps."""
+        return self._retry_at is not None and step >= self._retry_at
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is written or being written."""
+        return self._begun == step and not (self.last is not None and self.last.step == step and not self.last.written)
+
+    def begin(self, *, proven: bool = False) -> bool:
+        """Copy the state of the run and have it written; False if the one before is not done in time.
+
+        Args:
+            proven: a loss within its past has been computed from this state.
+        """
+        if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
+            _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
+            return False
+        run, step = self.run, self.run.step
+        tensors, state = checkpoint.flatten(run.state())
+        if not run.world.stage:
+            state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
+            state["good"] = step if proven else self.good
+        weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
+        checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
+        parts = owned(tensors, leads=self.ranks.leads)
+        held = {n: parts[n].tensor for n in checked if n in parts}
+        bad = first_non_finite(held) if run.device.type != "cpu" else None
+        copies = self._copy(parts)
+        self._begun = step
+
+        def job() -> None:
+            worst = bad
+            if run.device.type == "cpu":
+                worst = first_non_finite({n: copies[n].tensor for n in held})
+            try:
+                worst = self.ranks.agree(worst)
+            except RuntimeError:
+                self._outcomes.put(Outcome(step=step, problem="a rank has ended, or does not answer"))
+                return
+            if worst:
+                self._outcomes.put(Outcome(step=step, bad=worst))
+                return
+            before, self.good = self.good, step if proven else self.good
+            outcome = self._write(step, copies, state, unproven=not proven)
+            if not outcome.written:
+                self.good = before
+            self._outcomes.put(outcome)
+
+        self._worker.put(job)
+        return True
+
+    def prove(self, step: int) -> None:
+        """A loss within its past has been computed from the state of `step`: what is too many by now may go.
+
+        After the first step of a run that saves now and then, the buffers of the copy are begun, too.
+        """
+        if self.run.config.checkpoint.every and not self._prepared:
+            self._prepared = True  # the optimizer has its moments since the first step
+            parts = owned(checkpoint.flatten(self.run.state())[0], leads=self.ranks.leads)
+            stored, _ = separate({name: part.tensor for name, part in parts.items()})
+            self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
+        if (begun := self._begun == step) or self.saved == step:
+
+            def job() -> None:
+                if self.saved == step:
+                    self.good = step
+                    if begun:
+                        self._prune(step)
+
+            self._worker.put(job)
+
+    def forsake(self, step: int) -> None:
+        """The states from `step` on are ruined: if no checkpoint is good, those of them that have one are removed."""
+
+        def job() -> None:
+            if self.good is None and self.saved is not None:
+                self._prune(step - 1)
+                self.saved = None
+                self._outcomes.put(Outcome(step=step, removed=True))
+
+        self._worker.put(job)
+
+    def outcomes(self) -> list[Outcome]:
+        """What has ended since the last call."""
+        found: list[Outcome] = []
+        while True:
+            try:
+                found.append(self._outcomes.get_nowait())
+            except queue.Empty:
+                break
+        for outcome in found:
+            self.last = outcome
+            if outcome.written:
+                self._failures, self._retry_at = 0, None
+            elif outcome.problem is not None:
+                self._retry_at = outcome.step + 2**self._failures
+                self._failures += 1
+        return found
+
+    def wait(self) -> None:
+        """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
+        if not self._worker.wait(WAIT_SECONDS):
+            _log.error(
+                "the checkpoint of step %s is not written after %g s; it is left behind", self._begun, WAIT_SECONDS
+            )
+
+    def close(self) -> None:
+        """End the thread when it has done what it was given, and free the copy."""
+        self._worker.leave(WAIT_SECONDS)
+        self._buffers.clear()
+
+    # -- the loop's part ------------------------------------------------------------------------------------------
+
+    def _copy(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        stored, aliases = separate({name: part.tensor for name, part in parts.items()})
+        copies: dict[str, Part] = {}
+        for name, tensor in stored.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffer(tensor.shape, tensor.dtype)
+            copies[name] = replace(parts[name], tensor=buffer.copy_(tensor, non_blocking=self._pin))
+        if self._pin:
+            torch.cuda.synchronize(self.run.device)
+        self._buffers = {name: part.tensor for name, part in copies.items()}
+        return copies | {name: copies[target] for name, target in aliases.items()}
+
+    @property
+    def _pin(self) -> bool:
+        return self.run.device.type == "cuda"
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+
+    # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _prune(self, newest: int) -> None:
+        if self.ranks.first:
+            with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
+                checkpoint.prune(folder, newest, self.run.config.checkpoint.keep, beside=self._beside)
+
+    def _beside(self, past: list[int]) -> set[int]:
+        """Of the steps `past` that have a checkpoint, those that stay beside the newest ones."""
+        config = self.run.config
+        settings, cooldown = config.checkpoint, config.schedule.cooldown_start(config.train.steps)
+        stay = {step for step in past if step == self.good}
+        if settings.keep_before_cooldown and cooldown is not None:
+            stay |= set([step for step in past if step <= cooldown][-1:])
+        for number in range(settings.milestones if settings.every else 0):
+            age = settings.every * settings.keep * 4**number
+            stay |= set([step for step in past if age <= past[-1] - step < 4 * age][:1])
+        return stay
+
+    def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make the buffers and touch each page of them; the loop does not use them before this is done."""
+        with torch.cuda.device(self.run.device) if self._pin else nullcontext():
+            for name, (shape, dtype) in wanted.items():
+                buffer = self._buffers[name] = self._buffer(shape, dtype)
+                buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
+
+    def _write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
+        run, problems = self.run, []
+        try:
+            self._agreed(self._sync)
+            self._write_in(run.folder, step, parts, state, unproven)
+        except Exception as error:
+            problems.append(str(error))
+        if run.config.checkpoint.also is not None:
+            try:
+                self._write_also(run.config.checkpoint.also / run.config.run.name, step, parts, state, unproven)
+            except Exception as error:
+                _log.error("checkpoint.also: %s", error)
+            else:
+                if problems:
+                    _log.error("%s It is in %s.", problems.pop(), run.config.checkpoint.also / run.config.run.name)
+        if not problems:
+            self.saved = step
+        return Outcome(step=step, problem=problems[0] if problems else None)
+
+    def _sync(self) -> None:
+        """Make durable what the checkpoint counts on: the lines of the metrics, and the record of the swaps."""
+        sync(self.run.tracker)
+        self.run.inbox.sync()
+
+    def _write_in(
+        self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
+    ) -> None:
+        keep, ranks = self.run.config.checkpoint.keep, self.ranks
+        with ExitStack() as stack:
+            folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
+            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, beside=self._beside, ranks=ranks)
+
+    def _write_also(
+        self, place: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
+    ) -> None:
+        """A second run directory, which can be resumed like the first."""
+        with ExitStack() as stack:
+            also = self._agreed(lambda: stack.enter_context(self._also(place)))
+            self._write_in(also, step, parts, state, unproven)
+
+    def _also(self, place: Path) -> Folder:
+        """The second run directory, open, with the first one's files."""
+        run = self.run
+        also = Folder.open(place, create=True)
+        if not self.ranks.first:
+            return also
+        try:
+            there = run_directory.identity(place)
+            if there != run.identity and not (there is None and also.empty()):
+                what = "files that are not this run's" if there is None else f"another run ({there})"
+                raise UserError(f"{place} holds {what}: nothing is written there")
+            if run.saved_config is not None:
+                also.write(run_directory.CONFIG, run.saved_config)
+            for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
+                if run.folder.has_file(name):
+                    also.write(name, run.folder.pieces(name, METRICS_LIMIT))
+        except BaseException:
+            also.close()
+            raise
+        return also
+
+    def _agreed(self, task: Callable[[], Result]) -> Result:
+        """What `task` gives; where it fails on one rank, all raise that rank's reason."""
+        given: list[Result] = []
+        problem = None
+        try:
+            given.append(task())
+        except Exception as error:
+            problem = str(error)
+        if problem := self.ranks.agree(problem):
+            raise checkpoint.CheckpointError(problem)
+        return given[0]
+
+
+def _report(error: Exception) -> None:
+    """Of pruning, and of the buffers; what is written reports by itself."""
+    _log.warning("checkpoints, beside the loop: %s", error)

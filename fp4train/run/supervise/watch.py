@@ -1,0 +1,165 @@
+"""A thread that watches a run from inside, so that nothing outside can stall a step.
+
+It writes RUN/heartbeat.json, by which others see that the run lives, and looks whether the run's directory is still
+where it was and still locked by this process. The loop reads what it found. Of several ranks the lead watches.
+
+A step cannot do without its tokens. Where they are waited for, the thread says so; `Alarm` ends the run in the end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4train.run.record.directory import HEARTBEAT, LOCK, is_running
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_DUMPING = 2.0
+"""Seconds in which the stacks of all threads are written."""
+SECONDS = 1.0
+"""Between two looks; a heartbeat is written at most every `BEAT_SECONDS`."""
+BEAT_SECONDS = 3.0
+END_SECONDS = 5.0
+"""How long the end of a run waits for the last heartbeat."""
+DATA_SECONDS = 10.0
+"""After so long, or half of train.step_timeout, it is said that a step waits for its tokens."""
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """A context in which the thread runs.
+
+    Attributes:
+        loss: of the last step, for the heartbeat.
+        trouble: what happened to the run's directory; None if nothing did.
+        lost: whether another process may train in the directory by now.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.loss: float | None = None
+        self.trouble: str | None = None
+        self.lost = False
+        lock = run.folder.status(LOCK)
+        self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
+        self._end = threading.Event()
+        self._beat_at = -BEAT_SECONDS
+        self._told: int | None = None
+        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        if self.run.world.lead:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._end.set()
+        if self.run.world.lead:
+            self._thread.join(END_SECONDS)
+
+    def look(self) -> str | None:
+        """Look at the directory now; returns `trouble`."""
+        if self.trouble is not None or not self.run.world.lead:
+            return self.trouble
+        run = self.run
+        own = os.fstat(run.folder.descriptor)
+        try:
+            there = os.stat(run.directory)
+        except FileNotFoundError:
+            there = None
+        except OSError:  # a network file system that is away for a moment
+            return None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            what = "was removed" if own.st_nlink == 0 else f"was moved to {_path(run.folder.descriptor)}"
+            self.trouble = f"{run.directory} {what} while the run trained in it"
+        elif self._lock is not None:
+            lock = run.folder.status(LOCK)
+            if lock is None or (lock.st_dev, lock.st_ino) != self._lock:
+                self.lost = lock is not None and is_running(run.directory)
+                others = "another process trains there now" if self.lost else "another process could have begun there"
+                self.trouble = f"{run.directory / LOCK} was removed while the run trained: {others}"
+        return self.trouble
+
+    def _work(self) -> None:
+        while not self._end.wait(SECONDS):
+            self._tell_of_data()
+            self._round(running=True)
+        self._round(running=False)
+
+    def _tell_of_data(self) -> None:
+        """Once per step."""
+        run, limit = self.run, self.run.config.train.step_timeout
+        waits = run.feed.waiting()
+        if waits is None or run.step == self._told or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):
+            return
+        self._told = run.step
+        then = f"train.step_timeout={limit:g} ends the run" if limit else "train.step_timeout=… would end the run"
+        _log.error("step %d waits %.0f s for %s: a slow disk? %s", run.step, *waits, then)
+
+    def _round(self, *, running: bool) -> None:
+        with suppress(OSError):
+            self.look()
+        if self.trouble is None and (not running or time.monotonic() - self._beat_at >= BEAT_SECONDS):
+            self._beat_at = time.monotonic()
+            run = self.run
+            beat = {
+                "step": run.step,
+                "of": run.config.train.steps,
+                "time": time.time(),
+                "loss": self.loss,
+                "saved": run.saver.saved,
+                "running": running,
+                "run": run.identity,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+            }
+            with suppress(OSError):
+                run.folder.write(HEARTBEAT, (json.dumps(beat) + "\n").encode(), sync=False)
+
+
+def _path(descriptor: int) -> Path | str:
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:
+        return "another place"
+
+
+class Alarm:
+    """Ends the process with the stacks of all threads on standard error if it is not set again within `seconds`.
+
+    A thread of C writes them and SIGALRM ends the process (142 in a shell), which need neither the interpreter nor its
+    lock; nothing can be saved then. 0: never.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def set(self) -> None:
+        if self.seconds > 0:
+            faulthandler.dump_traceback_later(self.seconds, file=sys.__stderr__ or 2)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds + _DUMPING)
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[Alarm]:
+    """An `Alarm`, not yet set, that is off afterwards."""
+    try:
+        yield Alarm(seconds)
+    finally:
+        if seconds > 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()

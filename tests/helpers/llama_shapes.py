@@ -1,0 +1,60 @@
+"""Models of published shapes on the meta device, measured for a microbatch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+import fp4train as f4
+from fp4train.hardware import Device, Gpu
+from fp4train.lab.costs.workload import Workload, workload
+from fp4train.models.llama import Llama
+from fp4train.models.llama.model import LlamaModel
+from fp4train.precision import Recipe, Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+
+SHAPES = {
+    "8B": Llama(width=4096, layers=32, heads=32, kv_heads=8, hidden=14336, tied=False),
+    "70B": Llama(width=8192, layers=80, heads=64, kv_heads=8, hidden=28672, tied=False),
+    "405B": Llama(width=16384, layers=126, heads=128, kv_heads=8, hidden=53248, tied=False),
+}
+"""Llama 3 (arXiv:2407.21783, table 3)."""
+
+SEQ_LEN = 8192
+
+
+@cache
+def model(name: str) -> LlamaModel:
+    with torch.device("meta"):
+        built = SHAPES[name].build(vocab_size=128256, seq_len=SEQ_LEN)
+    converted = f4.convert(built)
+    assert isinstance(converted, LlamaModel)
+    return converted
+
+
+def measured(
+    name: str,
+    recipe: Recipe,
+    gpu: Gpu,
+    *,
+    sequences: int = 1,
+    compiled: bool = True,
+    recomputed: float = 0.0,
+    backend: str = "auto",
+) -> Workload:
+    """The workload of a model whose blocks all follow `recipe`."""
+    layers = find_layers(model(name)).values()
+    timeline = Timeline(recipe=recipe, steps=1)
+    tokens, device = sequences * SEQ_LEN, Device.elsewhere(gpu)
+    plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
+    return workload(
+        model(name),
+        plan.stretches[0].layers,
+        recipe,
+        sequences=sequences,
+        seq_len=SEQ_LEN,
+        compiled=compiled,
+        recomputed=recomputed,
+    )

@@ -1,0 +1,115 @@
+"""Starts ranks in processes that are forked from this one: it has imported all that a rank imports, and composed a
+configuration once, so that a rank begins in a fraction of a second.
+
+A line on standard input asks for a job: {"ranks", "arguments", "folder", "environment", "patch", "program"}. A rank
+runs the command line with the arguments, after the code `patch`; or, if there is a `program`, that code as one of so
+many gloo ranks. The answers are the processes' ids, and when all have ended their exit codes. What rank N printed is in
+FOLDER/rankN.err and rankN.out.
+"""
+
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fp4train.lab.analysis.curves as curves
+from fp4train.cli import main as command_line
+from fp4train.config import overrides
+
+FOR_THE_FORKS = (
+    "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
+    "torch.distributed.checkpoint",
+    "fp4train.lab.analysis.heatmap",
+    "fp4train.kernels.cpu.adapter",
+    "fp4train.models.llama",
+    "fp4train.optim.adamw",
+    "fp4train.parallel.apply",
+    "fp4train.quantize.cpu",
+    "fp4train.run.build",
+    "fp4train.run.determinism",
+    "fp4train.run.resume",
+    "fp4train.train",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def rank(number: int, job: dict[str, Any], port: int) -> None:
+    """Be a rank; never returns."""
+    os.chdir(job["folder"])
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"rank{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    size = str(job["ranks"])
+    place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    if job["ranks"] > 1:
+        os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update({name: value.replace("{rank}", str(number)) for name, value in job["environment"].items()})
+    code = 70
+    try:
+        if job["program"]:
+            run_program(number, job, port)
+            code = 0
+        else:
+            if job["patch"]:
+                exec(job["patch"], {"rank": number})
+            command_line([each.replace("{rank}", str(number)) for each in job["arguments"]])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_program(number: int, job: dict[str, Any], port: int) -> None:
+    """A program sees `rank`, `world` and `arguments`, and gives its results to `report`."""
+
+    def report(value: Any) -> None:
+        print("RESULT " + json.dumps(value), flush=True)
+
+    meeting = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=job["ranks"])
+    names = {"rank": number, "world": job["ranks"], "arguments": job["arguments"], "report": report}
+    exec(job["program"], {"__name__": "program", **names})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    curves.draw_curves = lambda run: run / "curves.png"
+    for module in FOR_THE_FORKS:
+        importlib.import_module(module)
+    overrides.check(["data=text", "train.steps=1"])
+    gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job, port, processes = json.loads(line), free_port(), []
+        for number in range(job["ranks"]):
+            process = os.fork()
+            if not process:
+                rank(number, job, port)
+            processes.append(process)
+        print(json.dumps(processes), flush=True)
+        codes = {}
+        while len(codes) < len(processes):
+            process, status = os.wait()
+            codes[process] = os.waitstatus_to_exitcode(status)
+        print(json.dumps([codes[each] for each in processes]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

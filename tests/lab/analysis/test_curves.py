@@ -1,0 +1,155 @@
+"""Curves are drawn from any metrics that a run can write, using its directory only."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp4train.lab.analysis.curves as curves
+from fp4train.errors import UserError
+from fp4train.lab.analysis.curves import draw_curves, loss_limits, shades
+from fp4train.lab.analysis.history import Series, Span, read_history
+from fp4train.track import MetricsLog
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write_run(run: Path, lines: list[dict[str, Any]]) -> Path:
+    log = MetricsLog(run / "metrics.jsonl")
+    for line in lines:
+        step = line.pop("step")
+        if "event" in line:
+            log.log_event(step, line.pop("event"), line)
+        else:
+            log.log(step, line)
+    log.finish()
+    return run
+
+
+def whole_run(steps: int = 60) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        recipe = "nvfp4" if step <= 30 else "mxfp8" if step <= 50 else "bf16"
+        if step in (31, 51):
+            lines.append({"step": step, "event": "swap", "recipe": recipe})
+        lines.append(
+            {
+                "step": step,
+                "train/loss": 2 + 3 / step,
+                "train/lr": 1e-3,
+                "train/grad_norm": 1 / step,
+                "precision/recipe": recipe,
+            }
+        )
+        if step % 20 == 0:
+            lines.append({"step": step, "val/loss": 2.1, "val/loss_recipe": 2.2})
+    return lines
+
+
+def test_a_whole_run_is_drawn_with_its_recipes_and_swaps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    path = draw_curves(run)
+    assert path == run / "curves.png" and path.read_bytes().startswith(PNG)
+    assert sorted(p.name for p in run.iterdir()) == ["curves.png", "metrics.jsonl"]
+    texts = [text.get_text() for axes in curves._figure(read_history(run)).axes for text in axes.texts]
+    assert {"nvfp4", "mxfp8", "bf16", "swap"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 0, "train/loss": 5.5}],
+        [{"step": 1, "train/loss": 5.5}],
+        [{"step": 1, "train/loss": 5.5}, {"step": 2, "train/loss": math.nan}, {"step": 3, "train/loss": math.inf}],
+        [{"step": s, "train/loss": math.nan} for s in (1, 2)],
+        [{"step": s, "train/loss": 0.0, "train/grad_norm": 0.0} for s in (1, 2, 3)],
+        [
+            {"step": s, "train/loss": 2.0, "val/loss": math.nan, "precision/recipe": "$r_{" * 20 + "$"}
+            for s in (1, 2, 3)
+        ],
+        [{"step": 5, "event": "resume"}, {"step": 6, "train/loss": 2.0}, {"step": 6, "event": "guard", "layer": "a"}],
+    ],
+    ids=["step zero", "one step", "diverged", "nan from the start", "zeros", "long name with signs", "events first"],
+)
+def test_odd_runs_are_drawn_too(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    assert draw_curves(write_run(tmp_path / "run$_{$", lines)).read_bytes().startswith(PNG)
+
+
+def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path: Path) -> None:
+    names = ["NVFP4(" + "hadamard=False, " * n + "guard=1.0)" for n in (9, 2, 7, 5)]
+    lines = [
+        {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]} for s in range(1, 21)
+    ]
+    figure = curves._figure(read_history(write_run(tmp_path / "run", lines)))
+    figure.canvas.draw()
+    loss = figure.axes[0]
+    room, shown = loss.get_window_extent(), [text for text in loss.texts if "hadamard" in text.get_text()]
+    assert len(shown) == 4
+    for text in shown:
+        box = text.get_window_extent()
+        assert room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    end = loss.transData.transform((20, 2.1))[0]
+    assert end + 3.5 / 72 * figure.dpi < room.x1, "the last marker, with its radius and more"
+
+
+def test_spans_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> None:
+    from fp4train.lab.analysis.history import History
+
+    recipes = ["a", "a", "b", "b", "a"]
+    lines = [{"step": s, "precision/recipe": r} for s, r in enumerate(recipes, start=1)]
+    spans = History(path=Path("run"), lines=[*lines, lines[2], {"step": 3, "event": "resume"}]).spans()
+    assert spans == [
+        Span(first=1, last=3, recipe="a"),
+        Span(first=3, last=5, recipe="b"),
+        Span(first=5, last=5, recipe="a"),
+    ]
+    assert len(set(shades(spans).values())) == 2, "the same recipe has the same colour"
+
+
+def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
+    values = np.random.default_rng(0).normal(size=1000)
+    series = Series(steps=np.arange(1000.0), values=values)
+    smooth = series.smoothed().values
+    assert series.window == 20
+    assert smooth[0] == values[0] and smooth[50] == pytest.approx(values[45:51].mean())
+    assert smooth[-1] == pytest.approx(values[-20:].mean())
+    values[500] = np.nan
+    smooth = series.smoothed().values
+    assert np.isnan(smooth[500:520]).all() and np.isfinite(smooth[520:]).all() and np.isfinite(smooth[:500]).all()
+
+
+def test_a_loss_that_falls_to_almost_nothing_is_drawn_on_its_logarithmic_axis(tmp_path: Path) -> None:
+    """A margin of 3 % of the range below the lowest loss would make the axis limit negative."""
+    falling = [{"step": step, "train/loss": 6.0 * 0.9**step, "train/lr": 1e-3} for step in range(1, 60)]
+    assert draw_curves(write_run(tmp_path / "run", falling)).stat().st_size > 10_000
+    low, high = loss_limits([np.array([line["train/loss"] for line in falling])]) or (0.0, 0.0)
+    assert 0 < low < falling[-1]["train/loss"] < high
+
+
+def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        draw_curves(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"it has no metrics.jsonl"):
+        draw_curves(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "event": "resume"}) + "\n")
+    with pytest.raises(UserError, match="no metrics yet"):
+        draw_curves(tmp_path)
+
+
+def test_matplotlib_is_imported_only_to_draw() -> None:
+    code = "import sys; from fp4train.lab.analysis import compare, curves; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(curves.__file__).parents[3])
+
+
+def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fp4train.lab.analysis.curves import draw_curves\n"
+        "draw_curves(Path(sys.argv[1])); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    run = write_run(tmp_path / "run", whole_run())
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=Path(curves.__file__).parents[3])

@@ -1,0 +1,311 @@
+"""What a rank of a mesh holds and sends: against sizes counted by hand and measured elsewhere."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from llama_shapes import SEQ_LEN, SHAPES, measured, model
+from torch import nn
+
+from fp4train.hardware import GPUS, find_gpu
+from fp4train.lab.costs.blocks import packed_bytes
+from fp4train.lab.costs.cluster import cluster_cost
+from fp4train.lab.costs.fit import batch_problem, problems
+from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
+from fp4train.lab.costs.memory import rank_memory
+from fp4train.lab.costs.mesh import Mesh
+from fp4train.lab.costs.search import candidates
+from fp4train.lab.costs.shards import aligned_shard, row_wise, stages
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, Recipe
+
+MIB = 2**20
+GB200, H100 = find_gpu("GB200"), find_gpu("H100")
+NVL72, DGX = interconnect(GB200), interconnect(H100)
+
+
+@pytest.mark.parametrize(("recipe", "published"), [(NVFP4(), 1466), (MXFP8(), 1564), (BF16(), 2117)], ids=str)
+def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(recipe: Recipe, published: float) -> None:
+    """Counted elsewhere with RMSNorm in separate operations, which keep a float32 and a BF16 copy more."""
+    cost = measured("8B", recipe, H100, compiled=False, backend="emulate" if recipe.quantised else "auto").kinds[0].cost
+    norms = 2 * 6 * SEQ_LEN * SHAPES["8B"].width
+    assert (cost.saved + cost.weights + norms) / MIB == pytest.approx(published, rel=0.005)
+
+
+def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
+    memory = rank_memory(measured("405B", NVFP4(), GB200), Mesh(shard=128, tensor=8))
+    assert memory.parameters == pytest.approx(396e6, rel=0.002)
+    state = sum(memory.parts[name] for name in ("weights, float32", "moments", "gradients"))
+    assert state / 2**30 == pytest.approx(5.9, abs=0.05)
+    assert memory.host == 12 * memory.parameters
+
+
+def test_parameters_of_the_published_shapes() -> None:
+    assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [8.0, 70.6, 405.9]
+
+
+def test_a_weight_is_gathered_as_half_a_byte() -> None:
+    """Codes and one scale byte per 16×16 block; 2 bytes in BF16."""
+    load = measured("405B", NVFP4(), GB200, backend="emulate")
+    weight = next(w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
+    mesh = Mesh(shard=128, tensor=8)
+    assert weight.wire_bytes(mesh) / weight.of_rank(mesh) == pytest.approx(0.504, abs=1e-3)
+    assert weight.wire_bytes(replace(mesh, gather="bf16")) / weight.of_rank(mesh) == 2
+
+
+def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> None:
+    """25.6 and 101 GB per gather of the whole model, where all shards are aligned and the head's share is left out."""
+    load = measured("405B", NVFP4(), GB200, backend="emulate")
+    mesh = Mesh(shard=8, replicate=16, tensor=8)
+    sent = {
+        name: sum(w.wire_bytes(replace(mesh, gather=name)) for w in load.kinds[0].weights if w.plan) * len(load.order)
+        for name in ("recipe", "bf16")
+    }
+    assert sent["recipe"] / 1e9 == pytest.approx(25.4, abs=0.3)
+    assert sent["bf16"] / 1e9 == pytest.approx(100.7, abs=0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "shard", "tensor", "expected"),
+    [
+        ("70B", 32, 8, {4: ["attention.wk", "attention.wv"]}),
+        ("405B", 128, 8, {1: ["attention.wk", "attention.wv"], 52: ["mlp.gate", "mlp.up"]}),
+        ("8B", 8, 1, {}),
+    ],
+)
+def test_shards_that_cut_blocks_of_scales_are_named(
+    name: str, shard: int, tensor: int, expected: dict[int, list[str]]
+) -> None:
+    load, mesh = measured(name, NVFP4(), GB200, backend="emulate"), Mesh(shard=shard, tensor=tensor)
+    found = load.not_coded(mesh)
+    assert {why: list(names) for why, names in found.items()} == {
+        f"a shard of {rows} is not whole blocks of 16": names for rows, names in expected.items()
+    }
+    assert all(number == len(load.order) for names in found.values() for number in names.values())
+    other = aligned_shard(load.distinct, mesh)
+    assert other.gpus == mesh.gpus
+    assert not load.not_coded(other)
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [(MXFP8(), 32), (FP8Block(), 128)], ids=str)
+def test_larger_blocks_need_larger_shards(recipe: Recipe, rows: int) -> None:
+    """wk of 8B has 1024 rows."""
+    load = measured("8B", recipe, GB200 if rows == 32 else H100, backend="emulate")
+    assert not load.not_coded(Mesh(shard=1024 // rows))
+    (names,) = load.not_coded(Mesh(shard=2048 // rows)).values()
+    assert "attention.wk" in names
+
+
+def test_scales_of_whole_tensors_are_never_cut() -> None:
+    assert not measured("8B", FP8Current(), H100, backend="emulate").not_coded(Mesh(shard=512))
+
+
+def test_a_form_is_gathered_when_its_gemm_runs() -> None:
+    """MXFP8 has one for fprop and one for dgrad; recomputation needs both. The square blocks of NVFP4 serve both."""
+    mesh = Mesh(shard=8)
+    for recipe, bytes_, again in ((MXFP8(), 1 + 1 / 32, 2), (NVFP4(), 0.5 + 1 / 256, 1)):
+        load = measured("8B", recipe, GB200, backend="emulate")
+        weight = next(w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
+        sent = [weight.wire_bytes(mesh), weight.wire_bytes(mesh, backward=True)]
+        sent.append(weight.wire_bytes(mesh, backward=True, repeats=True))
+        assert [each / weight.count for each in sent] == pytest.approx([bytes_, bytes_, again * bytes_])
+
+
+def test_what_is_sent_is_what_a_run_sends() -> None:
+    """Transformer Engine takes whole values, but no parts of layers; the cut divides blocks of 128; others in BF16."""
+    load, down = measured("8B", NVFP4(), GB200), "mlp.down"
+    assert load.not_coded(Mesh(shard=8)).keys() == {"Transformer Engine quantises the weight itself"}
+    assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
+    block = measured("8B", FP8Block(), H100, backend="emulate")
+    divided = block.not_coded(Mesh(shard=2, tensor=16))
+    assert "1024 out features over 16 ranks: a shard of 64 is not whole blocks of 128 (w)" in divided
+    weight = next(w for w in measured("8B", BF16(), H100).kinds[0].weights if w.name.endswith(f"{down}.weight"))
+    assert weight.wire_bytes(Mesh(shard=8)) == 2 * weight.count
+
+
+def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
+    from fp4train.quantize import quantize
+
+    for recipe in (NVFP4(), MXFP8(), FP8Current()):
+        spec = recipe.table()["fprop"].first
+        assert spec is not None
+        found = quantize(torch.randn(48, 64), spec)
+        stored = found.codes.untyped_storage().nbytes() + found.scales.numel() * found.scales.element_size()
+        assert packed_bytes(spec, 48, 64) == stored
+
+
+def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
+    load = measured("405B", NVFP4(), GB200)
+    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
+    staged = {k: v for k, v in cost.parts.items() if k not in ("optimizer", "pipeline sends")}
+    staged = {k: v for k, v in staged.items() if not k.startswith(("first", "norm"))}
+    assert cost.parts["pipeline bubble"] / sum(staged.values()) == pytest.approx(cost.mesh.bubble)
+    assert cost.mesh.bubble == pytest.approx(1 / 9)
+    assert cost.tokens_per_gpu * cost.seconds * cost.mesh.gpus == pytest.approx(cost.tokens)
+    assert cost.tokens == 8 * 8 * SEQ_LEN
+
+
+@pytest.mark.parametrize("shard", [2, 8, 64])
+def test_more_shards_hold_less_and_send_more(shard: int) -> None:
+    load = measured("70B", NVFP4(), GB200)
+    few, many = (cluster_cost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard))
+    assert many.memory.parts["moments"] == pytest.approx(few.memory.parts["moments"] / 2)
+    assert many.memory.total < few.memory.total
+    assert many.collectives[0].sent > few.collectives[0].sent
+
+
+def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
+    load = measured("70B", NVFP4(), GB200)
+    mesh = Mesh(shard=64)
+    kept, again = (cluster_cost(replace(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0))
+    inputs = 80 * SEQ_LEN * 8192 * 2
+    assert again.memory.parts["activations"] == pytest.approx(inputs + load.kinds[0].cost.saved)
+    assert again.memory.total < kept.memory.total
+    assert again.seconds > kept.seconds
+    assert "recomputation" not in kept.parts
+
+
+def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_rest() -> None:
+    load = measured("70B", NVFP4(), GB200)
+    cost = load.kinds[0].cost
+    whole, part, all_parts = (
+        rank_memory(load, mesh).parts["activations"]
+        for mesh in (Mesh(), Mesh(tensor=8, sequence=False), Mesh(tensor=8))
+    )
+    assert all_parts == pytest.approx(whole / 8)
+    assert part == pytest.approx(80 * (cost.whole + (cost.saved - cost.whole) / 8))
+
+
+def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
+    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven float32 sums."""
+    load = measured("8B", NVFP4(), H100, backend="emulate")
+    mesh = Mesh(tensor=8, codes=True)
+    elements, blocks = SEQ_LEN * 4096, 32
+    sent = {each.name: each.sent for each in cluster_cost(load, H100, DGX, mesh).collectives}
+    expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
+    assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
+    plain = {e.name: e.sent for e in cluster_cost(load, H100, DGX, Mesh(tensor=8, joined=True)).collectives}
+    assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
+
+
+def test_accumulated_gradients_are_held_unsharded() -> None:
+    """Gradients are reduced in the last microbatch only."""
+    load = measured("8B", BF16(), H100)
+    one, two = (rank_memory(load, Mesh(shard=8, microbatches=m)).parts["gradients"] for m in (1, 2))
+    assert two - one == 4 * load.parameters
+
+
+def test_the_first_stage_of_1f1b_holds_a_microbatch_per_stage() -> None:
+    load = measured("70B", NVFP4(), GB200)
+    whole = rank_memory(load, Mesh()).parts["activations"]
+    memory = rank_memory(load, Mesh(pipeline=4, microbatches=16))
+    assert memory.stage == 0
+    assert memory.parts["activations"] == pytest.approx(whole)
+
+
+def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None:
+    """And shards round what they send, which is freed after each use."""
+    load = measured("8B", BF16(), H100, compiled=False)
+    inner = sum(w.count for kind in load.order for w in load.kinds[kind].weights if w.plan)
+    for microbatches in (1, 16):
+        memory = rank_memory(load, Mesh(pipeline=4, microbatches=microbatches))
+        assert memory.parts["weights in BF16"] == 2 * inner / 4
+    assert rank_memory(load, Mesh(shard=8)).parts["weights in BF16"] == 0
+    graphs = rank_memory(replace(load, compiled=True), Mesh(pipeline=4, microbatches=16))
+    assert graphs.parts["weights in BF16"] == 4 * 2 * inner / 4, "each pass of a compiled block makes its own"
+
+
+def test_embedding_and_head_count_in_what_is_sent() -> None:
+    """In float32, once per microbatch, and their gradients once per step."""
+    load = measured("8B", NVFP4(), GB200, backend="emulate")
+    outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
+    blocks = sum(w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights)
+    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
+    sent = {each.name: each.sent for each in cost.collectives}
+    assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
+    assert sent["weight gather, backward"] == pytest.approx(7 / 8 * 2 * blocks)
+    assert sent["gradient reduction"] == pytest.approx(7 / 8 * 4 * load.parameters)
+
+
+def test_stages_differ_by_one_block_at_most() -> None:
+    assert [len(part) for part in stages(Mesh(pipeline=8), 126)] == [16] * 6 + [15] * 2
+    assert [part.start for part in stages(Mesh(pipeline=3), 9)] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_every_gpu_has_links(gpu) -> None:  # type: ignore[no-untyped-def]
+    links = INTERCONNECTS[gpu.name]
+    assert links.nvlink > links.network
+    assert links.domain in (8, 72)
+
+
+def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> None:
+    assert Group.of(DGX, 8, 1).link == "NVLink"
+    assert Group.of(DGX, 2, 8).link == "network"
+    assert Group.of(DGX, 16, 1).near == 8
+    assert Group.of(NVL72, 64, 1).link == "NVLink"
+    assert Group.of(NVL72, 128, 1).near == 64
+    near, far = Group.of(DGX, 8, 1).gather_seconds(8e9), Group.of(DGX, 8, 8).gather_seconds(8e9)
+    assert far > 5 * near
+    assert Group.of(DGX, 1, 1).gather_seconds(8e9) == 0
+
+
+def test_a_ring_of_gathers_sends_all_but_the_own_part() -> None:
+    assert Group.of(DGX, 8, 1).sent(8e9) == 7e9
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (Mesh(tensor=16), r"parallel.tp=16 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8"),
+        (Mesh(pipeline=8), r"parallel.pp=8 does not divide the 126 blocks: parallel.pp may be 1, 2, 3, 6, 7, 9"),
+    ],
+)
+def test_a_mesh_that_cannot_cut_the_model_is_refused_with_what_can(mesh: Mesh, message: str) -> None:
+    load = measured("405B", BF16(), H100)
+    assert message in "; ".join(problems(model("405B"), load.distinct, mesh))
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
+    mesh = Mesh(replicate=2, shard=24)
+    assert "train.batch_size=96 or 144 does" in str(batch_problem(100, None, mesh))
+    assert "train.microbatch may be 1, 2" in str(batch_problem(96, 3, mesh))
+    assert batch_problem(96, 2, mesh) is None
+
+
+def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
+    """A family says itself how it is cut; for others the names of Llama hold."""
+
+    class Cut:
+        in_ = ("out",)
+
+    class Named(nn.Module):
+        def fp4train_tensor_cut(self) -> Cut:
+            return Cut()
+
+    assert row_wise(Named()) == {"out"}
+    assert len(row_wise(model("8B"))) == 64
+
+
+def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
+    load = measured("8B", FP8Current(), H100)
+
+    def measure(sequences: int, mesh: Mesh):  # type: ignore[no-untyped-def]
+        return measured("8B", FP8Current(), H100, sequences=sequences)
+
+    found = candidates(model("8B"), measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))
+    fitting = [each for each in found if each.cost.fits]
+    assert fitting
+    assert found[0].cost.seconds == min(each.cost.seconds for each in fitting)
+    assert all(each.cost.mesh.gpus == 16 and each.cost.tokens == 64 * SEQ_LEN for each in found)
+    assert {each.cost.mesh.tensor for each in found} == {1, 2, 4, 8}
+    assert {each.cost.mesh.gather for each in found} == {"bf16"}
+    assert not cluster_cost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, "8 B need 128 GB of state"
+
+
+def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
+    model.cache_clear()
+    started = time.process_time()
+    load = measured("405B", NVFP4(), GB200)
+    cluster_cost(load, GB200, NVL72, Mesh(shard=128, tensor=8))
+    assert time.process_time() - started < 8

@@ -1,0 +1,53 @@
+"""A tiny trained run that studies look at."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import TINY, Cli
+
+from fp4train.cli import main
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with something to learn in it."""
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of steps 3 and 6; tests leave it as it is."""
+    run = tmp_path_factory.mktemp("runs") / "a"
+    data = (f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}")
+    tokenizer = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        main([*TINY, *data, *tokenizer, f"run.dir={run}", "checkpoint.every=3"])
+    assert ended.value.code == 0
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cli(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Cli:
+    """The command line in a working directory that has a copy of the trained run, runs/a."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "runs/a")
+    return Cli(text, tmp_path, capsys)

@@ -1,0 +1,112 @@
+"""The record of a study: what was measured is kept to the bit; what is not this study's is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4train.errors import UserError
+from fp4train.lab.studies.record import MEASUREMENTS, open_record
+
+WHO: dict[str, Any] = {"study": "test", "run": "ab", "weights": "cd"}
+
+
+def make(folder: Path) -> Path:
+    with open_record(folder, WHO, 200) as record:
+        record.add("a", {"nmse": [0.1, 1 / 3]})
+        record.add("b", {"nmse": [5e-324], "loss": -0.0})
+    return folder / MEASUREMENTS
+
+
+def test_a_study_that_goes_on_finds_what_it_measured_to_the_bit(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    before = path.read_bytes()
+    with open_record(tmp_path, WHO, 200) as record:
+        assert "a" in record and "c" not in record
+        assert record["a"] == {"nmse": [0.1, 1 / 3]} and record["b"]["nmse"] == [5e-324]
+        record.add("c", {"nmse": []})
+    assert path.read_bytes().startswith(before)
+    with open_record(tmp_path, WHO, 200) as record:
+        assert list(record.known) == ["a", "b", "c"]
+
+
+def test_a_last_line_that_a_kill_tore_is_measured_again(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    with open_record(tmp_path, WHO, 200) as record:
+        assert list(record.known) == ["a"]
+        record.add("b", {"nmse": [5e-324], "loss": -0.0})
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", ["a number", "a line that is gone", "two lines that changed places"])
+def test_damage_is_refused(tmp_path: Path, damage: str) -> None:
+    path = make(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    if damage == "a number":
+        lines[1] = lines[1].replace("0.1", "0.2")
+    elif damage == "a line that is gone":
+        del lines[1]
+    else:
+        lines[1:] = lines[:0:-1]
+    path.write_text("".join(lines))
+    why = "its checksum differs" if damage == "a number" else "a line before it is missing"
+    damaged = rf"line 2: .*{why}.*remove the file"
+    with pytest.raises(UserError, match=damaged), open_record(tmp_path, WHO, 200):
+        pass
+
+
+def test_the_record_of_another_study_is_refused_and_the_difference_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match=r"another study \(weights: cd there, xy here\).*out="):  # noqa: SIM117
+        with open_record(tmp_path, {**WHO, "weights": "xy"}, 200):
+            pass
+
+
+def test_the_record_of_another_version_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    monkeypatch.setattr("fp4train.lab.studies.record.__version__", "9.9")
+    with pytest.raises(UserError, match=r"record of fp4train .*; this is 9\.9.*go on with that version.*out="):  # noqa: SIM117
+        with open_record(tmp_path, WHO, 200):
+            pass
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MEASUREMENTS).write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
+    with pytest.raises(UserError, match="line 1"), open_record(tmp_path, WHO, 200):
+        pass
+
+
+def test_two_processes_do_not_write_one_record(tmp_path: Path) -> None:
+    with open_record(tmp_path, WHO, 200):  # noqa: SIM117
+        with pytest.raises(UserError, match="in use: another process works on this study"):
+            with open_record(tmp_path, WHO, 200):
+                pass
+
+
+@pytest.mark.parametrize("values", [{"x": float("nan")}, {"x": [float("inf")]}])
+def test_only_finite_values_are_recorded_and_each_once(tmp_path: Path, values: dict[str, Any]) -> None:
+    with open_record(tmp_path, WHO, 200) as record:
+        with pytest.raises(ValueError, match="Out of range float"):
+            record.add("a", values)
+        record.add("a", {})
+        with pytest.raises(ValueError, match="recorded already"):
+            record.add("a", {})
+
+
+def test_a_full_disk_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with open_record(tmp_path, WHO, 200) as record:
+        record.add("a", {"x": 1})
+        with monkeypatch.context() as patched:
+            patched.setattr("fp4train.track.metrics.os.write", full)
+            record.add("b", {"x": 2})
+        record.add("c", {"x": 3})
+    with open_record(tmp_path, WHO, 200) as record:
+        assert list(record.known) == ["a", "b", "c"]

@@ -1,0 +1,253 @@
+"""`fp4train sensitivity` from the command line to its files, and how it spends a budget."""
+
+import errno
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli
+from subjects import subject_of
+
+from fp4train import files
+from fp4train.config import to_config
+from fp4train.errors import UserError
+from fp4train.lab.studies import sensitivity
+from fp4train.lab.studies.gradients import Gradients
+from fp4train.lab.studies.parts import Part
+from fp4train.lab.studies.record import open_record
+from fp4train.lab.studies.sensitivity import Effort, Study, identity_of
+from fp4train.precision import NVFP4
+from fp4train.run.record import directory as run_directory
+
+QUICK = ("recipe=nvfp4", "batches=2", "repeats=1")
+
+
+def result(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "sensitivity.json").read_text())
+    return found
+
+
+@pytest.fixture
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`killed_at(5)`: the process dies as the fifth measurement begins; `killed_at(-1)`: it does not."""
+    original, count, at = Gradients.measure, [0], [-1]
+
+    def measure(self: Gradients, part: Part, batches: range) -> Any:
+        count[0] += 1
+        if count[0] == at[0]:
+            raise SystemExit(137)
+        return original(self, part, batches)
+
+    def choose(number: int) -> None:
+        count[0], at[0] = 0, number
+
+    monkeypatch.setattr(Gradients, "measure", measure)
+    return choose
+
+
+@pytest.mark.long
+def test_a_study_from_the_command_to_a_policy_that_train_takes(cli: Cli) -> None:
+    said = cli.raw("sensitivity", "runs/a", *QUICK)
+    assert said.code == 0, said.err
+    assert "runs/a, step 6: gradients in NVFP4 against FP32, 2 batches of 128 tokens" in said.out
+    for title in (
+        "everything",
+        "under the run's policy",
+        "fprop.w alone",
+        "under the chosen policy",
+        "damage by block",
+    ):
+        assert title in said.out
+    folder = "runs/a/studies/sensitivity-nvfp4-6"
+    found = result(folder)
+    judged = found["policy"]["judged"]
+    assert judged["batches"] == 2 and "judged on the 2 batches after those that chose it" in said.out
+    recorded = (Path(folder) / "measurements.jsonl").read_text()
+    assert '"reference 2-3"' in recorded and '"everything 2-3"' in recorded, "others than those that chose it"
+    assert judged["everything"]["nmse"]["mean"] != found["parts"]["everything"]["nmse"]["mean"]
+    assert found["parts"]["everything"]["nmse"]["mean"] > found["parts"]["nothing"]["nmse"]["mean"] > 0
+    assert set(found["shares"]) == {"GEMMs", "operands", "layers"} and len(found["pareto"]) > 1
+    assert (Path(folder) / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    kept = found["policy"]["keep"]
+    plan = cli.raw("plan", "resume=runs/a", "run.name=b", f"policy={folder}/policy.yaml", "phases=none", "full=true")
+    assert plan.code == 0, plan.err
+    for pattern in kept:
+        assert f"policy.keep={pattern}" in plan.out
+    again = cli.raw("resume=runs/a", "run.name=b", f"policy={folder}/policy.yaml", "train.steps=7")
+    assert again.code == 0, again.err
+    assert list(to_config(run_directory.read_config(Path("runs/b"))).policy.keep) == kept
+
+
+@pytest.mark.long
+def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(cli: Cli, killed_at: Any) -> None:
+    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=whole").code == 0
+    killed_at(9)
+    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=cut").code == 137
+    measured = (Path("cut") / "measurements.jsonl").read_bytes()
+    assert measured.count(b'"key"') == 9, "the reference and eight parts"
+    killed_at(-1)
+    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=cut").code == 0
+    assert result("cut") == result("whole")
+    assert (Path("cut") / "measurements.jsonl").read_bytes() == (Path("whole") / "measurements.jsonl").read_bytes()
+    killed_at(1)
+    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=whole").code == 0, "nothing is measured again"
+
+
+@pytest.mark.long
+def test_a_full_disk_at_the_end_loses_nothing(cli: Cli, killed_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = files.write
+
+    def full(path: Path, *rest: Any, **options: Any) -> None:
+        if path.name == "sensitivity.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(path, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write", full)
+        said = cli.raw("sensitivity", "runs/a", *QUICK)
+        assert said.code == 1 and "No space left on device" in said.message and "when there is room" in said.message
+    killed_at(1)
+    assert cli.raw("sensitivity", "runs/a", *QUICK).code == 0
+
+
+def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
+    said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
+    assert said.code == 0, said.err
+    assert "1 batch of 128 tokens" in said.out and "A single batch has no interval; give more batches." in said.out
+    assert "|G|²" not in said.out, "it needs products of two batches"
+    everything = result("runs/a/studies/sensitivity-mxfp8-6")["parts"]["everything"]
+    assert everything["nmse"]["interval"] is everything["nmse"]["error"] is everything["bias2"] is None
+
+
+@pytest.mark.long
+def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
+    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "step=3").code == 0
+    run_directory.Folder.open(Path("runs/a")).remove_folder("checkpoints")
+    said = cli.raw("sensitivity", "runs/a", *QUICK)
+    assert "no checkpoint yet; step=0 studies its model as it was initialised" in said.message
+    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "step=0").code == 0
+    names = sorted(path.name for path in Path("runs/a/studies").iterdir())
+    assert names == ["sensitivity-mxfp8-0", "sensitivity-mxfp8-3"]
+
+
+def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
+    words = ("recipe=mxfp8", "batches=1", "cells=true", "gpu=B200", "cost=3")
+    said = cli.raw("sensitivity", "runs/a", *words, "out=cells")
+    assert said.code == 0, said.err
+    found = result("cells")
+    assert found["cells"]["blocks.0.mlp.up"].keys() == {
+        "fprop.x",
+        "fprop.w",
+        "dgrad.dy",
+        "dgrad.w",
+        "wgrad.dy",
+        "wgrad.x",
+    }
+    assert all(len(each["gemms"]) == 1 for each in found["pareto"][-1]["kept"])
+    assert found["gpu"] == "B200" and found["policy"]["time"] <= 3 and "of the time in BF16 on" in said.out
+
+
+def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
+    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=here").code == 0
+    said = cli.raw("sensitivity", "runs/a", *QUICK, "out=here")
+    assert "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message and "out=…" in said.message
+
+
+def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:
+    """The same keys and seed: the same weights, batches and numbers, whether a run began with them or not."""
+    keys = [*cli.tiny(), "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"]
+    said = cli.raw("sensitivity", "model=llama_tiny", *keys, *QUICK)
+    assert said.code == 0, said.message
+    assert "llama_tiny-nvfp4, not trained, step 0: gradients in NVFP4" in said.out
+    folder = Path("runs/studies/sensitivity-llama_tiny-nvfp4")
+    assert cli.raw("sensitivity", "runs/a", "step=0", *QUICK).code == 0
+    found, of_run = (
+        json.loads((each / "sensitivity.json").read_text())
+        for each in (folder, Path("runs/a/studies/sensitivity-nvfp4-0"))
+    )
+    assert found["parts"] == of_run["parts"] and found["policy"] == of_run["policy"]
+    again = cli.raw(
+        "sensitivity", "model=llama_tiny", *(key for key in keys if "seq_len" not in key), "train.seq_len=16", *QUICK
+    )
+    assert again.code == 1 and "another study" in again.message, "another configuration of that name"
+
+
+BAD = {
+    "no run": (["recipe=nvfp4"], "sensitivity needs one run directory, or model=…: fp4train sensitivity RUN"),
+    "a step of no run": (["model=llama_tiny", "step=3"], "step=3 is of a run: give its directory"),
+    "weights of a run": (
+        ["model=llama_tiny", "init=runs/a"],
+        "init=runs/a: to study the weights of a run give its dir",
+    ),
+    "two runs": (["runs/a", "runs/b"], "sensitivity needs one run directory"),
+    "not a run": (["runs/x"], "runs/x is not a run directory"),
+    "a sweep": (["runs/a", "-m", "recipe=nvfp4,mxfp8"], "one recipe at a time"),
+    "two recipes": (["runs/a", "recipe=nvfp4,mxfp8"], "holds several values"),
+    "an unknown recipe": (["runs/a", "recipe=nvfp5"], "did you mean 'nvfp4'"),
+    "a recipe that quantises nothing": (["runs/a", "recipe=fp32"], "quantises nothing"),
+    "an unknown step": (["runs/a", "step=4"], "no checkpoint of step 4; it has 3, 6"),
+    "a step that is none": (["runs/a", "step=last"], "step='last' must be the step of a checkpoint"),
+    "resume": (["runs/a", "resume=runs/a"], "sensitivity RUN names the run"),
+    "no batch": (["runs/a", "batches=0"], "batches='0' must be a whole number from 1"),
+    "more batches than there are": (["runs/a", "batches=999"], "the policy is judged on some that did not choose it"),
+    "a budget that is none": (["runs/a", "budget=soon"], "must be a duration above 0: 90s, 5min, 1h"),
+    "a budget and batches": (["runs/a", "budget=1h", "batches=4"], "leave batches=… out"),
+    "a budget too small": (["runs/a", "budget=0.001s"], "is too small: 1 of the 26 first measurements took"),
+    "a share below 0": (["runs/a", "keep=-1"], "keep='-1' must be a number ≥ 0"),
+    "a cost without a GPU": (["runs/a", "cost=0.5"], "give gpu=B200 with it, and no keep=…"),
+    "an option twice": (["runs/a", "keep=0.1", "keep=0.2"], "keep=… is given twice"),
+    "cells": (["runs/a", "cells=some"], "cells=some: true or false"),
+    "another model": (["runs/a", "model.width=64"], "model.width: 32 → 64"),
+    "a name for the run": (["runs/a", "run.name=b"], "leave them out"),
+    "an unknown key": (["runs/a", "batch=4"], "unknown key 'batch'"),
+    "a policy that is no file": (["runs/a", "policy=my.yaml"], "policy=my.yaml: there is no such file"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD.keys())
+def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(cli: Cli, words: list[str], message: str) -> None:
+    said = cli.raw("sensitivity", *words)
+    assert said.code == 1 and message in said.message
+    assert not Path("runs/a/studies").exists() or "budget" in words[-1]
+
+
+def test_a_budget_is_spent_where_the_intervals_are_widest(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement takes a second of a clock that stands still otherwise, and one layer has the widest interval."""
+    subject, effort, now, seen = subject_of(trained), Effort(batches=None, budget=32.0), [0.0], Counter[str]()
+
+    def measure(self: Gradients, part: Part, batches: range) -> dict[str, Any]:
+        now[0] += 1.0
+        seen[part.name] += 1
+        errors = [0.1 + 0.05 * (b % 2) for b in batches] if part.what == "blocks.0.mlp.up" else [0.1] * len(batches)
+        zeros = [[0.0] * len(batches) for _ in batches]
+        same = {key: [0.0] * len(batches) for key in ("cosine", "loss", "output", "variance")}
+        return {"error": errors, "gram": zeros, "layers": [[] for _ in batches], **same}
+
+    monkeypatch.setattr(Gradients, "measure", measure)
+    monkeypatch.setattr(sensitivity.time, "perf_counter", lambda: now[0])
+    with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step) as record:
+        study = Study(subject, NVFP4(), effort, record)
+        study.run(lambda *_: None)
+    assert len(seen) == 26 and sum(seen.values()) == 29, "three measurements are left for judging the policy"
+    assert {name for name, count in seen.items() if count > 1} == {"layer/blocks.0.mlp.up"}
+
+
+@pytest.mark.parametrize("wrong", [{"budget": 5.0}, {"batches": None}, {"batches": 0}, {"repeats": 0}])
+def test_an_effort_is_batches_or_a_budget(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"batches|repeats"):
+        Effort(**wrong)
+
+
+def test_a_study_cannot_go_on_with_other_weights(trained: Path, tmp_path: Path) -> None:
+    effort = Effort()
+    for step, message in ((3, None), (6, "another study")):
+        subject = subject_of(trained, step=step)
+        try:
+            with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step):
+                assert message is None
+        except UserError as error:
+            assert message is not None and message in str(error)

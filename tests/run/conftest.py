@@ -1,0 +1,93 @@
+"""Fixtures of whole runs; see `command_line`."""
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Before, Cli, StopAt
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_as_in_a_terminal() -> None:
+    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with something to learn in it."""
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves take longer than a tiny run; tests of them ask for them."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        monkeypatch.setattr("fp4train.lab.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Asks for curves to be drawn."""
+
+
+@pytest.fixture
+def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Cli(text, tmp_path, capsys)
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> StopAt:
+    """`stop_at(4)`: the next run dies without a word as step 4 begins, as if by kill -9; `stop_at(-1)`: none does."""
+    import fp4train.train as loop
+
+    original = loop.train_step
+    where = [-1]
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        if run.step == where[0]:
+            raise SystemExit(137)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+    def choose(step: int) -> None:
+        where[0] = step
+
+    return choose
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Before:
+    """`before(3, act)`: `act(run)` is called as step 3 begins."""
+    import fp4train.train as loop
+
+    original, acts = loop.train_step, {}
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        acts.pop(run.step, lambda run: None)(run)
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return acts.__setitem__

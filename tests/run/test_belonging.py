@@ -1,0 +1,224 @@
+"""State belongs to a run: foreign, changed and lost parts are named."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import (
+    PATIENCE,
+    STEADY,
+    Before,
+    Cli,
+    StopAt,
+    events,
+    left,
+    losses,
+    reseal,
+    steps,
+)
+
+from fp4train.run.supervise.saving import Outcome, Saver
+
+
+def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
+    for name in ("a", "b"):
+        assert cli(f"run.name={name}", "train.steps=1", *STEADY).code == 0
+    shutil.rmtree("runs/a/checkpoints")
+    shutil.copytree("runs/b/checkpoints", "runs/a/checkpoints")
+    said = cli("resume=runs/a", "train.steps=2").message
+    assert "is a checkpoint of run" in said and "another run left it there" in said
+
+
+def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
+    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=2").code == 137
+    stop_at(-1)
+    for path in Path("runs/a/checkpoints").iterdir():
+
+        def older(state: dict[str, Any]) -> None:
+            for key in ("run", "swaps", "metrics"):
+                del state[key]
+
+        reseal(path, lambda held: None, older)
+    config = Path("runs/a/config.yaml")
+    saved = yaml.safe_load(config.read_text())
+    del saved["checkpoint"]["also"], saved["train"]["step_timeout"]
+    config.write_text(yaml.safe_dump(saved))
+    assert cli("resume=runs/a", *cli.paths).code == 0
+    assert losses("runs/a") == losses("runs/whole")
+    assert config.read_text().startswith("# fp4train run ")
+
+
+def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    path = Path("runs/a/config.yaml")
+    good = path.read_bytes()
+    header, signed = good.index(b"\n"), good.index(b" signed ")
+    for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
+        bad = bytearray(good)
+        bad[place] ^= 1
+        path.write_bytes(bad)
+        ended = cli.raw("resume=runs/a", "train.steps=2", *(cli.paths if place < signed else ()))
+        assert ended.code == 1, place
+        told = "was changed after the run had written it" in ended.message
+        other = "has the signature of another user" if place > signed else "is a checkpoint of run"
+        assert told or (place < header and other in ended.message), place
+    path.write_bytes(good)
+    assert cli("resume=runs/a", "train.steps=2").code == 0
+
+
+HOSTILE = {
+    "pairs": "run: !!pairs [{name: '${oc.env:HOME}'}]",
+    "pairs below": "run: {name: !!pairs [{name: '${oc.env:HOME}'}]}",
+    "an interpolation for a key": "run: {'${oc.env:HOME}': 1}",
+    "a bomb of aliases": "a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\nrun: {name: *c}",
+    "a cycle": "run: &a {name: *a}",
+    "a set": "run: {name: !!set {a, b}}",
+    "a date": "run: {name: 2020-01-01}",
+    "bytes": "run: {name: !!binary aGVsbG8=}",
+    "depth": "run: " + "[" * 50_000,
+    "no text": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_configuration_is_refused_with_one_line_that_tells_nothing(cli: Cli, text: str) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text(text)
+    said = cli.raw("resume=runs/a", "train.steps=2").message
+    assert said.startswith("runs/a/config.yaml") and os.environ["HOME"] not in said
+
+
+def test_a_record_of_swaps_that_is_lost_is_written_anew(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
+    stop_at(5)
+    assert cli("resume=runs/a", "recipe=bf16").code == 137
+    stop_at(-1)
+    Path("runs/a/swaps.json").unlink()
+    again = cli("resume=runs/a")
+    assert again.code == 0 and "swaps.json is missing; it is written anew from the checkpoint of step 4" in again.err
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 2 + ["BF16"] * 4
+
+
+def test_a_record_of_swaps_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
+    stop_at(5)
+    assert cli("resume=runs/a", "recipe=bf16").code == 137
+    stop_at(-1)
+    path = Path("runs/a/swaps.json")
+    good = path.read_text()
+    path.write_text(good.replace("precision.BF16", "precision.FP32"))
+    assert "was changed after it had been recorded" in cli("resume=runs/a").message
+    path.write_text("[]")
+    assert "is not what the checkpoint of step 4 was trained with" in cli("resume=runs/a").message
+    path.write_text(good)
+    assert cli("resume=runs/a").code == 0
+
+
+def test_a_request_whose_removal_was_cut_off_is_not_carried_out_twice(
+    cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fp4train.run.record.requests as requests
+
+    stop_at(2)
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
+    assert cli.raw("swap", "runs/a", "recipe=bf16").code == 0
+    stop_at(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "_set_aside", lambda *_: None)  # the kill comes before it
+        assert cli("resume=runs/a").code == 137
+    assert left("runs/a") == [".taken"]
+    stop_at(-1)
+    assert cli("resume=runs/a").code == 0
+    assert [s["step"] for s in json.loads(Path("runs/a/swaps.json").read_text())] == [2]
+    assert left("runs/a") == []
+
+
+def test_metrics_that_were_cut_are_said_to_be_incomplete(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=4", *STEADY).code == 137
+    stop_at(-1)
+    path = Path("runs/a/metrics.jsonl")
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:3]))
+    again = cli("resume=runs/a")
+    assert again.code == 0 and "is cut off" in again.err and "2 steps of 3–4 are missing" in again.err
+    assert "2 steps of 3–4 are missing" in events("runs/a", "metrics mended")[0]["found"]
+
+
+def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_report(cli: Cli) -> None:
+    options = ("eval.errors_every=1", "checkpoint.every=1", *STEADY)
+    assert cli("run.name=a", "train.steps=1", *options).code == 0
+    assert cli("resume=runs/a", "train.steps=2").code == 0
+    whole = cli.raw("report", "runs/a")
+    assert whole.code == 0 and "is left out" not in whole.err + Path("report.html").read_text()
+    ends = {"statistics.bin": b"f4s1", "history.jsonl": b'{"event"', "metrics.jsonl": b'{"step": 2, "train/'}
+    for name, last in ends.items():
+        data = Path("runs/a", name).read_bytes()
+        Path("runs/a", name).write_bytes(data[: data.rindex(last)])
+    assert cli.raw("report", "runs/a").code == 0
+    shown = Path("report.html").read_text()
+    reasons = ("statistics.bin is cut off (", "history.jsonl lacks records that the checkpoint saw")
+    assert all(f"runs/a/{reason}" in shown for reason in reasons) and shown.count("(it is left out)") == 2
+    assert "runs/a/metrics.jsonl is cut off (" in shown
+    again = cli("resume=runs/a", "train.steps=3")
+    assert again.code == 0 and all(f"runs/a/{reason}" in again.err for reason in reasons)
+    found = events("runs/a", "metrics mended")[0]["found"]
+    assert len(found) == 4 and "1 steps of 2–2 are missing" in found
+
+
+def test_a_damaged_line_of_the_metrics_does_not_block_a_resume(cli: Cli, stop_at: StopAt) -> None:
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=4", *STEADY).code == 137
+    stop_at(-1)
+    path = Path("runs/a/metrics.jsonl")
+    damaged = path.read_bytes().replace(b'{"step": 2', b'{"stXp": 2')
+    path.write_bytes(damaged)
+    again = cli("resume=runs/a")
+    assert again.code == 0 and "was damaged and is left out" in again.err
+    assert Path("runs/a/metrics.jsonl.damaged").read_bytes() == damaged
+    assert sorted(losses("runs/a")) == [1, 3, 4, 5, 6]
+
+
+def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 0
+    before = Path("runs/a/metrics.jsonl").read_bytes()
+    shutil.rmtree("runs/a/checkpoints")
+    assert "its checkpoints are gone" in cli("run.name=a", "checkpoint.every=2", *STEADY).message
+    Path("runs/a/heartbeat.json").unlink()
+    assert "its checkpoints are gone" in cli("run.name=a", "checkpoint.every=2", *STEADY).message
+    assert Path("runs/a/metrics.jsonl").read_bytes() == before
+    assert cli("run.name=a", "checkpoint.every=2", "run.overwrite=true", *STEADY).code == 0
+
+
+def test_a_kill_before_the_first_checkpoint_is_whole_does_not_end_the_restarts(
+    cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = threading.Event()
+
+    def write(self: Saver, step: int, *given: Any, **options: Any) -> Outcome:
+        killed.wait(PATIENCE)  # on a slow disk, so that the kill comes before the end of it
+        return Outcome(step=step, problem="killed")
+
+    def kill(run: Any) -> None:
+        killed.set()
+        raise SystemExit(137)
+
+    command = ("run.name=a", "checkpoint.every=3", *STEADY)
+    before(5, kill)
+    with monkeypatch.context() as patched:
+        patched.setattr(Saver, "_write", write)
+        assert cli(*command).code == 137
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4] and not steps()
+    Path("runs/a/heartbeat.json").unlink(missing_ok=True)  # a kill comes before the first one, too
+    again = cli(*command)
+    assert again.code == 0, again.err
+    assert sorted(losses("runs/a")) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,126 @@
+"""The rule that tells a divergence from noise, and the places of the batches after some were skipped."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from fp4train.config.binding import bind
+from fp4train.errors import UserError
+from fp4train.run.supervise.divergence import PERSIST, Divergence
+
+DEFAULT: list[float] = json.loads((Path(__file__).parent / "default_losses.json").read_text())
+"""The training losses of `fp4train`, 300 steps."""
+
+
+def seen_at(losses: Iterable[float]) -> int | None:
+    """The first step whose loss tells that a run diverged."""
+    found = Divergence()
+    for step, loss in enumerate(losses):
+        found.add(step, loss)
+        if found.seen:
+            return step
+    return None
+
+
+def test_the_default_run_raises_no_alarm() -> None:
+    found = Divergence()
+    for step, loss in enumerate(DEFAULT):
+        found.add(step, loss)
+        assert found.since is None, step
+    assert not found.ends_above_its_beginning(300)
+
+
+NOISE: dict[str, Callable[[random.Random, float], float]] = {
+    "a tenth of a nat": lambda draw, loss: loss + draw.gauss(0, 0.1),
+    "half a nat": lambda draw, loss: loss + draw.gauss(0, 0.5),
+    "one batch in ten up to four nats higher": lambda draw, loss: (
+        loss + draw.gauss(0, 0.1) + (draw.uniform(1, 4) if draw.random() < 0.1 else 0)
+    ),
+    "exponential spikes": lambda draw, loss: loss + (draw.expovariate(0.3) if draw.random() < 0.1 else 0),
+    "heavy tails": lambda draw, loss: loss + 0.1 * math.tan(math.pi * (draw.random() - 0.5)),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_of_small_batches_raises_no_alarm(noise: str) -> None:
+    for seed in range(5):
+        draw = random.Random(seed)
+        losses = [NOISE[noise](draw, 1.5 + 4 * math.exp(-step / 200)) for step in range(2000)]
+        assert seen_at(losses) is None, seed
+
+
+def test_a_small_step_up_as_by_a_swap_raises_no_alarm() -> None:
+    assert seen_at([*DEFAULT, *(loss * 1.15 for loss in DEFAULT[-60:])]) is None
+
+
+@pytest.mark.parametrize("step", [1, 20, 50, 150, 299])
+def test_a_ruined_weight_is_seen_after_five_losses(step: int) -> None:
+    draw = random.Random(step)
+    ruined = [2 * math.log(320) + draw.gauss(0, 0.1) + (20 if step == 1 else 0) for _ in range(8)]
+    assert seen_at([*DEFAULT[:step], *ruined]) == step + PERSIST - 1
+
+
+@pytest.mark.parametrize("step", [5, 20, 30, 50, 150, 290])
+def test_weights_that_tell_nothing_any_more_are_seen_at_once_or_at_the_end(step: int) -> None:
+    """One flipped bit takes the loss to that of equally likely bytes. While the run has learned little that is not far
+    above its past."""
+    draw, found, seen = random.Random(step), Divergence(), None
+    for number in range(300):
+        found.add(number, DEFAULT[number] if number < step else math.log(320) + draw.gauss(0, 0.05))
+        seen = number if found.seen and seen is None else seen
+    assert seen == step + PERSIST - 1 if step >= 30 else found.ends_above_its_beginning(300)
+
+
+def test_a_loss_that_stays_just_above_its_beginning_after_one_that_was_huge_is_seen() -> None:
+    """As a rate of 1e3 leaves it: weights so large that every token is as likely as another."""
+    assert seen_at([5.49, 7_345_822.5, 5.77, 5.77, 5.77, 5.77]) == 5
+
+
+def test_a_single_outlier_is_noise_and_does_not_blind() -> None:
+    spiked = [*DEFAULT[:100], 1e6, *DEFAULT[100:110]]
+    assert seen_at(spiked) is None
+    assert seen_at([*spiked, *[8.0] * 5]) == 115
+
+
+def test_a_divergence_is_over_after_five_losses_within_its_past() -> None:
+    found = Divergence()
+    for step, loss in enumerate([*DEFAULT[:100], *[50.0] * 20, *DEFAULT[100:104]]):
+        found.add(step, loss)
+    assert found.seen and found.since == 100
+    found.add(124, DEFAULT[104])
+    assert not found.seen and found.since is None and max(found.past) < 5
+
+
+@pytest.mark.parametrize(("last", "above"), [(5.4, False), (5.5, False), (5.8, True), (100.0, True)])
+def test_a_run_that_ends_above_where_it_began(last: float, above: bool) -> None:
+    found = Divergence()
+    for step, loss in enumerate([*(5.4 + 0.001 * step for step in range(100)), *[last] * 5]):
+        found.add(step, loss)
+    assert found.ends_above_its_beginning(105) == above
+
+
+def test_batches_are_skipped_once_and_stay_skipped() -> None:
+    found = Divergence(since=12, high=5, past=(1.0,))
+    once = found.rewind(10, 17)
+    assert once.skips == ((10, 7),) and once.record == {"diverged": 13, "skipped": [10, 16]}
+    found.skips = once.skips
+    assert [step + found.skipped(step) for step in (9, 10, 20)] == [9, 17, 27]
+    later = found.rewind(15, 20)
+    assert later.skips == ((10, 7), (15, 12)) and later.record["skipped"] == [22, 26]
+    further = found.rewind(5, 20)
+    assert further.skips == ((5, 22),), "what was skipped before lies among them"
+
+
+def test_the_state_is_restored_and_nonsense_is_refused() -> None:
+    found = Divergence()
+    for step, loss in enumerate([*DEFAULT[:40], 9.0, 9.0]):
+        found.add(step, loss)
+    assert bind(json.loads(json.dumps(asdict(found))), Divergence, "divergence") == found
+    for wrong in ({"since": 3}, {"high": 5}, {"since": 1, "high": 1}, {"skips": [[-1, 3]]}, {"past": ["a"]}, {"x": 1}):
+        with pytest.raises(UserError):
+            bind(wrong, Divergence, "divergence")

@@ -1,0 +1,140 @@
+"""Every ending saves: signals, exceptions, and a directory that goes away."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import (
+    STEADY,
+    Before,
+    Cli,
+    events,
+    lines,
+    losses,
+    steps,
+    wait_for,
+)
+
+from fp4train import checkpoint
+from fp4train.checkpoint import CheckpointError
+from fp4train.run.supervise import rescue
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+def test_signals_of_schedulers_end_a_run_saved(cli: Cli, before: Before, number: signal.Signals) -> None:
+    def twice(run: Any) -> None:
+        os.kill(os.getpid(), number)
+        if number != signal.SIGQUIT:
+            os.kill(os.getpid(), number)  # the system repeats SIGXCPU every second
+
+    before(2, twice)
+    ours = signal.signal(number, signal.SIG_DFL)  # a shell's background process ignores some, and so would the run
+    try:
+        ended = cli("run.name=a", "train.steps=6", *STEADY)
+    finally:
+        signal.signal(number, ours)
+    assert ended.code == 128 + number and f"stopped by {number.name}, resume=runs/a goes on" in ended.out
+    assert steps() == [3]
+
+
+def test_a_signal_whose_save_fails_promises_nothing(cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*rest: Any, **options: Any) -> Path:
+        raise CheckpointError("No space left on device.")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(rescue, "PAUSES", ())
+    before(2, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    ended = cli("run.name=a", *STEADY)
+    assert ended.code == 128 + signal.SIGTERM
+    assert "its end is not saved" in ended.out and "goes on" not in ended.out
+
+
+def test_any_exception_saves_what_was_before_it(cli: Cli, before: Before) -> None:
+    def fail(run: Any) -> None:
+        raise RuntimeError("of somebody's plugin")
+
+    before(3, fail)
+    assert cli.raw(*cli.tiny("run.name=a", "checkpoint.every=0", *STEADY)).code == 1
+    assert steps() == [3]
+    assert "of somebody's plugin" in events("runs/a", "error")[0]["message"]
+    assert cli("resume=runs/a").code == 0
+    assert cli("run.name=whole", *STEADY).code == 0
+    assert losses("runs/a") == losses("runs/whole")
+
+
+def test_an_exception_amid_an_update_saves_no_torn_weights(cli: Cli, before: Before) -> None:
+    def tear(run: Any) -> None:
+        def step(*_: Any) -> None:
+            raise RuntimeError("half-way")
+
+        run.optimizer.step = step
+
+    before(3, tear)
+    ended = cli.raw(*cli.tiny("run.name=a", "checkpoint.every=2", *STEADY))
+    assert ended.code == 1 and "interrupted while the weights were updated" in ended.err
+    assert steps() == [2]
+
+
+@pytest.mark.long
+def test_a_damaged_record_of_swaps_refuses_a_swap_and_not_the_run(cli: Cli, before: Before) -> None:
+    def ask(run: Any) -> None:
+        cli.raw("swap", "runs/a", "recipe=bf16")
+        Path("runs/a/swaps.json").write_text("{{{")
+
+    before(1, ask)
+    ended = cli("run.name=a", "train.steps=4", *STEADY)
+    assert ended.code == 0 and "swaps.json cannot be read" in events("runs/a", "swap refused")[0]["reason"]
+
+
+@pytest.mark.parametrize("at", [2, 3], ids=["while it trains", "at its end"])
+def test_a_directory_that_is_moved_is_noticed_and_gets_the_checkpoint(cli: Cli, before: Before, at: int) -> None:
+    def move(run: Any) -> None:
+        os.rename("runs/a", "runs/moved")
+
+    before(at, move)
+    ended = cli("run.name=a", "train.steps=4", "checkpoint.every=0", *STEADY)
+    assert ended.code == 1 and "runs/a was moved to" in ended.message
+    assert steps("runs/moved") and not Path("runs/a/checkpoints").exists()
+
+
+def test_a_directory_that_is_removed_is_noticed(cli: Cli, before: Before) -> None:
+    before(2, lambda run: shutil.rmtree("runs/a"))
+    ended = cli("run.name=a", "train.steps=4", *STEADY)
+    assert ended.code == 1 and "runs/a was removed while the run trained in it" in ended.message
+
+
+def test_a_lock_that_is_removed_is_noticed(cli: Cli, before: Before) -> None:
+    before(2, lambda run: Path("runs/a/.lock").unlink())
+    ended = cli("run.name=a", "train.steps=4", *STEADY)
+    assert ended.code == 1 and "runs/a/.lock was removed" in ended.message
+    assert steps() == [4], "nobody else trains there: it is saved"
+
+
+def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> None:
+    pid, terminal = os.forkpty()
+    if pid == 0:
+        os.chdir(cli.folder)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=100000", *STEADY)]
+        os.execve(sys.executable, command, {**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for(lambda: Path("runs/a/metrics.jsonl").exists() and len(lines("runs/a")) > 3)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert steps() == [max(losses("runs/a"))]
+
+
+def test_a_run_whose_standard_streams_are_closed_trains_and_ends_with_0(cli: Cli) -> None:
+    command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=2", *STEADY)]
+    ended = subprocess.run(
+        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0 and steps() == [2]
+    assert sorted(losses("runs/a")) == [1, 2]

@@ -1,0 +1,191 @@
+"""A GPU that is too old, runs out of memory in a step, or vanishes: what the user is told, and what is there to go on.
+
+torch's own errors are raised where torch raises them, so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from command_line import Cli, losses
+
+import fp4train.train as loop
+from fp4train import checkpoint, hardware
+from fp4train.backends.te import availability
+from fp4train.errors import UserError
+from fp4train.hardware import Device
+from fp4train.precision import NVFP4
+from fp4train.precision.layers import Layer
+from fp4train.precision.plan import resolve
+from fp4train.quantize import QuantSpec, quantizer
+from fp4train.quantize.quantizer import _say
+from fp4train.run.build import choose_device
+from fp4train.run.supervise import gpu, rescue
+
+STEADY = ("phases=none", "schedule=constant", "checkpoint.every=2", "eval.every=0")
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1 GiB is free.\n"
+    "More about fragmentation"
+)
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be …")
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool], None]:
+    """`fail_at(3, error, dead)`: the backward pass of step 3 raises; `dead`: so does all that touches the GPU after."""
+    backward, scaling = loop.forward_and_backward, loop.Run.load_scaling
+
+    def set_up(step: int, error: Exception, dead: bool) -> None:
+        failed = False
+
+        def forward_and_backward(run: Any, recipe: Any, rows: Any) -> Any:
+            nonlocal failed
+            found = backward(run, recipe, rows)
+            if run.step == step:
+                failed = True
+                raise error
+            return found
+
+        def touch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if failed and dead:
+                    raise error
+                return original(*arguments, **options)
+
+            return call
+
+        monkeypatch.setattr(loop, "forward_and_backward", forward_and_backward)
+        monkeypatch.setattr(loop.Run, "load_scaling", touch(scaling))
+        monkeypatch.setattr(rescue, "finite_weights", touch(rescue.finite_weights))
+
+    return set_up
+
+
+def test_out_of_memory_in_a_step_says_what_to_reduce_by_the_plans_numbers_and_the_run_goes_on(
+    cli: Cli, fail_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context():
+        fail_at(3, OUT_OF_MEMORY, False)
+        ended = cli("run.name=a", "train.batch_size=4", *STEADY)
+    assert ended.code == 1
+    assert "runs/a: step 3 does not fit into memory: CUDA out of memory. Tried to allocate 2.00 GiB." in ended.message
+    assert "A forward pass of 4 × " in ended.message and "GiB for the backward of the linear layers" in ended.message
+    assert "The checkpoint of step 3 stays: resume=runs/a goes on with train.microbatch=2 (the same" in ended.message
+    assert "model.recompute=true" in ended.message
+    assert "Traceback" not in ended.message
+    monkeypatch.undo()
+
+
+def test_a_microbatch_of_one_sequence_cannot_be_smaller(cli: Cli, fail_at: Any) -> None:
+    fail_at(1, OUT_OF_MEMORY, False)
+    ended = cli("run.name=a", "train.batch_size=4", "train.microbatch=1", "model.recompute=true", *STEADY)
+    assert "train.microbatch=" not in ended.message
+    assert "goes on with a smaller model or train.seq_len, or more GPUs" in ended.message
+
+
+def test_a_gpu_that_vanishes_is_named_and_the_checkpoint_before_it_stays(cli: Cli, fail_at: Any) -> None:
+    fail_at(3, LOST, True)
+    ended = cli("run.name=a", *STEADY)
+    assert ended.code == 75, "a launcher may start it again"
+    assert "runs/a: the GPU failed in step 3 (cpu, cpu): CUDA error: unspecified launch failure." in ended.message
+    assert "This process cannot use it any more" in ended.message
+    assert "The checkpoint of step 2 stays: resume=runs/a goes on" in ended.message
+    assert checkpoint.steps(cli.folder / "runs" / "a" / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "explained"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(…)`"), True),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, remote process exited"), True),
+        (RuntimeError("shape '[3]' is invalid for input of size 4"), False),
+        (ValueError("CUDA error: not torch's"), False),
+    ],
+    ids=str,
+)
+def test_only_errors_of_the_gpu_are_told_as_such(cli: Cli, fail_at: Any, error: Exception, explained: bool) -> None:
+    fail_at(1, error, False)
+    ended = cli("run.name=a", *STEADY)
+    assert ended.code == (75 if explained else 1)
+    assert ("the GPU failed in step 1" in ended.err) == explained
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    what = rf"device={name}: Tesla T4 has compute capability 7\.5 and no BF16 products, which need 8\.0; use device=cpu"
+    with pytest.raises(UserError, match=what):
+        choose_device(name)
+    assert choose_device("cpu").type == "cpu"
+
+
+def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update.\nmore")
+
+    monkeypatch.setattr(gpu, "driver_version", lambda: "535.54.03")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert "CUDA does not start (The NVIDIA driver on your system is too old" in hardware.why_no_gpu()
+    monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "fp4train"):
+        assert choose_device("auto").type == "cpu"
+    assert "the run uses the CPU: a driver is here, and CUDA does not start" in caplog.text
+    with pytest.raises(UserError, match="torch sees no GPU here"):
+        choose_device("cuda")
+
+
+def test_a_transformer_engine_built_for_another_torch_is_named_and_the_recipe_runs_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c104impl3cow\nmore")
+
+    monkeypatch.setattr(availability, "version", lambda: (2, 20, 2))
+    monkeypatch.setattr(availability.importlib, "import_module", broken)
+    layer = Layer(name="mlp.up", in_features=64, out_features=64, block=0, blocks=1)
+    ada = Device(type="cuda", name="NVIDIA L4", capability=(8, 9))
+    plan = resolve(layer, NVFP4(), None, "auto", ada)
+    assert plan.fprop.backend == "emulate"
+    assert "Transformer Engine 2.20.2 is installed but does not load: transformer_engine_torch.so" in plan.fprop.why
+    with pytest.raises(ValueError, match=r"backend=te cannot run NVFP4 .* undefined symbol.* run it by emulate"):
+        resolve(layer, NVFP4(), None, "te", ada)
+
+
+def test_without_triton_the_reference_quantises_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fp4train.quantize.triton.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
+    quantizer.cache_clear()
+    monkeypatch.setattr(sys.modules[quantizer.__module__], "_say", functools.cache(_say.__wrapped__))
+    try:
+        with caplog.at_level(logging.INFO, "fp4train"):
+            chosen = quantizer(QuantSpec(), "cuda")
+            quantizer(QuantSpec(rounding="stochastic"), "cuda")
+    finally:
+        quantizer.cache_clear()
+    assert chosen.kernel == "reference" and "pip install 'fp4train[triton]'" in str(chosen.why)
+    said = {id(record): record.getMessage() for record in caplog.records}  # a record may pass two handlers
+    assert len(said) == 1, "once for both"
+    assert "no triton kernel, using the torch reference: triton is not installed" in caplog.text
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_a_deterministic_run_on_a_cpu_has_the_same_losses(cli: Cli, recipe: str) -> None:
+    for name, deterministic in (("a", "false"), ("b", "true")):
+        assert cli(f"run.name={name}", f"recipe={recipe}", f"train.deterministic={deterministic}", *STEADY).code == 0
+    assert losses("runs/a") == losses("runs/b")
+    assert not torch.are_deterministic_algorithms_enabled()

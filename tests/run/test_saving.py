@@ -1,0 +1,138 @@
+"""Checkpoints that are written beside the loop, retried, and kept in a second place."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import (
+    STEADY,
+    Cli,
+    StopAt,
+    losses,
+    steps,
+)
+
+import fp4train.train as loop
+from fp4train import checkpoint
+from fp4train.checkpoint import CheckpointError
+from fp4train.run.supervise import rescue, saving
+
+
+def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
+    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    stop_at(5)
+    assert cli("run.name=a", "checkpoint.every=2", "checkpoint.also=second").code == 137
+    stop_at(-1)
+    assert steps("second/a") == [2, 4]
+    shutil.rmtree("runs/a")
+    assert cli("resume=second/a", "run.name=a").code == 0
+    assert losses("runs/a") == losses("runs/whole")
+    assert cli("run.name=b", "run.dir=runs/b", "train.steps=1", "checkpoint.also=second").code == 0
+    Path("second/b").rename("second/c")
+    ended = cli("run.name=c", "train.steps=1", "checkpoint.also=second")
+    assert ended.code == 0 and "second/c holds another run" in ended.err
+
+
+def test_a_full_disk_is_survived_by_the_second_place(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.save
+
+    def save(folder: Any, *rest: Any, **options: Any) -> Path:
+        if "second" not in str(folder.path):
+            raise CheckpointError("No space left on device.")
+        return original(folder, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    ended = cli("run.name=a", "train.steps=2", "checkpoint.also=second", *STEADY)
+    assert ended.code == 0 and "No space left on device. It is in second/a" in ended.err
+    assert steps("second/a") == [2]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, log = checkpoint.save, []
+
+    def slow(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
+        log.append(("begin", step))
+        time.sleep(0.5)
+        log.append(("end", step))
+        return original(folder, step, *rest, **options)
+
+    trained = loop.train_step
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        log.append(("step", run.step))
+        return trained(run, recipe)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    assert cli("run.name=a", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code == 0
+    assert log.index(("step", 2)) < log.index(("end", 2)), "step 2 ran while its checkpoint was written"
+    assert log.index(("end", 2)) < log.index(("begin", 4)) < log.index(("end", 4)) < log.index(("begin", 6))
+    monkeypatch.undo()
+    os.chdir(cli.folder)
+    for step in steps():
+        state = checkpoint.load(Path("runs/a/checkpoints"), step).tensors
+        assert cli(f"run.name=to{step}", f"train.steps={step}", *STEADY).code == 0
+        whole = checkpoint.load(Path(f"runs/to{step}/checkpoints"), step).tensors
+        assert all(torch.equal(state[name], whole[name]) for name in whole), "the state of its own step"
+
+
+def test_a_disk_that_does_not_answer_is_left_behind(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.save
+
+    def stuck(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
+        if step == 2:
+            time.sleep(2)
+        return original(folder, step, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "save", stuck)
+    monkeypatch.setattr(saving, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(rescue, "PAUSES", ())
+    ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
+    assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
+    assert sorted(losses("runs/a")) == list(range(1, 7))
+
+
+def test_the_loop_makes_no_memory_for_a_checkpoint_the_first_included(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    original = saving.Saver._buffer
+
+    def buffer(self: Any, *rest: Any) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return original(self, *rest)
+
+    monkeypatch.setattr(saving.Saver, "_buffer", buffer)
+    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 0
+    assert made and set(made) == {"checkpoints"}
+    count = len(made)
+    assert cli("run.name=b", "checkpoint.every=0", *STEADY).code == 0
+    assert "MainThread" in made[count:], "a run that saves at its end only holds no copy while it trains"
+
+
+def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_relative_to(Path.cwd()):  # no file of a run before that a thread still writes
+            synced.append(path.name)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert cli("run.name=a", "train.steps=2", "checkpoint.every=1", *STEADY).code == 0
+    for name in ("config.yaml", "history.jsonl"):  # small files, under their temporary names or their own
+        assert any(name in each for each in synced), name
+    wrote = [at for at, name in enumerate(synced) if "state.json" in name]
+    assert len(wrote) == 2 and all("metrics.jsonl" in synced[:at] for at in wrote)
+    assert "metrics.jsonl" in synced[wrote[0] : wrote[1]], "the lines since the checkpoint before"

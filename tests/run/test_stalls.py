@@ -1,0 +1,99 @@
+"""Steps go on where a disk does not answer: each wait is bounded, said once, and nothing is lost when it answers."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import STEADY, Before, Cli, lines, losses, steps
+
+import fp4train.train as loop
+from fp4train.files import Folder
+from fp4train.run.record import requests
+from fp4train.track import metrics
+
+WAIT = 0.3
+STALL = 5.0
+"""Seconds for which the disk does not answer; the steps of a tiny run, and two waits, take less."""
+
+
+@pytest.fixture
+def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When each step began."""
+    monkeypatch.setattr(requests, "WAIT_SECONDS", WAIT)
+    monkeypatch.setattr(metrics, "WAIT_SECONDS", WAIT)
+    original, times = loop.train_step, []
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        times.append(time.monotonic())
+        return original(run, recipe)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return times
+
+
+def stalled(step_times: list[float], act: Callable[..., Any], ours: Callable[..., bool]) -> Callable[..., Any]:
+    """`act`, which at the third step does not return for `STALL` seconds where `ours` says so, once."""
+    begun = threading.Event()
+
+    def stall(*rest: Any, **options: Any) -> Any:
+        if len(step_times) == 3 and ours(*rest) and not begun.is_set():
+            begun.set()
+            time.sleep(STALL)
+        return act(*rest, **options)
+
+    return stall
+
+
+def test_a_disk_that_takes_no_metrics_stalls_no_step(
+    cli: Cli, step_times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_metrics(descriptor: int, data: bytes) -> bool:
+        return b"train/loss" in bytes(data)
+
+    monkeypatch.setattr(os, "write", stalled(step_times, os.write, of_metrics))
+    ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
+    assert ended.code == 0 and ended.err.count("steps go on") == 1 and "are lost" not in ended.err
+    assert step_times[8] - step_times[2] < STALL, "six steps and one wait"
+    assert [line["step"] for line in lines("runs/a") if "train/loss" in line] == list(range(1, 10))
+
+
+def test_a_disk_that_lists_no_requests_stalls_no_step(
+    cli: Cli, step_times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("runs/a/swap_requests").mkdir(parents=True)
+    monkeypatch.setattr(Folder, "names", stalled(step_times, Folder.names, lambda f: f.path.name == "swap_requests"))
+    ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
+    assert ended.code == 0 and ended.err.count("steps go on") == 1
+    assert step_times[8] - step_times[2] < STALL
+    assert sorted(losses("runs/a")) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["and then takes it", "and then refuses it once"])
+def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
+    cli: Cli, step_times: list[float], before: Before, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    original, tries = Folder.write, []
+
+    def write(folder: Folder, name: str, data: Any, **options: Any) -> None:
+        if name == "swaps.json":
+            tries.append(len(step_times))
+            if len(tries) == 1:
+                time.sleep(STALL)
+                if fails:
+                    raise OSError(28, "No space left on device")
+        original(folder, name, data, **options)
+
+    monkeypatch.setattr(Folder, "write", write)
+    before(2, lambda run: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
+    ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
+    assert ended.code == 0 and ended.err.count("steps go on") == 1
+    assert step_times[8] - step_times[2] < STALL, "six steps and one wait"
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["BF16"] * 6
+    assert tries == [3, 9] if fails else tries == [3], "the checkpoint that counts on it has it written first"
+    assert [(e["step"], e["name"]) for e in json.loads(Path("runs/a/swaps.json").read_text())] == [(3, "bf16")]
+    assert steps() == [9] and cli("resume=runs/a", "train.steps=10").code == 0
