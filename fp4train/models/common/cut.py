@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fp4train.nn.place import Ranks, local, with_summed_gradient
+from fp4train.nn.ranks import Ranks, local, with_summed_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

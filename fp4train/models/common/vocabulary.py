@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
 from fp4train.models.common.cut import TokenRanks
-from fp4train.nn.place import all_rows, local, with_summed_gradient
+from fp4train.nn.ranks import all_rows, local, with_summed_gradient
 
 
 class _Sum(torch.autograd.Function):
