@@ -232,7 +232,7 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
     assert set(state) == {"scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 
     resumed = convert(Model()).blocks[0]
-    resumed.states["te"].load_state(state)
+    resumed.load_scaling_state(layer.scaling_state())
     assert set(resumed.states["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
     with region(recipe.table()), autocast(recipe):
         resumed(X)
@@ -245,7 +245,7 @@ def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
     layer = _delayed(FP8Delayed(history=4)).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(4.0)[:, None].expand(4, 3))
     resumed, shorter = convert(Model()).blocks[0], FP8Delayed(history=2)
-    resumed.states["te"].load_state(layer.states["te"].state())
+    resumed.load_scaling_state(layer.scaling_state())
     with region(shorter.table()), autocast(shorter):
         resumed(X)
     assert resumed.states["te"]._built[shorter.table()][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
