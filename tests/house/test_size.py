@@ -6,7 +6,7 @@ from count_code import code_lines, counts
 
 import fp4train
 
-LINES, FILES = 26_700, 316
+LINES, FILES = 26_750, 316
 """A capability that is added raises them by what it needs, and says so where it is described."""
 
 
@@ -17,5 +17,18 @@ def test_the_package_keeps_its_budget_of_code() -> None:
 
 
 def test_blanks_comments_and_docstrings_are_no_code() -> None:
-    source = '"""A module."""\n\n# why\nX = (\n    1,\n)\n"""Of X."""\n\n\ndef f():\n    """Gives one."""\n    return """\n    text"""  # twice\n'
+    source = '''"""A module."""
+
+# why
+X = (
+    1,
+)
+"""Of X."""
+
+
+def f():
+    """Gives one."""
+    return """
+    text"""  # twice
+'''
     assert code_lines(source) == 3 + 1 + 2
