@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp4train.checkpoint import ALONE, Ranks
+from fp4train.checkpoint import ALONE, CheckpointGroup
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.launch import Place
@@ -70,7 +70,7 @@ class World:
     control: dist.ProcessGroup | None = None
     meeting: Meeting | None = None
     timeout: float = 0.0
-    ranks: Ranks = ALONE
+    ranks: CheckpointGroup = ALONE
 
     @classmethod
     def start(cls, place: Place, parallel: Parallel, device: torch.device) -> World:
@@ -107,7 +107,7 @@ class World:
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
             leads = place.rank % (sizes.replicas * sizes.shards * sizes.tensors) == 0
-            ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
+            ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             text = (

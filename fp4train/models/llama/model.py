@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp4train.models.common.attention import Attention
 from fp4train.models.common.cut import TensorCut, TokenRanks
-from fp4train.models.common.initialise import DRAWS, Constant, Initial, Normal, initialise
+from fp4train.models.common.initialise import DRAWS, Filled, Initial, Normal, initialise
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.norm import RMSNorm
 from fp4train.models.common.rope import rope_angles
@@ -166,7 +166,7 @@ class LlamaModel(nn.Module):
         values: dict[str, Initial] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                values[name] = Constant(1.0)
+                values[name] = Filled(1.0)
             else:
                 writes_residual = name.endswith(("attention.wo.weight", "mlp.down.weight"))
                 values[name] = Normal(residual if writes_residual else std)
