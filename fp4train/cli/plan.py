@@ -103,7 +103,7 @@ def _state(stretch: history.Stretch, done: int) -> str:
 
 
 def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: list[str], command: list[str]) -> int:
-    from fp4train.data.vocabulary import planned_vocab_size
+    from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
