@@ -100,7 +100,7 @@ class Run:
     @property
     def share(self) -> int:
         """Sequences of a batch that are this rank's."""
-        return self.config.train.batch_size // self.world.data_ranks
+        return self.config.train.batch_size // self.world.mesh.data
 
     @property
     def rows(self) -> int:
@@ -126,7 +126,7 @@ class Run:
 
     def gathers(self) -> list[str]:
         """What ranks send each other of the weights, in words; empty where no rank shares them."""
-        shards, config = self.world.shards, self.config
+        shards, config = self.world.mesh.shard, self.config
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]
