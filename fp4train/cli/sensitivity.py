@@ -121,18 +121,20 @@ def _written(report: Report, folder: Path) -> list[str]:
     Raises:
         UserError: one cannot be written; what is measured is in the record.
     """
-    from fp4train.lab.analysis.curves import save_figure
-    from fp4train.lab.studies.picture import picture
+    from fp4train.lab.analysis.figure import save_png
+    from fp4train.lab.studies import figures
+    from fp4train.lab.studies.results import SENSITIVITY, read_sensitivity, sensitivity_json
 
-    policy = report.policy_file()
+    policy, found = report.policy_file(), sensitivity_json(report)
     try:
-        files.write(folder / "sensitivity.json", sealed(report.as_json(), indent=1))
+        files.write(folder / SENSITIVITY, sealed(found, indent=1))
         if policy is not None:
             files.write(folder / "policy.yaml", policy.encode())
         else:
             with files.Folder.open(folder) as opened:
                 opened.remove("policy.yaml")  # of a call with other batches
-        save_figure(picture(report), folder / "sensitivity.png")
+        figure = figures.sensitivity(read_sensitivity(found), figures.damage_grid(report.found))
+        save_png(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "

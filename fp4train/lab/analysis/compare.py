@@ -22,15 +22,19 @@ import numpy as np
 
 from fp4train import files
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import save_figure, shortened
-from fp4train.lab.analysis.history import History, read_history
-from fp4train.lab.analysis.picture import NAME, RECIPE, picture
+from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, over_steps
+from fp4train.lab.analysis.figure import PICTURE, Draw, save_png, shortened
+from fp4train.lab.analysis.history import History, Series, read_history
 from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import tabulate
 
 _log = logging.getLogger(__name__)
 
 COMPARISON = "compare.png"
+WITH_LEGEND = 11.5
+"""Inches of the picture where the legend stands beside the panels."""
+RECIPE = 44
+"""Characters of a run's recipes in the table."""
 ABSENT = "-"
 """The value of a key that a configuration does not have."""
 DIFFERING = 12
@@ -197,9 +201,30 @@ class Comparison:
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
         try:
-            return save_figure(picture(self), path)
+            save_png(self.picture(), PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND, path)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        return path
+
+    def picture(self) -> Draw:
+        """Curves, gaps to the first run, and the recipe of each run over the steps."""
+        first, *_ = both = [
+            (history.series("train/loss").smoothed(), history.series("val/loss")) for history in self.histories
+        ]
+        losses = [
+            Losses(
+                name=row.name,
+                train=Curve.of(each[0]),
+                validation=Curve.of(each[1]),
+                gaps=[] if each is first else [_gap(*pair) for pair in zip(each, first, strict=True)],
+            )
+            for row, each in zip(self.rows, both, strict=True)
+        ]
+        rows = [
+            RecipeRow(label=shortened(row.name, 28), index=index, bands=history.bands(), done=row.steps)
+            for index, (history, row) in enumerate(zip(self.histories, self.rows, strict=True))
+        ]
+        return over_steps(losses, rows, named=True)
 
 
 def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
@@ -368,6 +393,13 @@ def common_step(histories: list[History]) -> tuple[str, int]:
         for steps in [history.series("train/loss").steps]
     )
     raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def _gap(series: Series, first: Series) -> Curve:
+    """In per cent, at the steps that both have."""
+    steps = np.intersect1d(series.steps, first.steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Curve.of(Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1)))
 
 
 def _at(history: History, key: str, step: int) -> float:

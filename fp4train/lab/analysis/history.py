@@ -18,6 +18,8 @@ from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
 
 Floats = NDArray[np.float64]
+Band = tuple[int, int, str]
+"""First step, step after the last, recipe."""
 
 MIN_WINDOW = 10
 WINDOW_SHARE = 0.02
@@ -107,6 +109,10 @@ class History:
                     spans[-1] = Span(first=spans[-1].first, last=step, recipe=spans[-1].recipe)
                 spans.append(Span(first=step, last=step, recipe=recipe))
         return spans
+
+    def bands(self) -> list[Band]:
+        """The spans; the first begins at step 0."""
+        return [(span.first if place else 0, span.last, span.recipe) for place, span in enumerate(self.spans())]
 
     def events(self) -> list[Event]:
         return [

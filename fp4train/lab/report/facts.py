@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from fp4train.hardware import Gpu
+from fp4train.lab.analysis.figure import plain
 from fp4train.lab.costs.table import time_text
-from fp4train.lab.report.html import Html, joined, plain, ranges, table, tag
+from fp4train.lab.report.html import Html, joined, ranges, table, tag
 from fp4train.lab.report.predicted import Predicted
 from fp4train.lab.report.sections import section
 from fp4train.lab.report.sources import Source

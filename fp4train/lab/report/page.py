@@ -20,9 +20,9 @@ from pathlib import Path
 from fp4train import __version__, files
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
-from fp4train.lab.analysis.curves import shortened
+from fp4train.lab.analysis.figure import shortened
 from fp4train.lab.report import facts, sections, study_sections
-from fp4train.lab.report.gaps import common, group
+from fp4train.lab.report.groups import common, group
 from fp4train.lab.report.html import Html, joined, tag
 from fp4train.lab.report.predicted import Predicted, predict
 from fp4train.lab.report.sources import Source, read_sources

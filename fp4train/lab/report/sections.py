@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fp4train.lab.analysis.curves import SHADES
-from fp4train.lab.analysis.picture import COLOURS, LINES
-from fp4train.lab.report.errors import Errors
-from fp4train.lab.report.figures import LAYERS, bands, heat_maps, recipe_names, time_axis, worst_layers
-from fp4train.lab.report.gaps import Group, gap_at, loss_at
-from fp4train.lab.report.html import Html, folded, joined, table, tag
+from fp4train.lab.analysis.curves import Losses, RecipeRow, over_steps, shades
+from fp4train.lab.analysis.figure import COLOURS, LINES, SHADES
+from fp4train.lab.analysis.heatmap import LAYERS, Errors, worst_maps
+from fp4train.lab.report.groups import Group, curve, gap_at, gap_curve, loss_at
+from fp4train.lab.report.html import Html, figure, folded, joined, table, tag
 from fp4train.lab.report.sources import Source
-from fp4train.lab.report.svg import figure
 
 WORST = 10
 """Layers in the table of the worst."""
 EVENTS = 60
 """Events of a run that are listed."""
+MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
+"""What is marked on the band of a run."""
 _DASHES = ("", "7 3", "2 2", "8 2 2 2")
 
 
@@ -46,7 +46,7 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
             [
                 joined([_sample(index), " ", group.numbers]),
                 group.name,
-                " → ".join(recipe for *_, recipe in bands(first)),
+                " → ".join(recipe for *_, recipe in first.bands),
                 ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
                 f"{math.fsum(train) / len(train):.4f}",
                 "–" if at is None else loss_at(group, *at).show(".4f"),
@@ -78,10 +78,20 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
 def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
     """Losses, gaps and recipes over one axis of steps, with a legend and the stretches as a table."""
     sources = sorted((source for group in groups for source in group.sources), key=lambda source: source.number)
-    recipes = recipe_names(sources)
+    losses = [_losses(group, groups[0] if at is not None and group is not groups[0] else None) for group in groups]
+    rows = [
+        RecipeRow(
+            label=str(source.number),
+            index=next(i for i, group in enumerate(groups) if source in group.sources),
+            bands=source.bands,
+            done=source.done,
+            marks=_marks(source),
+        )
+        for source in sources
+    ]
     drawn = figure(
         "curves-figure",
-        time_axis(groups, None if at is None else at[0]),
+        over_steps(losses, rows, named=False),
         alt=f"Training and validation losses of {len(sources)} runs over steps, the gap of each to the first, and "
         "below them the recipe that each run had at each step. The tables have the numbers.",
         caption="Training losses are smoothed; shaded, or a bar at the end: 95 % interval over seeds; dotted: planned "
@@ -92,12 +102,22 @@ def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
         *(tag("li", _sample(i), " ", group.numbers, " ", group.name) for i, group in enumerate(groups)),
         class_="legend",
     )
-    shades = tag(
-        "ul",
-        *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)),
-        class_="legend",
-    )
-    return section("Curves", drawn, runs, shades, _stretches(sources), _events(sources))
+    recipes = shades(recipe for row in rows for *_, recipe in row.bands)
+    listed = tag("ul", *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)), class_="legend")
+    return section("Curves", drawn, runs, listed, _stretches(sources), _events(sources))
+
+
+def _losses(group: Group, first: Group | None) -> Losses:
+    """The curves of a group, and its gaps to the first one."""
+    train, validation = (curve(group, key) for key in ("train/loss", "val/loss"))
+    gaps = [] if first is None else [gap_curve(first, group, key) for key in ("train/loss", "val/loss")]
+    return Losses(name=group.name, train=train, validation=validation, gaps=gaps)
+
+
+def _marks(source: Source) -> list[tuple[int, str]]:
+    told = [(record.event, record.step) for record in source.records if record.step]
+    told += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
+    return [(step, MARKS[name]) for name, step in told if name in MARKS]
 
 
 def _sample(index: int) -> Html:
@@ -176,7 +196,7 @@ def errors(sources: Sequence[Source]) -> Html:
         left_out = len(found.layers) - LAYERS
         drawn = figure(
             f"errors-{source.number}",
-            heat_maps(found),
+            worst_maps(found),
             alt=f"Heat maps of relative error, underflow, and gradient over noise by layer and step of {source.label}; "
             f"the worst operand of each layer at each step; {len(found.layers)} layers, "
             f"steps {found.steps[0]} to {found.steps[-1]}.",
@@ -189,7 +209,7 @@ def errors(sources: Sequence[Source]) -> Html:
 
 def _worst(found: Errors) -> Html:
     rows, relative = [], found.relative_error
-    for layer in worst_layers(found)[:WORST]:
+    for layer in found.worst_layers[:WORST]:
         seen = np.isfinite(relative[layer]).any(axis=0).nonzero()[0]
         if not len(seen):
             continue

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp4train.lab.report.html import Html, table, tag
+from fp4train.lab.report.html import Html, figure, table, tag
 from fp4train.lab.report.sections import section
 from fp4train.lab.report.sources import Source
-from fp4train.lab.report.studies import Candidate, Interval, RankingResult, SensitivityResult
-from fp4train.lab.report.study_figures import ranking, sensitivity
-from fp4train.lab.report.svg import figure
+from fp4train.lab.studies.figures import ranking, sensitivity
+from fp4train.lab.studies.results import VERDICTS, RankedCandidate, RankResult, SensitivityResult
+from fp4train.lab.studies.statistics import Interval
 from fp4train.text import p_value
 
 LISTED = 12
 """Layers in a table, the worst first."""
-VERDICTS = {
-    "apart": "told apart",
-    "here": "told apart here",
-    "alike": "alike",
-    "open": "not told apart",
-    "reference": "reference",
-}
+WORDS = {**VERDICTS, "reference": "reference"}
 
 
 def sensitivities(sources: Sequence[Source]) -> Html:
@@ -50,8 +44,8 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
         sensitivity(found),
         alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted "
         "nMSE against the share of multiply-adds kept in high precision. The table has the numbers.",
-        caption=f"Policy: keep {kept}, {found.kept:.1%} of the multiply-adds; nMSE {found.predicted:.4f} predicted, "
-        f"{found.measured.show('.4f')} measured"
+        caption=f"Policy: keep {kept}, {found.chosen.macs:.1%} of the multiply-adds; nMSE {found.chosen.nmse:.4f} "
+        f"predicted, {found.measured.show('.4f')} measured"
         + ("." if found.gain is None else f" on other batches, {found.gain.show('.4f')} less than with nothing kept."),
     )
     header = ["quantised", "nMSE", "bias²", "loss change"]
@@ -63,7 +57,7 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
 
 def rankings(sources: Sequence[Source]) -> Html:
     """What every ranking on checkpoints of the runs found; one of several runs is shown once."""
-    every: list[tuple[Source, RankingResult]] = []
+    every: list[tuple[Source, RankResult]] = []
     for source in sources:
         shown = [found for _, found in every]
         every += [(source, found) for found in source.studies.rankings if found not in shown]
@@ -71,7 +65,7 @@ def rankings(sources: Sequence[Source]) -> Html:
     return section("Ranking", *parts) if parts else Html()
 
 
-def _ranking(name: str, source: Source, found: RankingResult) -> Html:
+def _ranking(name: str, source: Source, found: RankResult) -> Html:
     one = len(found.checkpoints) == 1
     where = found.checkpoints[0] if one else f"{source.label} and others, {len(found.checkpoints)} checkpoints"
     title = f"{where}: {found.forks} forks of {found.steps} steps for each candidate" + " at each" * (not one)
@@ -81,7 +75,7 @@ def _ranking(name: str, source: Source, found: RankingResult) -> Html:
             _gap(each, each.gap),
             _gap(each, each.high),
             "–" if each.p is None else p_value(each.p),
-            "diverged" if each.diverged else VERDICTS.get(each.verdict, "no test: too few forks"),
+            "diverged" if each.diverged else WORDS.get(each.verdict, "no test: too few forks"),
             each.group,
         ]
         for each in found.candidates
@@ -101,13 +95,14 @@ def _ranking(name: str, source: Source, found: RankingResult) -> Html:
         return tag("div", tag("h3", title), body, *troubles)
     drawn = figure(
         name,
-        ranking(found),
+        ranking(found, named=False),
         alt=f"{title}: gap of each candidate to {found.reference} with its 95 % interval. The table has the numbers.",
         caption="From the reference: orange: told apart; yellow: on these checkpoints; green: alike; blue: not told "
-        "apart. Grey: floor of the noise.",
+        "apart. Thin: interval of all pairs together; grey below: in high precision; |: each checkpoint. Grey behind: "
+        "floor of the noise.",
     )
     return tag("div", tag("h3", title), drawn, body, *troubles)
 
 
-def _gap(each: Candidate, found: Interval | None) -> str:
+def _gap(each: RankedCandidate, found: Interval | None) -> str:
     return "–" if found is None or each.diverged else found.show("+.5f")

@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -88,10 +87,6 @@ class Fork:
     problem: str | None
     seconds: float
     parts: Sequence[float] = ()
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.lab.studies.identity import described
+from fp4train.lab.studies.results import STUDIES
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble, build_timeline, choose_device
 from fp4train.run.record import directory as run_directory
@@ -30,9 +31,6 @@ from fp4train.run.record.belonging import check_belongs
 from fp4train.run.resume import check_source, find_start
 from fp4train.run.run import Run
 from fp4train.run.weights import load_init, load_weights
-
-STUDIES = "studies"
-"""The folder of a run directory that holds its studies."""
 
 _NOT_OF_THE_SUBJECT = (
     *run_directory.CONTINUED,

@@ -23,16 +23,15 @@ from fp4train.config.overrides import compose
 from fp4train.data.vocabulary import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.analysis.curves import first_words
+from fp4train.lab.analysis.figure import VARIABLES, first_words
 from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.costs.table import time_text
 from fp4train.lab.report.page import write_report
 from fp4train.lab.report.style import DARK, LIGHT
-from fp4train.lab.report.svg import VARIABLES
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.sealed import sealed, unsealed
-from fp4train.track import MetricsLog
+from fp4train.track import STATISTICS, MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
 """What a name may be; no "/", because one is a folder's name."""
@@ -261,6 +260,13 @@ def test_a_study_that_is_no_study_is_named(tmp_path: Path, file: str, text: str)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert f"{path.parent} cannot be read" in report(tmp_path, run).text
+
+
+def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert "None of the runs measured them" in report(tmp_path, run).text
+    (run / STATISTICS).write_bytes(b"torn")
+    assert "None of the runs measured them" in report(tmp_path, run).text
 
 
 def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
