@@ -18,7 +18,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TensorShard:
     """A box of a tensor.
 
     Args:
@@ -47,29 +47,29 @@ class Part:
         return tuple(self.tensor.shape) == self.shape
 
 
-def part_of(tensor: Tensor) -> Part:
+def shard_of(tensor: Tensor) -> TensorShard:
     """What this rank holds of `tensor`; the part's tensor shares its memory.
 
     Raises:
         TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not known.
     """
     if not is_sharded(tensor):
-        return Part(shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach())
+        return TensorShard(shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach())
     each: Any = tensor.detach()
     if any(placement.is_partial() for placement in each.placements):
         raise TypeError(f"{each.placements}: its values are still to be summed over ranks; redistribute it first")
     (chunk,) = each.__create_chunk_list__()
     held = each.to_local()
     if held.numel() == 0:  # torch places an empty box anywhere
-        return Part(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
+        return TensorShard(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
     if tuple(held.shape) != tuple(chunk.sizes):
         raise TypeError(f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes")
-    return Part(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
+    return TensorShard(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The values of `tensor` on this rank, without a collective."""
-    return part_of(tensor).tensor
+    return shard_of(tensor).tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -94,7 +94,7 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
     return made
 
 
-def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, Part]:
+def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, TensorShard]:
     """What of `tensors` this rank writes, so that all ranks together write each element once; no collective.
 
     A part that several ranks hold is written by one of them, so chosen that they write about as many bytes each.
@@ -105,9 +105,9 @@ def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, Part]:
     Returns:
         The parts by name; names of one tensor (tied weights) have one part.
     """
-    held = {name: part_of(tensor) for name, tensor in tensors.items()}
+    held = {name: shard_of(tensor) for name, tensor in tensors.items()}
     unique, aliases = separate({name: part.tensor for name, part in held.items()})
-    mine: dict[str, Part] = {}
+    mine: dict[str, TensorShard] = {}
     loads: dict[tuple[object, ...], list[int]] = {}
     for name in unique:
         part, tensor = held[name], tensors[name]

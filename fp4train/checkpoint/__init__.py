@@ -1,7 +1,7 @@
 """Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many, free of pickle."""
 
 from fp4train.checkpoint.folder import Checkpoint, CheckpointError, load, newest_state, prune, save, steps
-from fp4train.checkpoint.ranks import ALONE, Ranks
+from fp4train.checkpoint.ranks import ALONE, CheckpointGroup
 from fp4train.checkpoint.stored import StoredTensors
 from fp4train.checkpoint.tree import JSON, escaped, flatten, unflatten
 
@@ -10,7 +10,7 @@ __all__ = [
     "JSON",
     "Checkpoint",
     "CheckpointError",
-    "Ranks",
+    "CheckpointGroup",
     "StoredTensors",
     "escaped",
     "flatten",

@@ -36,14 +36,14 @@ from pathlib import Path
 from torch import Tensor
 
 from fp4train.checkpoint.layout import LEFTOVER, NAME, REPLACED, directory_name, opened_folder
-from fp4train.checkpoint.ranks import ALONE, Ranks
+from fp4train.checkpoint.ranks import ALONE, CheckpointGroup
 from fp4train.checkpoint.stored import StoredTensors
 from fp4train.checkpoint.tree import JSON
 from fp4train.checkpoint.verify import Unusable, read
 from fp4train.checkpoint.writing import Writing
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.shards import Part
+from fp4train.shards import TensorShard
 
 _log = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ class Checkpoint:
 def save(
     folder: Path | Folder,
     step: int,
-    tensors: Mapping[str, Tensor] | Mapping[str, Part],
+    tensors: Mapping[str, Tensor] | Mapping[str, TensorShard],
     state: Mapping[str, JSON],
     *,
     keep: int,
     unproven: bool = False,
     beside: Beside | None = None,
-    ranks: Ranks = ALONE,
+    ranks: CheckpointGroup = ALONE,
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
 
@@ -128,7 +128,7 @@ def save(
     return place / directory_name(step)
 
 
-def load(folder: Path, step: int | None = None, *, ranks: Ranks = ALONE) -> Checkpoint:
+def load(folder: Path, step: int | None = None, *, ranks: CheckpointGroup = ALONE) -> Checkpoint:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
     All files are verified, and no tensor is read yet. Several ranks verify a part of the files each and find the same
@@ -206,7 +206,7 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
                 _log.warning("old checkpoint %s could not be removed: %s", opened.path / there[step], error)
 
 
-def _found_by_the_first(folder: Path, ranks: Ranks) -> dict[int, str]:
+def _found_by_the_first(folder: Path, ranks: CheckpointGroup) -> dict[int, str]:
     """The checkpoints by step; of several ranks the first looks, so that all try the same ones."""
     if ranks.size == 1:
         return _directories(folder)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Ranks:
+class CheckpointGroup:
     """The ranks of `group`, in its order; None: this process alone.
 
     Args:
@@ -65,4 +65,4 @@ class Ranks:
         return next((each for each in told if each), None)
 
 
-ALONE = Ranks()
+ALONE = CheckpointGroup()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp4train.checkpoint.tensors import Box, read_box
 from fp4train.files import Folder, parent
-from fp4train.shards import like, part_of
+from fp4train.shards import like, shard_of
 
 _OPEN_FILES = 64
 _MOST_DIMENSIONS = 8
@@ -110,7 +110,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def read_like(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor that lies as `tensor` does, which has the same shape."""
-        part = part_of(tensor)
+        part = shard_of(tensor)
         return like(tensor, self.read(name, part.offsets, tuple(part.tensor.shape)))
 
     def _box(self, name: str) -> Box:

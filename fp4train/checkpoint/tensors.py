@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp4train.files import write_all
-from fp4train.shards import Part
+from fp4train.shards import TensorShard
 
 DTYPES = {
     "F64": torch.float64,
@@ -64,7 +64,7 @@ class Box:
     start: int
 
 
-def write_parts(descriptor: int, parts: Mapping[str, Part]) -> tuple[int, str]:
+def write_parts(descriptor: int, parts: Mapping[str, TensorShard]) -> tuple[int, str]:
     """Write `parts`, of any device and strides; returns the number of bytes and their SHA-256.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS
-from fp4train.checkpoint.ranks import Ranks
+from fp4train.checkpoint.ranks import CheckpointGroup
 from fp4train.checkpoint.stored import File, StoredTensors, status_of
 from fp4train.checkpoint.tensors import checksum, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
@@ -20,7 +20,7 @@ class Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
-def read(folder: Folder, step: int, ranks: Ranks | None) -> tuple[StoredTensors, dict[str, JSON]]:
+def read(folder: Folder, step: int, ranks: CheckpointGroup | None) -> tuple[StoredTensors, dict[str, JSON]]:
     """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
     here waits for another rank."""
     try:

@@ -21,23 +21,23 @@ from fp4train.checkpoint.layout import (
     directory_name,
     opened_folder,
 )
-from fp4train.checkpoint.ranks import Ranks
+from fp4train.checkpoint.ranks import CheckpointGroup
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.checkpoint.tree import JSON, from_strict, merged, to_strict
 from fp4train.files import Folder
 from fp4train.sealed import sealed
-from fp4train.shards import Part, owned, separate
+from fp4train.shards import TensorShard, owned, separate
 
 
 class Writing:
     """The checkpoint of one step, written by all of `ranks` in the same order of steps."""
 
-    def __init__(self, folder: Path | Folder, step: int, ranks: Ranks) -> None:
+    def __init__(self, folder: Path | Folder, step: int, ranks: CheckpointGroup) -> None:
         self.folder, self.step, self.ranks = folder, step, ranks
         self.name = directory_name(step)
         self.temporary = f"{LEFTOVER}{self.name}"
 
-    def write(self, tensors: Mapping[str, Tensor] | Mapping[str, Part], state: Mapping[str, JSON]) -> None:
+    def write(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
         try:
             begun = self._together(self._begin)
@@ -75,10 +75,12 @@ class Writing:
                 opened.folder(self.temporary, create=True).close()
         return self.step
 
-    def _own(self, tensors: Mapping[str, Tensor] | Mapping[str, Part], state: Mapping[str, JSON]) -> dict[str, Any]:
+    def _own(
+        self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]
+    ) -> dict[str, Any]:
         """Write this rank's file; what it says of the state where it leads a stage of its own."""
         stage = {"state": to_strict(dict(state))} if self.ranks.leads and not self.ranks.first else {}
-        parts = {name: each for name, each in tensors.items() if isinstance(each, Part)}
+        parts = {name: each for name, each in tensors.items() if isinstance(each, TensorShard)}
         whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         parts |= owned(whole, leads=self.ranks.leads)
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})

@@ -43,7 +43,7 @@ AMAX = "amax"
 """Key of the amax of a whole weight; those of each row or column have the part of the weight as key."""
 
 
-class Part(NamedTuple):
+class Payload(NamedTuple):
     """Something of a weight that is sent.
 
     spec: None: values.
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
     amax: Tensor | None
 
 
-MASTER = Part(None, dtype=torch.float32)
+MASTER = Payload(None, dtype=torch.float32)
 
 
 class WeightGather:
@@ -88,15 +88,15 @@ class WeightGather:
         self.amaxes: dict[object, Tensor] = {}
         """Of the whole weight at `position`, by what it covers: see `AMAX`."""
         self.delayed: Tensor | None = None
-        self.forward: tuple[Part, ...] = (MASTER,)
+        self.forward: tuple[Payload, ...] = (MASTER,)
         """What to send for the next forward pass, and"""
-        self.backward: tuple[Part, ...] = (MASTER,)
+        self.backward: tuple[Payload, ...] = (MASTER,)
         """for the backward pass of the last one."""
         self.rounds = mode == "bf16"
         """Whether the values that are sent stand for the master's."""
-        self._made: dict[Part, Sent] = {}
+        self._made: dict[Payload, Sent] = {}
         self._sent_at: Position | None = None
-        self._received: dict[Part, Sent] = {}
+        self._received: dict[Payload, Sent] = {}
         self._received_at: Position | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
         self._repeats = False
@@ -135,7 +135,9 @@ class WeightGather:
                 (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
             )
 
-    def _parts(self, gemms: LayerGemms | None, position: Position | None) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    def _parts(
+        self, gemms: LayerGemms | None, position: Position | None
+    ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """What forward needs, and what backward needs."""
         if gemms is None:
             return (MASTER,), (MASTER,)
@@ -143,10 +145,10 @@ class WeightGather:
         self.rounds = way.rounds or self.mode == "bf16"
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
-        values = (Part(None, dtype=way.dtype),)
+        values = (Payload(None, dtype=way.dtype),)
         return (
-            values if way.row is None else (Part(way.row),),
-            values if way.column is None else (Part(way.column, way.turned),),
+            values if way.row is None else (Payload(way.row),),
+            values if way.column is None else (Payload(way.column, way.turned),),
         )
 
     def missing(self) -> Iterator[tuple[object, Tensor]]:
@@ -165,10 +167,10 @@ class WeightGather:
     def take(self, key: object, whole: Tensor) -> None:
         """Keep this rank's part of the joined amaxes."""
         own = self.amaxes[key]
-        start, _ = self._slot(key if isinstance(key, Part) else None, own.numel())
+        start, _ = self._slot(key if isinstance(key, Payload) else None, own.numel())
         self.amaxes[key] = whole[start : start + own.numel()].view(own.shape)
 
-    def _key(self, part: Part) -> object:
+    def _key(self, part: Payload) -> object:
         """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
         spec = part.spec
         if spec is None:
@@ -179,7 +181,7 @@ class WeightGather:
             return None
         return part if part.column or self.cut == "in" else None
 
-    def _slot(self, part: Part | None, count: int) -> tuple[int, int]:
+    def _slot(self, part: Payload | None, count: int) -> tuple[int, int]:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
         if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
             return 0, count
@@ -202,7 +204,7 @@ class WeightGather:
 
     def send(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], dict[Part, Sent]]:
+    ) -> tuple[tuple[Tensor, ...], dict[Payload, Sent]]:
         """What this rank sends: the tensors, and of each part how many of them are its."""
         wanted = self.forward if backward_pass() == -1 else self.backward
         sent = {part: self._make(part) for part in (self._known(each) for each in wanted)}
@@ -214,7 +216,7 @@ class WeightGather:
         return tensors, sent
 
     def receive(
-        self, arrived: tuple[Tensor, ...], sent: dict[Part, Sent], dtype: torch.dtype, *, out: Tensor | None = None
+        self, arrived: tuple[Tensor, ...], sent: dict[Payload, Sent], dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Take the tensors of all ranks."""
         rest = iter(arrived)
@@ -224,12 +226,12 @@ class WeightGather:
         self._received_at = self._sent_at
         return None if out is not None else (Gathered(self, self.shape, arrived[0].device), ())
 
-    def _known(self, part: Part) -> Part:
+    def _known(self, part: Payload) -> Payload:
         """`part`, or the master if the amax of another step would be needed."""
         key = self._key(part)
         return part if key is None or key in self.amaxes else MASTER
 
-    def _make(self, part: Part) -> Sent:
+    def _make(self, part: Payload) -> Sent:
         if part.spec is None:
             assert part.dtype is not None
             return Sent((self.shard.to(part.dtype),), None, None)
@@ -246,7 +248,7 @@ class WeightGather:
         """See `nn.gathered.Source`."""
         if form.spec is None:
             return form.finish(Decoded(self.values(form.dtype), None))
-        part = Part(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
+        part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
         found = self._codes(part, call)
         if found is not None and form.operand == DGRAD_W and not part.column:
             found = _turned(found)
@@ -254,12 +256,12 @@ class WeightGather:
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
         """See `nn.gathered.Source`."""
-        if (found := self._codes(Part(spec), call)) is None:
+        if (found := self._codes(Payload(spec), call)) is None:
             return None
         values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
         return (values if scale is None else values * scale).to(torch.bfloat16)
 
-    def _codes(self, part: Part, call: Call) -> Quantized | None:
+    def _codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
         sent = self._received.get(part)
         return _whole(sent, part, self.shape) if sent and self._is_here(sent, (call.seed, call.step)) else None
@@ -267,7 +269,7 @@ class WeightGather:
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.Source`."""
         for wanted in (dtype, torch.bfloat16 if self.rounds else torch.float32):
-            sent = self._received.get(Part(None, dtype=wanted))
+            sent = self._received.get(Payload(None, dtype=wanted))
             if sent is not None and self._is_here(sent, self._received_at):
                 return sent.tensors[0].to(dtype)
         return self.master().to(dtype)
@@ -275,7 +277,7 @@ class WeightGather:
     def master(self) -> Tensor:
         """See `nn.gathered.Source`."""
         for dtype in (torch.float32, torch.bfloat16) if self.rounds else (torch.float32,):
-            sent = self._received.get(Part(None, dtype=dtype))
+            sent = self._received.get(Payload(None, dtype=dtype))
             if sent is not None and self._is_here(sent, self._received_at):
                 return sent.tensors[0].to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
@@ -320,8 +322,8 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         blocks: units of FSDP, before the first forward pass.
         world: its shards share the rows of a weight, its tensor-parallel ranks the layer.
     """
-    assert world.mesh is not None
-    group = world.mesh.get_group(SHARD)
+    assert world.data_mesh is not None
+    group = world.data_mesh.get_group(SHARD)
     gathers = [
         WeightGather(parameter._module_info.module, parameter, group, mode)
         for block in blocks
@@ -332,7 +334,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0
     ]
-    alone = world.tensors == 1 or any(
+    alone = world.mesh.tensor == 1 or any(
         each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
     )
 
@@ -351,7 +353,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     model.register_forward_pre_hook(before, prepend=True)
 
 
-def _sent(q: Quantized, part: Part) -> Sent:
+def _sent(q: Quantized, part: Payload) -> Sent:
     """What of a quantised shard is sent: what has the shards along an axis, which becomes the first."""
     along_shards = q.spec.block[1 if part.column else 0] is not None
     per_shard = q.spec.global_scale == "block" or (q.spec.global_scale == "row" and not part.column)
@@ -363,7 +365,7 @@ def _sent(q: Quantized, part: Part) -> Sent:
     )
 
 
-def _whole(sent: Sent, part: Part, shape: torch.Size) -> Quantized:
+def _whole(sent: Sent, part: Payload, shape: torch.Size) -> Quantized:
     """The whole quantised weight of what all ranks sent."""
     assert part.spec is not None
     rows, columns = shape

@@ -106,7 +106,7 @@ class Inventory:
         return set(self.state) - set(model.state_dict())
 
     def numbers_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """By number in this rank's optimizer, that in the whole one."""
+        """Local → global optimizer parameter index."""
         return {own: self.numbers[name] for own, name in self._by_own_number(model, optimizer).items()}
 
     def own_weights(self, saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fp4train.quantize.quantizer import PairQuantizer, Quantizer, quantizer
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.shards import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
+from fp4train.quantize.sharded import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
 from fp4train.quantize.spec import Delayed, QuantSpec
 from fp4train.quantize.transform import Hadamard
 

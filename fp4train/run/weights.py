@@ -16,7 +16,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.restored import restored
 
 
-def load_init(config: Config, ranks: checkpoint.Ranks) -> checkpoint.Checkpoint | None:
+def load_init(config: Config, ranks: checkpoint.CheckpointGroup) -> checkpoint.Checkpoint | None:
     """The checkpoint whose weights a new run begins with; None: it draws its own.
 
     Raises:

@@ -181,7 +181,7 @@ def test_ranks_that_do_not_share_a_disk_are_told(ranks: Ranks, tmp_path: Path) -
 
 def test_a_part_lies_inside_of_its_tensor() -> None:
     with pytest.raises(ValueError, match=r"a part of shape \[2\] at \[3\] does not lie in a tensor of \[4\]"):
-        shards.Part(shape=(4,), offsets=(3,), tensor=torch.zeros(2))
+        shards.TensorShard(shape=(4,), offsets=(3,), tensor=torch.zeros(2))
 
 
 @pytest.mark.long

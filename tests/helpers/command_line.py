@@ -21,7 +21,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
 from fp4train.sealed import checksum as checksum_of
-from fp4train.shards import part_of
+from fp4train.shards import shard_of
 
 StopAt = Callable[[int], None]
 Before = Callable[[int, Callable[[Any], Any]], None]
@@ -166,7 +166,7 @@ def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callabl
     state(body["state"])
     (path / "tensors.safetensors").unlink()
     descriptor = os.open(path / "tensors.safetensors", os.O_WRONLY | os.O_CREAT)
-    size, checksum = write_parts(descriptor, {name: part_of(tensor) for name, tensor in held.items()})
+    size, checksum = write_parts(descriptor, {name: shard_of(tensor) for name, tensor in held.items()})
     os.close(descriptor)
     body["tensors"].update(bytes=size, sha256=checksum)
     del body["sha256"]

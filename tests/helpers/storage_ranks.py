@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp4train import checkpoint, shards
-from fp4train.checkpoint import Ranks
+from fp4train.checkpoint import CheckpointGroup
 from fp4train.config.schema import CheckpointSettings
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -108,7 +108,7 @@ def others(size: int) -> dict[str, Tensor]:
     return made | {f"both.{name}": tensor for name, tensor in both.state_dict().items()}
 
 
-def task_save(folder: Path, ranks: Ranks) -> Any:
+def task_save(folder: Path, ranks: CheckpointGroup) -> Any:
     model, optimizer = built(mesh=init_device_mesh("cpu", (ranks.size,)))
     train(model, optimizer)
     for step in (1, 2):
@@ -127,7 +127,7 @@ def task_save(folder: Path, ranks: Ranks) -> Any:
     }
 
 
-def task_load(folder: Path, ranks: Ranks) -> Any:
+def task_load(folder: Path, ranks: CheckpointGroup) -> Any:
     """Equal bits of every tensor, whole and as parts; the run goes on."""
     found = checkpoint.load(folder / "parts", ranks=ranks)
     whole = checkpoint.load(folder / "whole", found.step)
@@ -159,7 +159,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)
 
 
-def task_find(folder: Path, ranks: Ranks) -> Any:
+def task_find(folder: Path, ranks: CheckpointGroup) -> Any:
     """Which checkpoint is taken of each damaged folder, and what is said of the newer one."""
     told = {}
     for each in sorted(p for p in folder.iterdir() if p.is_dir()):
@@ -185,7 +185,7 @@ def failing(step_of: str) -> None:
     tensors.write_all = {"full": full_disk, "killed": killed}[step_of]
 
 
-def task_fail(folder: Path, ranks: Ranks) -> Any:
+def task_fail(folder: Path, ranks: CheckpointGroup) -> Any:
     """The last rank's disk is full at step 2; training and the checkpoint of step 3 go on."""
     from fp4train.checkpoint import tensors
 
@@ -205,7 +205,7 @@ def task_fail(folder: Path, ranks: Ranks) -> Any:
     return told
 
 
-def task_kill(folder: Path, ranks: Ranks) -> Any:
+def task_kill(folder: Path, ranks: CheckpointGroup) -> Any:
     """The last rank is killed in its write of step 2."""
     values = distribute_tensor(torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)])
     checkpoint.save(folder, 1, {"w": values}, {}, keep=5, ranks=ranks)
@@ -218,7 +218,7 @@ def task_kill(folder: Path, ranks: Ranks) -> Any:
     return "written"
 
 
-def task_apart(folder: Path, ranks: Ranks) -> Any:
+def task_apart(folder: Path, ranks: CheckpointGroup) -> Any:
     """Ranks whose disks are not shared."""
     own = folder / str(ranks.rank)
     own.mkdir()
@@ -231,9 +231,9 @@ def task_apart(folder: Path, ranks: Ranks) -> Any:
     return "written"
 
 
-def task_stages(folder: Path, ranks: Ranks) -> Any:
+def task_stages(folder: Path, ranks: CheckpointGroup) -> Any:
     """Two stages of a pipeline: each rank leads one and has weights, and a step count, that the other lacks."""
-    stage = Ranks(ranks.group, leads=True)
+    stage = CheckpointGroup(ranks.group, leads=True)
     n = ranks.rank
     tree = {"model": {f"block{n}": torch.arange(4.0) + n}, "optimizer": {"state": {n: {"step": torch.tensor(7.0)}}}}
     checkpoint.save(folder, 1, *checkpoint.flatten(tree), keep=1, ranks=stage)
@@ -248,7 +248,7 @@ def task_stages(folder: Path, ranks: Ranks) -> Any:
     return [told, "written"]
 
 
-def task_async(folder: Path, ranks: Ranks) -> Any:
+def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
     """Checkpoints are written while training goes on, with collectives of its own; one fails, one is not finite."""
     from fp4train.checkpoint import tensors
     from fp4train.run.supervise.saving import Saver
@@ -298,7 +298,7 @@ def task_async(folder: Path, ranks: Ranks) -> Any:
     return told
 
 
-def task_born(folder: Path, ranks: Ranks) -> Any:
+def task_born(folder: Path, ranks: CheckpointGroup) -> Any:
     """Checksums of the weights that ranks drew as shards, by how they are drawn and cut; and the first loss."""
     grid = init_device_mesh("cpu", (ranks.size // 2 or 1, min(2, ranks.size)), mesh_dim_names=("dp", "tp"))
     told: dict[str, Any] = {}
@@ -328,4 +328,4 @@ def task_born(folder: Path, ranks: Ranks) -> Any:
 
 def run(task: str, folder: str) -> Any:
     """What `task` gives on this rank."""
-    return globals()[f"task_{task}"](Path(folder), Ranks(dist.new_group(backend="gloo")))
+    return globals()[f"task_{task}"](Path(folder), CheckpointGroup(dist.new_group(backend="gloo")))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config.binding import bind
 from fp4train.config.overrides import compose
-from fp4train.models.common.initialise import Constant, Initial, Normal, materialise, why_not_born
+from fp4train.models.common.initialise import Filled, Initial, Normal, materialise, why_not_born
 from fp4train.models.common.normal import fill_normal, key_of
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.quantize.random import philox4x32
@@ -159,7 +159,7 @@ class Odd(nn.Module):
         self.register_buffer("mask", torch.ones(2))
 
     def initial_values(self) -> dict[str, Initial]:
-        return {"mix.weight": Normal(1.0), "mix.bias": Constant(0.0)}
+        return {"mix.weight": Normal(1.0), "mix.bias": Filled(0.0)}
 
     def initial_buffers(self) -> dict[str, Tensor]:
         return {"mask": torch.ones(2)}

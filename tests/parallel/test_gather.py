@@ -6,7 +6,7 @@ import torch
 
 from fp4train.nn import Linear
 from fp4train.nn.gathered import Gathered
-from fp4train.parallel.gather import Part, Sent, WeightGather
+from fp4train.parallel.gather import Payload, Sent, WeightGather
 
 
 def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
@@ -15,7 +15,7 @@ def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
     record = SimpleNamespace(_orig_size=layer.weight.shape)
     gather = WeightGather(layer, record, None, "bf16")  # type: ignore[arg-type]
     rounded = layer.weight.detach().bfloat16()
-    gather._received = {Part(None, dtype=torch.bfloat16): Sent((rounded,), None, None)}
+    gather._received = {Payload(None, dtype=torch.bfloat16): Sent((rounded,), None, None)}
     whole = Gathered(gather, layer.weight.shape, rounded.device)
     assert torch.equal(whole.view(4, 8).clone(), rounded.float())
     kept = whole.requires_grad_().copied()

@@ -12,7 +12,7 @@ from fp4train.backends.te.quantizers import family
 from fp4train.kernels import cpu as kernels
 from fp4train.precision import TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer, to_torch
-from fp4train.quantize.shards import amax_extent, why_not_cut
+from fp4train.quantize.sharded import amax_extent, why_not_cut
 from fp4train.quantize.triton import why_not_spec
 
 SPEC = QuantSpec(global_scale="block")

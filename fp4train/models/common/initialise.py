@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.models.common.normal import fill_normal, key_of
-from fp4train.shards import Part, part_of
+from fp4train.shards import TensorShard, shard_of
 
 DRAWS = ("torch", "counter")
 
@@ -35,13 +35,13 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Filled:
     """The same value everywhere."""
 
     value: float
 
 
-Initial: TypeAlias = Normal | Constant
+Initial: TypeAlias = Normal | Filled
 
 
 @runtime_checkable
@@ -94,7 +94,7 @@ def materialise(
     parameters = dict(model.named_parameters())
     if draw == "counter":
         for name, parameter in parameters.items():
-            _fill(part_of(parameter), values[name], seed, name)
+            _fill(shard_of(parameter), values[name], seed, name)
     else:
         _draw_in_order(parameters, whole if whole is not None else model, seed)
     own = dict(model.named_buffers())
@@ -110,8 +110,8 @@ def initialise(model: nn.Module, draw: str) -> None:
     for name, initial in model.initial_values().items():
         if parameters[name].is_meta:
             continue
-        if draw == "counter" or isinstance(initial, Constant):
-            _fill(part_of(parameters[name]), initial, torch.initial_seed() % (1 << 64), name)
+        if draw == "counter" or isinstance(initial, Filled):
+            _fill(shard_of(parameters[name]), initial, torch.initial_seed() % (1 << 64), name)
         else:
             nn.init.normal_(parameters[name], std=initial.std)
 
@@ -132,8 +132,8 @@ def _swapped() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def _fill(part: Part, initial: Initial, seed: int, name: str) -> None:
-    if isinstance(initial, Constant):
+def _fill(part: TensorShard, initial: Initial, seed: int, name: str) -> None:
+    if isinstance(initial, Filled):
         part.tensor.fill_(initial.value)
     else:
         fill_normal(part.tensor, part.shape, part.offsets, initial.std, key_of(seed, name))
@@ -147,8 +147,8 @@ def _draw_in_order(parameters: Mapping[str, nn.Parameter], model: nn.Module, see
         _pass_over(module, generator)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, initial in model.initial_values().items():
-        part = part_of(parameters[name]) if name in parameters else None
-        if isinstance(initial, Constant):
+        part = shard_of(parameters[name]) if name in parameters else None
+        if isinstance(initial, Filled):
             if part is not None:
                 part.tensor.fill_(initial.value)
             continue

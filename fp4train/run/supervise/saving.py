@@ -41,7 +41,7 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.guard import first_non_finite
-from fp4train.shards import Part, owned, separate
+from fp4train.shards import TensorShard, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.statistics import STATISTICS
@@ -89,7 +89,7 @@ class Saver:
         ranks: those that write them together; all call `begin`, `prove` and `wait` after the same steps.
     """
 
-    def __init__(self, run: Run, ranks: checkpoint.Ranks = checkpoint.ALONE) -> None:
+    def __init__(self, run: Run, ranks: checkpoint.CheckpointGroup = checkpoint.ALONE) -> None:
         self.run, self.ranks = run, ranks
         self.saved: int | None = None
         """The newest step that is written."""
@@ -217,9 +217,9 @@ class Saver:
 
     # -- the loop's part ------------------------------------------------------------------------------------------
 
-    def _copy(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def _copy(self, parts: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})
-        copies: dict[str, Part] = {}
+        copies: dict[str, TensorShard] = {}
         for name, tensor in stored.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -263,7 +263,9 @@ class Saver:
                 buffer = self._buffers[name] = self._buffer(shape, dtype)
                 buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
 
-    def _write(self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], *, unproven: bool) -> Outcome:
+    def _write(
+        self, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], *, unproven: bool
+    ) -> Outcome:
         run, problems = self.run, []
         try:
             self._agreed(self._sync)
@@ -288,7 +290,7 @@ class Saver:
         self.run.inbox.sync()
 
     def _write_in(
-        self, place: Folder, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
+        self, place: Folder, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], unproven: bool
     ) -> None:
         keep, ranks = self.run.config.checkpoint.keep, self.ranks
         with ExitStack() as stack:
@@ -296,7 +298,7 @@ class Saver:
             checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, beside=self._beside, ranks=ranks)
 
     def _write_also(
-        self, place: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], unproven: bool
+        self, place: Path, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], unproven: bool
     ) -> None:
         """A second run directory, which can be resumed like the first."""
         with ExitStack() as stack:
