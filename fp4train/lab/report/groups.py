@@ -16,10 +16,9 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.compare import common_step, seed_groups
 from fp4train.lab.analysis.curves import Curve
 from fp4train.lab.analysis.figure import shortened
-from fp4train.lab.analysis.history import Floats, Series
+from fp4train.lab.analysis.history import Floats, Series, common_step, seed_groups
 from fp4train.lab.report.html import ranges
 from fp4train.lab.report.sources import Source
 from fp4train.lab.studies.statistics import Estimate, estimate

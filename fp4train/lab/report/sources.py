@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.lab.analysis.compare import names_of
 from fp4train.lab.analysis.figure import plain, shortened
 from fp4train.lab.analysis.heatmap import Errors, errors_of
-from fp4train.lab.analysis.history import Band, History, read_history
+from fp4train.lab.analysis.history import Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import history as run_history
