@@ -17,11 +17,9 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.lab.studies.candidates import SECTIONS, candidates
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
-from fp4train.lab.studies.identity import digest
 from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
-from fp4train.lab.studies.results import STUDIES
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.lab.studies.workers import Job, Pool, Workplace, here
 from fp4train.run.advice import learning_rate
 from fp4train.run.record import directory as run_directory

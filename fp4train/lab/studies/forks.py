@@ -26,8 +26,7 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.lab.studies.candidates import Candidate
-from fp4train.lab.studies.identity import digest
-from fp4train.lab.studies.subject import Subject, open_subject
+from fp4train.lab.studies.subject import Subject, digest, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers

@@ -12,6 +12,7 @@ from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.studies.sequential import ALPHA
 from fp4train.lab.studies.statistics import CONFIDENCE, Estimate, Interval
+from fp4train.lab.studies.subject import STUDIES
 from fp4train.sealed import identity, unsealed
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from fp4train.lab.studies.summary import Report
     from fp4train.lab.studies.tradeoff import Point
 
-STUDIES = "studies"
-"""The folder of a run directory that holds its studies."""
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
 KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
 """Of the parts of a recipe, in the plural."""
