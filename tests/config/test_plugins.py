@@ -13,8 +13,8 @@ from fp4train.config.binding import bind, complete
 from fp4train.config.targets import check_targets, own_class
 from fp4train.errors import UserError
 from fp4train.models import Architecture
+from fp4train.optim import Optimizer
 from fp4train.optim.adamw import AdamW
-from fp4train.optim.optimizer import Optimizer
 from fp4train.track.config import JsonlTracking, NoTracking, Tracking, WandbTracking
 
 HEAD = "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
