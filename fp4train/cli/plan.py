@@ -115,7 +115,6 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
     )
     from fp4train.run.cut import check_cut
     from fp4train.run.oscillation import check_oscillation
-    from fp4train.run.outliers import check_outliers
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step
 
@@ -140,7 +139,6 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
-    check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)

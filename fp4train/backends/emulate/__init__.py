@@ -1,4 +1,7 @@
-"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs everywhere."""
+"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs everywhere.
+
+Beside it torch's own GEMM, for operands that are not quantised.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize_dequantize, quantizer
 
-__all__ = ["EMULATE", "Emulate", "matmul", "widened"]
+__all__ = ["EMULATE", "TORCH", "Emulate", "TorchGemm", "matmul", "widened"]
 
 
 class Emulate:
@@ -45,4 +48,17 @@ class Emulate:
         return True
 
 
-EMULATE = Emulate()
+class TorchGemm(Emulate):
+    """torch's GEMM, in the dtype of the operands."""
+
+    name = "torch"
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
+        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+
+EMULATE, TORCH = Emulate(), TorchGemm()
