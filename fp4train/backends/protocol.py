@@ -96,3 +96,7 @@ class LayerBackend(Protocol):
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
         """Context manager around one forward pass of a model whose layers run `tables`."""
         ...
+
+    def why_no_graph(self, spec: QuantSpec) -> str | None:
+        """Why a CUDA graph cannot hold the passes of a layer with an operand of this spec; None if it can."""
+        ...

@@ -277,8 +277,7 @@ class MeshPlan:
         from fp4train.lab.costs.cluster import cluster_cost
         from fp4train.lab.costs.fit import batch_problem, problems
         from fp4train.lab.costs.shards import find_weights
-        from fp4train.run.advice import divided_blocks
-        from fp4train.run.oscillation import check_oscillation
+        from fp4train.run.checks import check_oscillation, divided_blocks
         from fp4train.run.outliers import check_outliers
 
         try:
@@ -319,7 +318,7 @@ class MeshPlan:
         """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
         from fp4train.parallel.stages import cut_of, tied_weights
         from fp4train.parallel.tensor import tensor_cut_of
-        from fp4train.run.cut import Sizes, check_cut
+        from fp4train.run.checks import Sizes, check_cut
 
         order = replace(self.config.parallel, pp_schedule=self.asked.pp_schedule, pp_chunks=self.asked.pp_chunks)
         parallel = replace(order, sp=mesh.sequence, tp=mesh.tensor, pp=mesh.pipeline)

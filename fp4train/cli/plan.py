@@ -106,7 +106,6 @@ def _plan(
 ) -> int:
     from fp4train.data.vocabulary import planned_vocab_size
     from fp4train.precision.layers import find_layers
-    from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -114,8 +113,14 @@ def _plan(
         choose_device,
         with_swap,
     )
-    from fp4train.run.cut import Sizes, check_cut
-    from fp4train.run.oscillation import check_oscillation
+    from fp4train.run.checks import (
+        Sizes,
+        check_cut,
+        check_oscillation,
+        never_chosen,
+        nothing_quantised,
+        warn_of_schedule,
+    )
     from fp4train.run.outliers import check_outliers
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step

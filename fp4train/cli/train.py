@@ -138,8 +138,8 @@ def _train(
 ) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
-    from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import choose_device
+    from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.determinism import determinism
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.belonging import check_paths
@@ -230,7 +230,7 @@ def _code(result: Result) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """What can be done with a run that has done its steps, and what its learning rate would do."""
-    from fp4train.run.advice import before_cooldown, learning_rate
+    from fp4train.run.checks import before_cooldown, learning_rate
 
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "

@@ -10,7 +10,7 @@ from torch import nn
 from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, OscillationReset, follow, values_of, why_not
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
-from fp4train.run.oscillation import watched
+from fp4train.run.observe import watched
 
 SPEC = QuantSpec(global_scale="block")
 SETTINGS = OscillationReset(every=10, watch=6, ratio=8.0, start=10)

@@ -27,7 +27,7 @@ from fp4train.lab.report.html import Html, joined, tag
 from fp4train.lab.report.predicted import Predicted, predict
 from fp4train.lab.report.sources import Source, read_sources
 from fp4train.lab.report.style import STYLE
-from fp4train.run.statistics import THRESHOLD
+from fp4train.run.observe import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"

@@ -22,7 +22,7 @@ from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
 from fp4train.lab.studies.subject import STUDIES, Subject
 from fp4train.lab.studies.workers import Job, Pool, Workplace, here
-from fp4train.run.advice import learning_rate
+from fp4train.run.checks import learning_rate
 from fp4train.run.record import directory as run_directory
 
 if TYPE_CHECKING:
