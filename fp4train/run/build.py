@@ -34,7 +34,6 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run.begin import abandon_later, begin, write_plan
 from fp4train.run.checks import (
-    Sizes,
     check_cut,
     check_oscillation,
     divided_blocks,
@@ -192,8 +191,7 @@ def build(
     source = directory if start is None else start.path.parent.parent
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
-        sizes = Sizes(data=world.data_ranks, shards=world.shards, tensors=world.tensors, stages=world.stages)
-        check_cut(config, sizes)
+        check_cut(config, world.mesh)
         run_directory.config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
@@ -267,16 +265,16 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model, born = _unborn(config, data.vocab_size, world)
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
-        plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
+        plan = build_plan(config, layers, timeline, Device.of(world.device), world.mesh.data)
         check_oscillation(config, plan)
-        check_outliers(plan, stages=world.stages)
-        cut = None if world.stages == 1 else inspect(model, config, layers)
+        check_outliers(plan, stages=world.mesh.pipeline)
+        cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    rows = config.train.microbatch or config.train.batch_size // world.data_ranks
+    rows = config.train.microbatch or config.train.batch_size // world.mesh.data
     for each in model.modules():
         if isinstance(each, Linear):
             each.sum_gradients(rows < config.train.batch_size)

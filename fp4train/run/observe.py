@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fp4train.data.feed import Rows
+from fp4train.data.loader import Rows
 from fp4train.measure.statistics import NAMES, RAW, Measured
 from fp4train.measure.statistics import watch as watch_operands
 from fp4train.optim.oscillation import Watched, follow, why_not

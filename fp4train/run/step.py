@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp4train.data.feed import Rows
+from fp4train.data.loader import Rows
 from fp4train.parallel.apply import join_scales, synchronise
 from fp4train.parallel.norm import clip, gradient_norms, step_unless
 from fp4train.parallel.pipeline import Microbatch
@@ -72,15 +72,13 @@ class EagerSteps:
 
         What is queued depends on the step only through device memory and `run.step`, as `step_graph.py` says.
         """
-        run, clip_at = self.run, self.run.config.optim.clip
+        run, clip_at, divided = self.run, self.run.config.optim.clip, self.run.world.size > 1
         loss, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
         for each in train_losses(run, recipe, rows, run.loss_scale * share):
             loss += each * share
         loss = run.world.summed(loss)
         trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
-        gradients = [
-            p.grad if run.world.mesh is None else local(p.grad) for p in trained.values() if p.grad is not None
-        ]
+        gradients = [local(p.grad) if divided else p.grad for p in trained.values() if p.grad is not None]
         if run.loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1 / run.loss_scale)
         alike = None if run.world.tensor is None else [copies(p) for p in trained.values()]
@@ -153,7 +151,7 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
 
     Of a pipeline the ranks of the last stage get them, the others nothing.
     """
-    divided = run.world.mesh is not None
+    divided = run.world.size > 1
     if run.pipeline is not None:
         yield from run.pipeline.train(list(microbatches(run, recipe, rows)), weight)
     else:

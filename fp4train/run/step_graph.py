@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, OPERANDS
-from fp4train.data.feed import Rows
+from fp4train.data.loader import Rows
 from fp4train.errors import UserError
 from fp4train.precision import Recipe
 from fp4train.precision.plan import Plan, PlannedStretch
