@@ -18,8 +18,8 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
+from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
-from fp4train.models.common.stages import StageCut
 from fp4train.nn import Linear, convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute, share_tensors
