@@ -189,7 +189,7 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
         "shards.py": "finds tensors that share memory while all of them are alive; nothing is kept",
     },
     run_directory_by_path: {
-        "run/supervise/signals.py": "opens /dev/null for a terminal that is gone",
+        "run/supervise/agreement.py": "opens /dev/null for a terminal that is gone",
         "run/environment.py": "reads /proc/cpuinfo",
     },
 }
