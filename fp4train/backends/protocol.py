@@ -11,7 +11,7 @@ A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GE
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -71,7 +71,7 @@ class LayerKernels(Protocol):
         """The state of delayed scaling, for checkpoints; empty without it."""
         ...
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
         ...
 
@@ -95,8 +95,4 @@ class LayerBackend(Protocol):
 
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
         """Context manager around one forward pass of a model whose layers run `tables`."""
-        ...
-
-    def why_no_graph(self, spec: QuantSpec) -> str | None:
-        """Why a CUDA graph cannot hold the passes of a layer with an operand of this spec; None if it can."""
         ...

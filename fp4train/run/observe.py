@@ -179,8 +179,9 @@ def reset_oscillating(run: Run, step: Step) -> None:
 
 
 def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
-    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers with
-    outlier channels the other channels. Weights stored as [in_features, out_features] (`Conv1D`) are left alone.
+    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers that
+    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) are
+    left alone.
 
     Args:
         trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
@@ -192,5 +193,4 @@ def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
         spec = layers[module.layer.name].fprop.operands.second
         if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
             assert isinstance(module.weight, nn.Parameter)
-            apart = module.outliers.latest
-            yield module.weight, spec, None if apart is None else apart[0]
+            yield module.weight, spec, module.channels

@@ -144,7 +144,7 @@ class Run:
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
         for module in self.linears():
-            module.hold(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
 

@@ -27,14 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fp4train.backends import LAYER_BACKENDS, OPERANDS
 from fp4train.data.loader import Rows
 from fp4train.errors import UserError
+from fp4train.nn.executors import why_no_graph
 from fp4train.precision import Recipe
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.quantize.random import write_step_counters
-from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.transform import Hadamard
 from fp4train.run.step import EagerSteps, Queued, Scaling
 
 if TYPE_CHECKING:
@@ -272,19 +270,4 @@ def why_not(stretch: PlannedStretch) -> str | None:
     """Why a step of `stretch` depends on the host; None if it can be recorded."""
     if stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    for name, layer in stretch.layers.items():
-        if layer.has_outliers and layer.quantised:
-            return f"recipe {layer.recipe.name}, {name}: the host counts the steps by which outlier channels are chosen"
-        for gemm in layer.gemms:
-            for operand, spec in zip(OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
-                if spec is None:
-                    continue
-                where = f"recipe {layer.recipe.name}, {name}, operand {operand} of {gemm.name}"
-                if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
-                    return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-                if isinstance(spec.hadamard, Rotation):
-                    return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
-                whole_layer = LAYER_BACKENDS.get(gemm.backend)
-                if whole_layer is not None and (reason := whole_layer.why_no_graph(spec)):
-                    return f"{where}: {reason}"
-    return None
+    return next(filter(None, map(why_no_graph, stretch.layers.values())), None)

@@ -19,7 +19,6 @@ from fp4train.backends.te.executor import TEExecutor, region
 from fp4train.backends.te.quantizers import QuantizerFactory
 from fp4train.backends.te.translate import to_te, why_not
 from fp4train.hardware import Device
-from fp4train.quantize import QuantSpec
 
 __all__ = [
     "TRANSFORMER_ENGINE",
@@ -46,14 +45,6 @@ class TransformerEngine:
 
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
         return region(*tables)
-
-    def why_no_graph(self, spec: QuantSpec) -> str | None:
-        if spec.delayed is None:
-            return None
-        return (
-            "delayed scaling on backend=te updates its histories on the host; with backend=emulate or native they are "
-            "fp4train's, which can be recorded"
-        )
 
 
 TRANSFORMER_ENGINE = TransformerEngine()
