@@ -95,9 +95,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
         step=10,
         plan=Namespace(at=lambda step: Namespace(layers=layers)),
         linears=lambda: [
-            Namespace(
-                layer=Namespace(name=name), weight=each.weight, outliers=Namespace(latest=None), transposed=turned
-            )
+            Namespace(layer=Namespace(name=name), weight=each.weight, channels=None, transposed=turned)
             for name, each in model.items()
         ],
     )

@@ -17,7 +17,7 @@ from fp4train.parallel.pipeline import Microbatch
 from fp4train.run.step import losses
 
 PACKAGE = str(Path(fp4train.__file__).parent)
-DIVIDING = ("shards.py", "nn/place.py", "parallel/apply.py", "parallel/pipeline.py", "parallel/tensor.py")
+DIVIDING = ("shards.py", "nn/executors/cut.py", "parallel/apply.py", "parallel/pipeline.py", "parallel/tensor.py")
 """Files of which a run of one process calls nothing in a step."""
 
 
