@@ -15,6 +15,8 @@ from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
+SETTINGS = {"steps": 24, "schedule": "linear", "lr": 0.003, "batches": 8}
+"""Of the forks of a ranking."""
 
 
 def write_run(
@@ -111,7 +113,7 @@ def write_ranking(
     forks: list[Any] = []
     shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
     found = {
-        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": {"steps": 24}} for a in runs],
+        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs],
         "reference": "bf16",
         "forks": 6,
         "tested": True,
@@ -121,7 +123,7 @@ def write_ranking(
             {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
         ],
         "order": ["bf16", name],
-        "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "verdict": "apart"}],
+        "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "together": [0.001, 0.003], "verdict": "apart"}],
     }
     return _study(run, "rank-30-ab", "rank.json", found)
 
@@ -130,8 +132,9 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
     """A sensitivity in the form of sensitivity.json."""
 
     def part(kind: str, mean: float) -> dict[str, Any]:
-        nmse = {"mean": mean, "error": 0.01, "interval": [mean - 0.02, mean + 0.02]}
-        return {"kind": kind, "nmse": nmse, "bias2": None, "loss": {**nmse, "mean": 0.001}}
+        nmse = {"mean": mean, "error": 0.01, "count": 8, "freedom": 7, "interval": [mean - 0.02, mean + 0.02]}
+        other = {key: None for key in ("variance", "bias2", "output")}
+        return {"kind": kind, "nmse": nmse, **other, "cosine": nmse, "loss": {**nmse, "mean": 0.001}}
 
     found = {
         "step": 30,

@@ -20,7 +20,7 @@ from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.costs.table import time_text
 from fp4train.lab.report.html import Html, joined, ranges, table, tag
 from fp4train.lab.report.sections import section
-from fp4train.lab.report.sources import UNREADABLE, Source
+from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.run.record import directory as run_directory
@@ -53,9 +53,9 @@ class Predicted:
     emulated: bool
 
 
-def predict(sources: Sequence[Source], gpu: Gpu) -> tuple[dict[Source, Predicted], list[str]]:
+def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, Predicted], list[str]]:
     """The runs that can be estimated, and a sentence for each that cannot."""
-    found: dict[Source, Predicted] = {}
+    found: dict[RunSource, Predicted] = {}
     problems: list[str] = []
     for source in sources:
         try:
@@ -66,7 +66,7 @@ def predict(sources: Sequence[Source], gpu: Gpu) -> tuple[dict[Source, Predicted
     return found, problems
 
 
-def _predicted_time(source: Source, gpu: Gpu) -> Predicted:
+def _predicted_time(source: RunSource, gpu: Gpu) -> Predicted:
     path = source.metrics.path
     for key, value in (source.config or {}).items():
         if key.startswith("model.") and isinstance(value, int) and abs(value) > LARGEST:
@@ -87,7 +87,7 @@ def _predicted_time(source: Source, gpu: Gpu) -> Predicted:
     )
 
 
-def differences(sources: Sequence[Source]) -> Html:
+def differences(sources: Sequence[RunSource]) -> Html:
     """The configuration keys whose values differ, with the runs of each value."""
     known = [source for source in sources if source.config is not None]
     if len(known) < 2:
@@ -106,7 +106,7 @@ def differences(sources: Sequence[Source]) -> Html:
     return section("Configuration", table(["key", "values"], rows, caption=caption))
 
 
-def environment(sources: Sequence[Source]) -> Html:
+def environment(sources: Sequence[RunSource]) -> Html:
     """Host, device and versions of every run; what differs has the runs beside it."""
     known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
     without = [source for source in sources if source not in known]
@@ -126,7 +126,7 @@ def environment(sources: Sequence[Source]) -> Html:
 
 
 def cost(
-    sources: Sequence[Source], gpu: Gpu | None = None, predicted: Mapping[Source, Predicted] | None = None
+    sources: Sequence[RunSource], gpu: Gpu | None = None, predicted: Mapping[RunSource, Predicted] | None = None
 ) -> Html:
     """Tokens, time and arithmetic of every run; with `gpu`, what was `predicted` for it."""
     rows = []
@@ -161,7 +161,7 @@ def cost(
     return section("Cost", body, tag("p", note, class_="note"), times)
 
 
-def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
+def _predicted(gpu: Gpu, predicted: Mapping[RunSource, Predicted]) -> Html:
     """The estimated time of the linear layers of each run on a GPU."""
     if not predicted:
         return tag("p", f"No run's time on {gpu} can be estimated.", class_="note")
@@ -185,7 +185,7 @@ def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
     return joined([body, tag("p", note, class_="note")])
 
 
-def _arithmetic(source: Source) -> dict[str, float]:
+def _arithmetic(source: RunSource) -> dict[str, float]:
     """Multiply-adds of the linear layers by elements, for the steps that were trained."""
     batch, microbatch = source.setting("train.batch_size"), source.setting("train.microbatch")
     sizes = [size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS]
@@ -203,7 +203,7 @@ def _macs(stretch: Stretch) -> dict[str, float]:
     return {elements: share * total for elements, share in stretch.shares.items()}
 
 
-def _by_value(values: Mapping[Source, str], everything: int) -> Html:
+def _by_value(values: Mapping[RunSource, str], everything: int) -> Html:
     """The distinct values, each with the numbers of its runs; alone if all runs have it."""
     runs: dict[str, list[int]] = {}
     for source, value in values.items():

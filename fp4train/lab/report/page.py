@@ -25,7 +25,7 @@ from fp4train.lab.analysis.figure import shortened
 from fp4train.lab.report import facts, sections
 from fp4train.lab.report.groups import common, group
 from fp4train.lab.report.html import Html, joined, tag
-from fp4train.lab.report.sources import Source, read_sources
+from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.run.statistics import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -70,10 +70,10 @@ def check_out(out: Path) -> None:
 
 
 def render(
-    sources: Sequence[Source],
+    sources: Sequence[RunSource],
     left_out: Sequence[str],
     gpu: Gpu | None = None,
-    predicted: Mapping[Source, facts.Predicted] | None = None,
+    predicted: Mapping[RunSource, facts.Predicted] | None = None,
 ) -> str:
     """The whole page."""
     groups = group(sources)
@@ -116,7 +116,7 @@ def render(
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def different_data(sources: Sequence[Source]) -> list[str]:
+def different_data(sources: Sequence[RunSource]) -> list[str]:
     """What makes losses of these runs incomparable: other data, tokens, or sequences. Empty where nothing is known."""
     found = []
     prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
@@ -133,7 +133,7 @@ def different_data(sources: Sequence[Source]) -> list[str]:
     return found
 
 
-def weak_gradient(source: Source) -> list[str]:
+def weak_gradient(source: RunSource) -> list[str]:
     """Where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
     ratio = source.metrics.series("error/gradient_to_noise")
     below = (ratio.values < THRESHOLD).nonzero()[0]

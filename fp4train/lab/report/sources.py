@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
+class RunSource:
     """One run.
 
     Args:
@@ -79,7 +79,7 @@ class Source:
         return None if self.config is None else self.config.get(key)
 
 
-def read_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     """The runs, and a sentence for each directory that is left out.
 
     Raises:
@@ -109,12 +109,12 @@ def _metrics(path: Path) -> History:
     history = read_history(path)
     for key in ("train/loss", "val/loss", "train/tokens", "perf/tokens_per_s"):
         history.series(key)  # numbers that are none are found here
-    history.spans()
+    history.bands()
     history.events()
     return history
 
 
-def _source(number: int, name: str, metrics: History) -> Source:
+def _source(number: int, name: str, metrics: History) -> RunSource:
     problems: list[str] = []
     path = metrics.path
     none: list[run_history.Record] = []
@@ -131,7 +131,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
         for record in records
         if isinstance(record.values.get("environment"), dict)
     ]
-    return Source(
+    return RunSource(
         number=number,
         name=plain(name, 120),
         metrics=metrics,

@@ -30,13 +30,14 @@ FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RecipeCandidate:
     """One entry of a ranking.
 
     Args:
         name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
         recipe, policy, phases: plain configuration values.
         asked: False: it is there for the floor of the noise only.
+        same: the names of others that run every GEMM as this one does.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Candidate:
     policy: Mapping[str, Any]
     phases: Mapping[str, Any]
     asked: bool = True
+    same: Sequence[str] = ()
 
     def applied(self, config: Config) -> Config:
         """`config` with this candidate's recipe, policy and phases.
@@ -59,7 +61,7 @@ class Candidate:
         )
 
 
-def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[Candidate]:
+def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[RecipeCandidate]:
     """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
 
     Args:
@@ -83,9 +85,9 @@ def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable
         shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
-        found.append(Candidate(name=" ".join(name) or "the run's own", **sections))
+        found.append(RecipeCandidate(name=" ".join(name) or "the run's own", **sections))
     floor = [
-        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
     return [*found, *floor]

@@ -25,8 +25,8 @@ from fp4train.lab.studies.parts import (
     OF_THE_RUN,
     OPERAND,
     WHOLE,
-    Part,
-    Parts,
+    RecipePart,
+    RecipeParts,
 )
 from fp4train.lab.studies.record import Values
 from fp4train.lab.studies.statistics import Estimate, estimate, jackknife, paired
@@ -72,7 +72,7 @@ class Sensitivity:
         batches: the most that a part was measured on.
     """
 
-    parts: Parts
+    parts: RecipeParts
     findings: Mapping[str, Finding]
     shares: Mapping[str, Estimate]
     signal: Estimate | None
@@ -133,7 +133,7 @@ class Judgement:
     over_own: Estimate | None
 
 
-def judgement(measured: Mapping[str, tuple[Part, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
+def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
     """Compare the chosen policy with keeping nothing and with the policy of the run, batch by batch.
 
     Args:
@@ -153,7 +153,9 @@ def judgement(measured: Mapping[str, tuple[Part, Sequence[Values]]], reference: 
     )
 
 
-def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Sequence[Values]]) -> Sensitivity:
+def summarise(
+    parts: RecipeParts, listed: Sequence[RecipePart], measured: Mapping[str, Sequence[Values]]
+) -> Sensitivity:
     """The findings of what is measured.
 
     Args:
@@ -172,7 +174,7 @@ def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Seque
     )
 
 
-def finding(part: Part, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
+def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
     """Of one part; `reference` has the same groups of batches, and may have more."""
 
     def of(key: str) -> Estimate | None:
