@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4train.lab.studies.statistics import quantile
 from fp4train.run.record.history import chained_sum
 from fp4train.sealed import sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
@@ -109,15 +110,17 @@ def write_ranking(
     run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
 ) -> Path:
     """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each of `runs`."""
-    gap = {"mean": 0.002, "error": 0.0001, "low": 0.0018, "high": 0.0022, "t": 20.0}
+    error = 0.0002 / quantile(0.95, len(runs) - 1 if len(runs) > 1 else 5)
+    gap = {"mean": 0.002, "error": error, "low": 0.0018, "high": 0.0022, "t": 20.0}
     forks: list[Any] = []
     shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
     found = {
         "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs],
         "reference": "bf16",
         "forks": 6,
+        "units": len(runs),
         "tested": True,
-        "floor": {**gap, "mean": 0.0, "low": -0.0003, "high": 0.0003},
+        "floor": {**gap, "mean": 0.0, "error": 1.5 * error, "low": -0.0003, "high": 0.0003},
         "candidates": [
             {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
             {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from fp4train.lab.analysis.curves import Losses, RecipeRow, over_steps, shades
-from fp4train.lab.analysis.figure import COLOURS, LINES, SHADES
+from fp4train.lab.analysis.figure import VARIABLES, colour_of, line_of
 from fp4train.lab.analysis.heatmap import LAYERS, Errors, worst_maps
 from fp4train.lab.report.groups import SeedGroup, curve, gap_at, gap_curve, loss_at
 from fp4train.lab.report.html import Html, figure, folded, joined, table, tag
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.figures import ranking, sensitivity
 from fp4train.lab.studies.results import VERDICTS, CandidateResult, RankResult, SensitivityResult
-from fp4train.lab.studies.statistics import Interval
+from fp4train.lab.studies.statistics import Estimate
 from fp4train.text import p_value
 
 WORST = 10
@@ -27,7 +27,6 @@ EVENTS = 60
 """Events of a run that are listed."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
 """What is marked on the band of a run."""
-_DASHES = ("", "7 3", "2 2", "8 2 2 2")
 
 
 def section(title: str, *children: object) -> Html:
@@ -45,7 +44,7 @@ def results(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> Html:
     """Losses and gaps as a table, and the sentences that go with it."""
     rows, words = [], []
     for index, group in enumerate(groups):
-        first = group.sources[0]
+        first, done = group.sources[0], [source.done for source in group.sources]
         validation = [s.metrics.series("val/loss").values for s in group.sources]
         best = [float(v[np.isfinite(v)].min()) for v in validation if np.isfinite(v).any()]
         train = [float(s.metrics.loss("train/loss").values[-1]) for s in group.sources]
@@ -54,7 +53,7 @@ def results(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> Html:
                 joined([_sample(index), " ", group.numbers]),
                 group.name,
                 " → ".join(recipe for *_, recipe in first.bands),
-                ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
+                ", ".join(map(str, done if len(set(done)) > 1 else done[:1])),
                 f"{math.fsum(train) / len(train):.4f}",
                 "–" if at is None else loss_at(group, *at).show(".4f"),
                 f"{min(best):.4f}" if best else "–",
@@ -110,7 +109,7 @@ def curves(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> Html:
         class_="legend",
     )
     recipes = shades(recipe for row in rows for *_, recipe in row.bands)
-    listed = tag("ul", *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)), class_="legend")
+    listed = tag("ul", *(tag("li", _shade(colour), " ", recipe) for recipe, colour in recipes.items()), class_="legend")
     return section("Curves", drawn, runs, listed, _stretches(sources), _events(sources))
 
 
@@ -129,25 +128,19 @@ def _marks(source: RunSource) -> list[tuple[int, str]]:
 
 def _sample(index: int) -> Html:
     """A line in the style of a group's curve."""
-    line = tag(
-        "line",
-        x1="0",
-        y1="5",
-        x2="26",
-        y2="5",
-        stroke=f"var(--c{index % len(COLOURS)})",
-        stroke_width="3",
-        stroke_dasharray=_DASHES[index // len(COLOURS) % len(LINES)] or None,
-    )
+    shape = line_of(index)
+    dashes = None if shape == "-" else " ".join(f"{2 * each:g}" for each in shape[1])
+    ends = {"x1": "0", "y1": "5", "x2": "26", "y2": "5"}
+    line = tag("line", **ends, stroke=_variable(colour_of(index)), stroke_width="3", stroke_dasharray=dashes)
     return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="sample")
 
 
-def _shade(index: int) -> Html:
-    return tag("span", class_="shade", style=f"background:var(--s{index % len(SHADES)})", aria_hidden="true")
+def _shade(colour: str) -> Html:
+    return tag("span", class_="shade", style=f"background:{_variable(colour)}", aria_hidden="true")
 
 
-def _differ(group: SeedGroup) -> bool:
-    return len({source.done for source in group.sources}) > 1
+def _variable(colour: str) -> str:
+    return f"var({VARIABLES[colour]})"
 
 
 def _stretches(sources: Sequence[RunSource]) -> Html:
@@ -336,5 +329,5 @@ def _ranking(name: str, source: RunSource, found: RankResult) -> Html:
     return tag("div", tag("h3", title), drawn, body, *troubles)
 
 
-def _gap(each: CandidateResult, found: Interval | None) -> str:
+def _gap(each: CandidateResult, found: Estimate | None) -> str:
     return "–" if found is None or each.diverged else found.show("+.5f")

@@ -117,13 +117,11 @@ def _metrics(path: Path) -> History:
 def _source(number: int, name: str, metrics: History) -> RunSource:
     problems: list[str] = []
     path = metrics.path
-    none: list[run_history.Record] = []
-    records = _try(lambda: run_history.read_history(path), problems, none)
+    records = _try(lambda: run_history.read_history(path), problems, list[run_history.Record]())
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
     config = _try(lambda: _config(path, records, problems), problems, None)
-    no_loss: dict[str, str] = {}
-    lost = _try(lambda: _lost(path, records), problems, no_loss)
+    lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
     problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
     records = [] if run_directory.HISTORY in lost else records
     environments = [

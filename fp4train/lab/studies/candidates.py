@@ -74,7 +74,9 @@ def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable
     """
     folders = list(folders)
     axes = [_axis(override, folders) for override in parse(list(words))]
-    _check_twice([key for key, _ in axes])
+    keys = [key for key, _ in axes]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B")
     axes.sort(key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
     swept = [key for key, values in axes if len(values) > 1]
     found = []
@@ -108,12 +110,8 @@ def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str,
         known = groups(folders)[key]
         for text in texts:
             check_option(key, text, known)
-        return key, [(text, _section(key, text, folders)) for text in texts]
+        return key, [(text, plain(compose([f"{key}={text}"], folders)[key])) for text in texts]
     return key, [(text, parse([f"{key}={text}"])[0].value()) for text in texts]
-
-
-def _section(group: str, option: str, folders: Iterable[Path]) -> dict[str, Any]:
-    return plain(compose([f"{group}={option}"], folders)[group])
 
 
 def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -126,9 +124,3 @@ def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     found = OmegaConf.to_container(changed)
     assert isinstance(found, dict)
     return {str(name): each for name, each in found.items()}
-
-
-def _check_twice(keys: list[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key}= is given twice: several values are separated by commas, {key}=A,B")

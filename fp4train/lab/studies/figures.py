@@ -170,11 +170,12 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             colour = COLOURS.get(each.verdict, TRAIN)
             for gap, at, tone, size in ((each.high, row + 0.26, HIGH, 3.5), (each.gap, row, colour, 6.0)):
                 if gap is not None:
-                    axes.plot(gap.ends, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
+                    reach = gap.interval() or (gap.mean, gap.mean)
+                    axes.plot(reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
                     axes.plot([gap.mean], [at], marker="o", markersize=size, color=tone, mec="white", mew=0.6)
-                    ends += gap.ends
+                    ends += reach
             if each.together is not None:
-                axes.plot(each.together.ends, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+                axes.plot(each.together, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
             if len(each.gaps) > 1:
                 axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=INK)
                 ends += each.gaps
@@ -191,9 +192,9 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
-        if found.floor is not None and found.floor.half is not None:
-            reach = max(map(abs, found.floor.ends))
-            axes.axvspan(-reach, reach, color=LINE, alpha=0.4, zorder=0, linewidth=0)
+        if found.floor is not None and (floor := found.floor.interval()) is not None:
+            far = max(map(abs, floor))
+            axes.axvspan(-far, far, color=LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=QUIET, linewidth=1.0, zorder=1)
         title = f"gap to {shortened(found.reference, LABEL if named else 18)}"
         names = [shortened(each.name, 18 if width <= NARROW else LABEL) for each in shown]

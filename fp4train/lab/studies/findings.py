@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fp4train.lab.studies.parts import (
     BASELINE,
@@ -181,18 +182,15 @@ def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Valu
         values = [value for group in groups for value in group[key]]
         return None if None in values else estimate(values)
 
-    means = {key: of(key) for key in ("error", "cosine", "loss")}
     shares = [each for group in groups for each in group["layers"]]
-    assert means["error"] is not None and means["cosine"] is not None and means["loss"] is not None
+    known: Any = {name: of(key) for name, key in (("nmse", "error"), ("cosine", "cosine"), ("loss", "loss"))}
     return Finding(
         name=part.name,
         kind=part.kind,
         what=part.what,
-        nmse=means["error"],
+        **known,
         variance=of("variance"),
         bias2=systematic([group["gram"] for group in groups], [group["gram"] for group in reference]),
-        cosine=means["cosine"],
-        loss=means["loss"],
         output=of("output"),
         layers=[math.fsum(column) / len(shares) for column in zip(*shares, strict=True)],
     )

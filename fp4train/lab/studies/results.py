@@ -12,7 +12,7 @@ from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.studies.findings import Finding
 from fp4train.lab.studies.sequential import ALPHA
-from fp4train.lab.studies.statistics import CONFIDENCE, Estimate, Interval
+from fp4train.lab.studies.statistics import CONFIDENCE, Estimate
 from fp4train.lab.studies.subject import STUDIES
 from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import identity, unsealed
@@ -74,9 +74,9 @@ class CandidateResult:
     """
 
     name: str
-    gap: Interval | None
-    high: Interval | None
-    together: Interval | None
+    gap: Estimate | None
+    high: Estimate | None
+    together: tuple[float, float] | None
     gaps: Sequence[float]
     p: float | None
     verdict: str
@@ -99,7 +99,7 @@ class RankResult:
     steps: int
     where: str
     reference: str
-    floor: Interval | None
+    floor: Estimate | None
     candidates: Sequence[CandidateResult] = field(repr=False)
 
 
@@ -307,20 +307,24 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
     order = [str(name) for name in found["order"]]
     reference, floor, checkpoints = str(found["reference"]), found["floor"], found["checkpoints"]
 
+    count = int(found["forks"]) * len(checkpoints)
+    freedom = (int(found["units"]) if int(found["units"]) > 1 else count) - 1
+
+    def gap(each: Mapping[str, Any] | None) -> Estimate | None:
+        return None if each is None else _read_estimate({**each, "count": count, "freedom": freedom})
+
     def candidate(name: str) -> CandidateResult:
         entry = entries[name]
         of = {} if name == reference else entry
         pair = pairs.get(frozenset((name, reference)))
-        low, high = pair.get("together", (None, None)) if pair else (None, None)
-        together = None if low is None or high is None else _interval(low, low, high)
-        if low is not None and high is not None and pair and str(pair["first"]) != reference:
-            together = _interval(-high, -high, -low)
+        sign = 1 if pair and str(pair["first"]) == reference else -1
+        ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
         tested = pair if found["tested"] else None
         return CandidateResult(
             name=plain(name, NAME),
-            gap=_bounded(of.get("gap")),
-            high=_bounded(of.get("gap_high")),
-            together=together,
+            gap=gap(of.get("gap")),
+            high=gap(of.get("gap_high")),
+            together=(ends[0], ends[1]) if len(ends) == 2 else None,
             gaps=[_number(each) for each in of.get("gaps", ())],
             p=None if tested is None else _number(tested["p"]),
             verdict="reference" if name == reference else "" if tested is None else str(tested["verdict"]),
@@ -341,17 +345,9 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
         steps=int(settings["steps"]),
         where=where if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints",
         reference=plain(reference, NAME),
-        floor=_bounded(floor),
+        floor=gap(floor),
         candidates=[candidate(name) for name in (*order, *(each for each in entries if each not in order))],
     )
-
-
-def _bounded(found: Mapping[str, Any] | None) -> Interval | None:
-    return None if found is None else _interval(found["mean"], found["low"], found["high"])
-
-
-def _interval(mean: Any, low: Any, high: Any) -> Interval:
-    return Interval(mean=_number(mean), low=_known(low), high=_known(high))
 
 
 def _number(value: Any) -> float:
