@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
-from fp4train.nn.outliers import join_squares
-from fp4train.nn.place import Ranks
-from fp4train.nn.scaling import join_amaxes
+from fp4train.nn.executors import join_states
+from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
 from fp4train.parallel.reduce import RoundedReduceScatter
@@ -35,7 +34,7 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-    data = Ranks(group=world.data, rank=world.data_rank, size=world.data_ranks) if world.data_ranks > 1 else None
+    data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)
         return
@@ -54,17 +53,17 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
     """
     if world.size > 1:
         for layer in _layers(model):
-            layer.scaling.joined = layer.outliers.joined = True
-    if world.mesh is None or world.data_ranks == 1:
+            layer.joined = True
+    if world.data_mesh is None or world.mesh.data == 1:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
-    several = world.shards > 1
+    several = world.mesh.shard > 1
     blocks = find_blocks(model)
     for block in blocks:
-        fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
+        fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
         for layer in _layers(block):
             layer.keep_forms(not several)
-    fully_shard(model, mesh=world.mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -84,11 +83,9 @@ def synchronise(model: nn.Module, last: bool) -> None:
 
 
 def join_scales(model: nn.Module, world: World) -> None:
-    """After the last backward of a step: the amaxes of delayed scaling, and the norms by which outlier channels are
-    chosen, become those of the whole batch."""
-    if world.mesh is not None:
-        join_amaxes((layer.scaling for layer in _layers(model)), world.largest)
-        join_squares((layer.outliers for layer in _layers(model)), world.summed_over_data)
+    """After the last backward of a step: the states of the layers become those of the whole batch."""
+    if world.data_mesh is not None:
+        join_states(_layers(model), world)
 
 
 def _layers(module: nn.Module) -> Iterator[Linear]:

@@ -1,0 +1,225 @@
+"""Reading one checkpoint: every file is verified first, then tensors are read when they are asked for, whole or a box.
+
+Whichever files and parts the tensors were written in, any box of them is put together from the parts that overlap it;
+so a checkpoint of one number of ranks is read on another, and no rank reads or holds more than it wants.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS, CheckpointGroup
+from fp4train.checkpoint.tensors import Box, checksum, read_box, read_header
+from fp4train.checkpoint.tree import JSON, from_strict
+from fp4train.errors import UserError
+from fp4train.files import Folder, parent
+from fp4train.sealed import checksum as checksum_of
+from fp4train.shards import like, shard_of
+
+_OPEN_FILES = 64
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file of tensors, as it was when it was verified.
+
+    Args:
+        status: device, inode, size and time of change.
+        boxes: by name, what it holds.
+    """
+
+    status: tuple[int, int, int, int]
+    boxes: Mapping[str, Box]
+
+
+def status_of(descriptor: int) -> tuple[int, int, int, int]:
+    """What changes when another file takes this one's place, or somebody writes to it."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Name to CPU tensor; each access reads a tensor anew, with memory of its own.
+
+    Args:
+        folder: the checkpoint's directory.
+        files: by name.
+        aliases: names of tensors that are stored under another name.
+
+    Raises:
+        ValueError: the parts do not make whole tensors, or an alias stands for nothing.
+    """
+
+    def __init__(self, folder: Folder, files: Mapping[str, File], aliases: Mapping[str, str]) -> None:
+        self.path = folder.path
+        self._files, self._aliases = files, aliases
+        self._boxes: dict[str, list[tuple[str, Box]]] = {}
+        for file, each in files.items():
+            for name, box in each.boxes.items():
+                self._boxes.setdefault(name, []).append((file, box))
+        for name, boxes in self._boxes.items():
+            _check_whole(name, [box for _, box in boxes])
+        if lost := next((name for name, target in aliases.items() if target not in self._boxes), None):
+            raise ValueError(f"{lost} stands for {aliases[lost]}, which is not there")
+        self._open: OrderedDict[str, int] = OrderedDict()
+        weakref.finalize(self, _close, self._open)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.read(name, (0,) * len(shape), shape)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._boxes
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._boxes) + len(self._aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._boxes or name in self._aliases
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. Raises KeyError where there is none of this name."""
+        return self._box(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises KeyError where there is none of this name."""
+        return self._box(name).dtype
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """The box of the tensor at `offsets`.
+
+        Raises:
+            OSError: a file is not there any more, or is another one than was verified.
+            ValueError: the box is not covered by the parts.
+        """
+        into = torch.empty(sizes, dtype=self.dtype(name))
+        wanted, found = math.prod(sizes), 0
+        for file, box in self._boxes[self._aliases.get(name, name)]:
+            if found < wanted and _overlap(box, offsets, sizes):
+                found += read_box(self._descriptor(file), box, into, offsets)
+        if found != wanted:
+            raise ValueError(f"{name}: {found} of {wanted} elements are in {self.path.name}")
+        return into
+
+    def read_like(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor that lies as `tensor` does, which has the same shape."""
+        part = shard_of(tensor)
+        return like(tensor, self.read(name, part.offsets, tuple(part.tensor.shape)))
+
+    def _box(self, name: str) -> Box:
+        return self._boxes[self._aliases.get(name, name)][0][1]
+
+    def _descriptor(self, file: str) -> int:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        with parent(self.path) as (above, name), above.folder(name) as folder:
+            descriptor = folder.descriptor_of(file)
+        self._open[file] = descriptor
+        if status_of(descriptor) != self._files[file].status:
+            raise OSError(f"{self.path / file} was changed after it was verified")
+        while len(self._open) > _OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
+
+
+class Unusable(Exception):
+    """This checkpoint cannot be used; the message is the reason."""
+
+
+def read(folder: Folder, step: int, ranks: CheckpointGroup | None) -> tuple[StoredTensors, dict[str, JSON]]:
+    """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
+    here waits for another rank."""
+    try:
+        body = json.loads(folder.read(STATE, STATE_LIMIT))
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise Unusable(f"{STATE} is not one of fp4train's")
+        if body.pop("sha256", None) != checksum_of(body):  # first: a damaged version is damage, not a newer fp4train
+            raise Unusable(f"{STATE} is damaged (checksum differs)")
+        version = body.get("version")
+        if isinstance(version, int) and version > SHARDED:
+            raise UserError(
+                f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {SHARDED}. "
+                "Update fp4train to resume from it."
+            )
+        if body["step"] != step:
+            raise Unusable(f"{STATE} is of step {body['step']}, not {step}")
+        state, described = from_strict(body["state"]), body["tensors"]
+        if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
+            raise Unusable(f"{STATE} holds no state")
+        files = described["files"] if version == SHARDED else {TENSORS: described}
+        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
+        read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
+        return StoredTensors(folder, read, described["aliases"]), state
+    except FileNotFoundError as error:
+        raise Unusable(f"{Path(str(error.filename)).name} is missing") from error
+    except UnicodeDecodeError as error:
+        raise Unusable(f"{STATE} is damaged (not text)") from error
+    except json.JSONDecodeError as error:
+        raise Unusable(f"{STATE} is damaged (not JSON: {error})") from error
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise Unusable(f"unreadable ({type(error).__name__}: {error})") from error
+
+
+def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:
+    """A file of tensors of the right size, and with `verify` of the right checksum."""
+    descriptor = folder.descriptor_of(name)
+    try:
+        status = status_of(descriptor)
+        if (size := os.fstat(descriptor).st_size) != described["bytes"]:
+            raise Unusable(f"{name} has {size} bytes instead of {described['bytes']}")
+        try:
+            if verify and checksum(descriptor, size) != described["sha256"]:
+                raise Unusable(f"{name} is damaged (checksum differs)")
+            return File(status=status, boxes=read_header(descriptor, size))
+        except ValueError as error:
+            raise Unusable(f"{name} is damaged ({error})") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_whole(name: str, boxes: list[Box]) -> None:
+    first = boxes[0]
+    if any((box.shape, box.dtype) != (first.shape, first.dtype) for box in boxes):
+        raise ValueError(f"the parts of {name} differ in shape or dtype")
+    if (stored := sum(math.prod(box.sizes) for box in boxes)) != math.prod(first.shape):
+        raise ValueError(f"the parts of {name} have {stored} elements of {math.prod(first.shape)}")
+    if len(boxes) == 1:
+        return
+    if len(first.shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(first.shape)} dimensions; parts may have {_MOST_DIMENSIONS}")
+    # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the whole where these sums
+    # are equal, which needs no comparison of each with each.
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ((0,) * len(first.shape), first.shape)
+    for sign, (offsets, sizes) in [(-1, whole), *((1, (box.offsets, box.sizes)) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(sizes)):
+            corner = tuple(o + end * n for o, n, end in zip(offsets, sizes, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise ValueError(f"the parts of {name} overlap and leave gaps")
+
+
+def _overlap(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return all(o < p + m and p < o + n for o, n, p, m in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
+
+
+def _close(descriptors: OrderedDict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    descriptors.clear()
