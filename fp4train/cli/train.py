@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import Swapped, launch, point, settings
+from fp4train.cli.launch import Start, Swapped, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
@@ -54,19 +54,18 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
-    swept, jobs = overrides.swept_keys(arguments), []
+    jobs: list[list[Any]] = []
 
-    def task(cfg: DictConfig) -> int:
-        chosen = _chosen(cfg)
-        jobs.append([point(swept), chosen[1], "failed"])
-        code = _train(*chosen)
+    def task(start: Start) -> int:
+        jobs.append([start.point, start.config, "failed"])
+        code = _train(start)
         jobs[-1][2] = "" if code == 0 else f"exit code {code}"
         return code
 
     try:
         return launch(arguments, task)
     finally:
-        if swept and jobs:
+        if any(point for point, *_ in jobs):
             print("", _jobs(jobs), sep="\n")
 
 
@@ -94,13 +93,13 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     if not place.lead:
         logging.getLogger("fp4train").setLevel(logging.ERROR)
 
-    def task(cfg: DictConfig) -> int:
+    def task(start: Start) -> int:
         nonlocal world, speaks
+        config = start.config
         try:
-            chosen, config, swap, named = _chosen(cfg)
             world = World.start(place, config.parallel, choose_device(config.device, place))
             speaks = place.lead
-            return _train(chosen, config, swap, named, world)
+            return _train(start, world)
         except AgreedError:
             if speaks:
                 raise
@@ -115,7 +114,7 @@ def _as_rank(arguments: list[str], place: Place) -> int:
             return error.exit_code
 
     try:
-        if {"-m", "--multirun"} & set(arguments):
+        if overrides.SWEEP & set(arguments):
             raise UserError(
                 f"-m trains one run after another, and {place.size} ranks train one together: start each point of the "
                 "sweep by itself"
@@ -128,14 +127,7 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     return code if world is None else world.end(code)
 
 
-def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[str]]:
-    chosen, swap, named = settings(cfg)
-    return chosen, to_config(chosen), swap, named
-
-
-def _train(
-    chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World | None = None
-) -> int:
+def _train(command: Start, world: World | None = None) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.parallel.world import World
     from fp4train.run.advice import before_cooldown, rate_jump
@@ -147,6 +139,7 @@ def _train(
     from fp4train.run.supervise.divergence import Rewind
 
     keep_freed_memory()
+    config, chosen, swap = command.config, command.cfg, command.swap
     directory = config.run.dir
     if world is None:
         world = World.start(Place(), config.parallel, choose_device(config.device))
@@ -154,7 +147,7 @@ def _train(
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
-            check_paths(chosen, named)
+            check_paths(chosen, command.named)
     with ExitStack() as stack:
         stack.enter_context(determinism(config.train.deterministic))
         with world.together():

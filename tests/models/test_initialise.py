@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.config.binding import bind
-from fp4train.config.overrides import compose
+from fp4train.config.composition import compose
 from fp4train.models.common.initialise import Filled, Initial, Normal, materialise, why_not_born
 from fp4train.models.common.normal import fill_normal, key_of
 from fp4train.models.llama import Llama, LlamaModel
