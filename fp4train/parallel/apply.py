@@ -12,15 +12,14 @@ backend allow, all others as values. What lies outside of the blocks is gathered
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
-from fp4train.nn.outliers import join_squares
-from fp4train.nn.place import Ranks
-from fp4train.nn.scaling import join_amaxes
+from fp4train.nn.executors import join_states
+from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
 from fp4train.parallel.reduce import RoundedReduceScatter
@@ -58,7 +57,7 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
     """
     if world.size > 1:
         for layer in _layers(model):
-            layer.scaling.joined = layer.outliers.joined = True
+            layer.joined = True
     if world.data_mesh is None or world.mesh.data == 1:
         return
     from torch.distributed.fsdp import fully_shard
@@ -85,16 +84,15 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
 def synchronise(model: nn.Module, last: bool) -> None:
     """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+        unit = cast("FSDPModule", model)
+        unit.set_requires_gradient_sync(last)
+        unit.set_is_last_backward(last)
 
 
 def join_scales(model: nn.Module, world: World) -> None:
-    """After the last backward of a step: the amaxes of delayed scaling, and the norms by which outlier channels are
-    chosen, become those of the whole batch."""
+    """After the last backward of a step: the states of the layers become those of the whole batch."""
     if world.data_mesh is not None:
-        join_amaxes((layer.scaling for layer in _layers(model)), world.largest)
-        join_squares((layer.outliers for layer in _layers(model)), world.summed_over_data)
+        join_states(_layers(model), world)
 
 
 def _layers(module: nn.Module) -> Iterator[Linear]:

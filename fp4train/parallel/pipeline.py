@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.models.common.cut import TokenRanks
-from fp4train.models.common.stages import StageCut
+from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.apply import synchronise
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
