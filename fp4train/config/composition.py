@@ -57,13 +57,6 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         UserError: an unknown group option, key or setting of Hydra's (with a suggestion), several values without -m, or
             a --config-dir that cannot be used.
     """
-    # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
-    arguments = [
-        overrides.quoted("resume", a.partition("=")[2])
-        if a.startswith("resume=") and not overrides.is_override(a)
-        else a
-        for a in arguments
-    ]
     sweep, resumed = bool(overrides.SWEEP & set(arguments)), bool(overrides.resumed_run(arguments))
     folders = overrides.own_folders(arguments)
     known = overrides.groups(folders)

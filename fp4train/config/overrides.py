@@ -57,22 +57,28 @@ def parse(arguments: list[str]) -> list[Override]:
     for word in words:
         try:
             override = parser.parse_override(word)
-            if override.package is not None and not override.key_or_group.startswith("hydra"):
-                plain_word = word.replace(f"@{override.package}", "", 1)
-                raise UserError(f"{word!r}: a group has one place in the configuration, without @: {plain_word}")
-            found.append(override)
         except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
-            if "=" not in word and Path(word).is_dir():
-                raise UserError(f"{word} is no key=value; a run goes on with resume={word}") from error
-            if "=" not in word:
-                raise UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them") from error
-            why = first_lines(error).partition(" expecting ")[0]
-            if odd := re.search(r"token recognition error at: '(.)", why):
-                key, equals, value = word.partition("=")
-                quoted = f"'{key}=\"{value}\"'" if equals else "key=value"
-                raise UserError(f"{word!r}: a value with the character {odd[1]} needs quotes: {quoted}") from error
-            raise UserError(f"{word!r}: {why}; write key=value, and quote values with special characters") from error
+            if not word.startswith("resume="):
+                raise _refused(word, error) from error
+            # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
+            override = parser.parse_override(quoted("resume", word.removeprefix("resume=")))
+        if override.package is not None and not override.key_or_group.startswith("hydra"):
+            plain_word = word.replace(f"@{override.package}", "", 1)
+            raise UserError(f"{word!r}: a group has one place in the configuration, without @: {plain_word}")
+        found.append(override)
     return found
+
+
+def _refused(word: str, error: Exception) -> UserError:
+    if "=" not in word and Path(word).is_dir():
+        return UserError(f"{word} is no key=value; a run goes on with resume={word}")
+    if "=" not in word:
+        return UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them")
+    why = first_lines(error).partition(" expecting ")[0]
+    if odd := re.search(r"token recognition error at: '(.)", why):
+        key, _, value = word.partition("=")
+        return UserError(f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'")
+    return UserError(f"{word!r}: {why}; write key=value, and quote values with special characters")
 
 
 def dotted(override: Override) -> str:
@@ -85,13 +91,6 @@ def swept_keys(arguments: list[str]) -> list[str]:
     if not SWEEP & set(arguments):
         return []
     return list(dict.fromkeys(dotted(each) for each in parse(arguments) if each.is_sweep_override()))
-
-
-def is_override(argument: str) -> bool:
-    try:
-        return bool(parse([argument]))
-    except UserError:
-        return False
 
 
 def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
