@@ -16,7 +16,7 @@ COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "a resume": (1, ("resume=runs/a", "train.steps=2")),
     "a branch with another recipe": (1, ("resume=runs/a", "recipe=bf16", "train.steps=2", "run.name=b")),
     "a plan of a resume": (1, ("plan", "resume=runs/a", "train.steps=4")),
-    "a swap": (1, ("swap", "runs/a", "recipe=bf16", "at=1", "wait=0")),
+    "a swap": (1, ("swap", "runs/a", "recipe=bf16", "wait=0")),
     "a study": (1, ("sensitivity", "runs/a", "recipe=nvfp4", "batches=1", "repeats=1")),
     "a ranking": (1, ("rank", "runs/a", "recipe=bf16,nvfp4", "policy=last15,all", "forks=1", "steps=1", "batches=1")),
     "a sweep": (4, ("-m", "recipe=bf16,nvfp4", "optim.lr=1e-3,3e-3", "train.steps=1")),
