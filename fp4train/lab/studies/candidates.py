@@ -32,13 +32,14 @@ FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RecipeCandidate:
     """One entry of a ranking.
 
     Args:
         name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
         recipe, policy, phases: plain configuration values.
         asked: False: it is there for the floor of the noise only.
+        same: the names of others that run every GEMM as this one does.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Candidate:
     policy: Mapping[str, Any]
     phases: Mapping[str, Any]
     asked: bool = True
+    same: Sequence[str] = ()
 
     def applied(self, config: Config) -> Config:
         """`config` with this candidate's recipe, policy and phases.
@@ -77,20 +79,18 @@ def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]
     """
     folders = list(folders)
     found = [_texts(override, folders) for override in parse(list(words))]
-    _check_twice([key for key, _ in found])
+    keys = [key for key, _ in found]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B")
     made = sections({key: texts for key, texts in found if key in SECTIONS}, folders)
-    chosen = [(key, [(text, made[key, text]) for text in texts]) for key, texts in found if key in SECTIONS]
-    return [
-        *chosen,
-        *(
-            (key, [(text, parse([f"{key}={text}"])[0].value()) for text in texts])
-            for key, texts in found
-            if key not in SECTIONS
-        ),
+    axes = [
+        (key, [(text, made[key, text] if key in SECTIONS else parse([f"{key}={text}"])[0].value()) for text in texts])
+        for key, texts in found
     ]
+    return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
 
 
-def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[Candidate]:
+def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[RecipeCandidate]:
     """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
 
     Args:
@@ -105,9 +105,9 @@ def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[Candidate
         shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
-        found.append(Candidate(name=" ".join(name) or "the run's own", **chosen))
+        found.append(RecipeCandidate(name=" ".join(name) or "the run's own", **chosen))
     floor = [
-        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
     return [*found, *floor]
@@ -141,9 +141,3 @@ def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     found = OmegaConf.to_container(changed)
     assert isinstance(found, dict)
     return {str(name): each for name, each in found.items()}
-
-
-def _check_twice(keys: list[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key}= is given twice: several values are separated by commas, {key}=A,B")
