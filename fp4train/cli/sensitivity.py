@@ -34,7 +34,7 @@ from fp4train.cli.study import StudyCommand, number, seconds, study_command, who
 from fp4train.config.schema import to_config
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.run.record.swaps import as_swap
+from fp4train.run.record.journal import as_swap
 from fp4train.sealed import sealed
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     from fp4train.lab.studies.summary import Report
     from fp4train.lab.studies.tradeoff import trade_off
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
 
     options = command.options
     budget = seconds(options, "budget")

@@ -38,8 +38,8 @@ from fp4train.run.cut import Sizes, check_cut
 from fp4train.run.oscillation import check_oscillation
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs, identity_of
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import StepGraph, check_graph, check_plan
@@ -188,7 +188,7 @@ def build(
     with world.together():  # all that is only read
         sizes = Sizes(data=world.data_ranks, shards=world.shards, tensors=world.tensors, stages=world.stages)
         check_cut(config, sizes)
-        run_directory.config_text(cfg)
+        config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
@@ -242,7 +242,7 @@ def build(
         abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 

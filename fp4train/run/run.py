@@ -31,8 +31,8 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
-from fp4train.run.record.requests import Inbox
-from fp4train.run.record.swaps import Entry
+from fp4train.run.record.inbox import Inbox
+from fp4train.run.record.journal import Entry, Journal
 from fp4train.run.restored import restored
 from fp4train.run.step_graph import StepGraph
 from fp4train.run.supervise.divergence import Divergence
@@ -48,8 +48,7 @@ class Run:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         identity: the random number that the run's parts carry.
-        history: the sum of the last record of its history.
-        swaps: the record of swaps.
+        swaps: those that the journal has.
         torn: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
@@ -76,7 +75,6 @@ class Run:
     fingerprint: str
     folder: Folder
     identity: str = ""
-    history: str = ""
     swaps: list[Entry] = field(default_factory=list)
     torn: bool = False
     failed: torch.Tensor | None = None
@@ -89,6 +87,8 @@ class Run:
     def __post_init__(self) -> None:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
+        self.journal = Journal(self.folder, None)
+        """The lead's; empty on other ranks, and before the run begins."""
         self.feed = Feed(self.train_data, self.device)
         self.divergence = Divergence()
         self.graph: StepGraph | None = None
@@ -207,7 +207,7 @@ class Run:
             "good_steps": self.good_steps,
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
-            "history": self.history,
+            "history": self.journal.last,
             "swaps": self.swaps,
             "divergence": asdict(self.divergence),
         }

@@ -14,7 +14,8 @@ from fp4train.lab.report.html import Html, joined, plain, ranges, table, tag
 from fp4train.lab.report.predicted import Predicted
 from fp4train.lab.report.sections import section
 from fp4train.lab.report.sources import Source
-from fp4train.run.record.history import UNRECORDED, Stretch
+from fp4train.run.record.journal import UNRECORDED
+from fp4train.run.record.stretches import RecordedStretch
 
 KEYS = 150
 """Differing keys that are listed."""
@@ -134,7 +135,7 @@ def _arithmetic(source: Source) -> dict[str, float]:
     return {elements: macs for elements, macs in found.items() if macs}
 
 
-def _macs(stretch: Stretch) -> dict[str, float]:
+def _macs(stretch: RecordedStretch) -> dict[str, float]:
     total = float(sum(stretch.macs))
     return {elements: share * total for elements, share in stretch.shares.items()}
 

@@ -20,8 +20,9 @@ from fp4train.lab.report.errors import Errors, read_errors
 from fp4train.lab.report.html import plain
 from fp4train.lab.report.studies import Studies, read_studies
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history as run_history
-from fp4train.run.record.belonging import lost_records
+from fp4train.run.record import journal as run_journal
+from fp4train.run.record.stretches import RecordedStretch
+from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
@@ -50,8 +51,8 @@ class Source:
     number: int
     name: str
     metrics: History
-    records: Sequence[run_history.Record] = field(repr=False)
-    stretches: Sequence[run_history.Stretch] = field(repr=False)
+    records: Sequence[run_journal.Record] = field(repr=False)
+    stretches: Sequence[RecordedStretch] = field(repr=False)
     config: Mapping[str, Any] | None = field(repr=False)
     environments: Sequence[tuple[int, Mapping[str, Any]]]
     errors: Errors | None = field(repr=False)
@@ -111,8 +112,8 @@ def _metrics(path: Path) -> History:
 def _source(number: int, name: str, metrics: History) -> Source:
     problems: list[str] = []
     path = metrics.path
-    none: list[run_history.Record] = []
-    records = _try(lambda: run_history.read_history(path), problems, none)
+    none: list[run_journal.Record] = []
+    records = _try(lambda: run_journal.read_journal(path), problems, none)
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
     config = _try(lambda: _config(path, records, problems), problems, None)
@@ -130,7 +131,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
         name=plain(name, 120),
         metrics=metrics,
         records=records,
-        stretches=run_history.stretches(records),
+        stretches=run_journal.stretches(records),
         config=config,
         environments=environments,
         errors=None if STATISTICS in lost else _try(partial(read_errors, path, problems), problems, None),
@@ -139,7 +140,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
     )
 
 
-def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
+def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
     """The records of a run that its newest checkpoint saw otherwise, or that are of another run: name → a sentence."""
     with Folder.open(path) as folder:
         state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
@@ -154,13 +155,13 @@ def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
     return found
 
 
-def _config(path: Path, records: Sequence[run_history.Record], problems: list[str]) -> dict[str, Any] | None:
+def _config(path: Path, records: Sequence[run_journal.Record], problems: list[str]) -> dict[str, Any] | None:
     """As the history has it, or else the file, which is checked in any case."""
-    known = run_history.configuration(records)
+    known = run_journal.configuration(records)
     if known is not None:
         _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)
         return known
-    return run_history.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
+    return run_journal.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
 
 
 def _try(read: Callable[[], T], problems: list[str], default: T) -> T:

@@ -35,7 +35,7 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan, build_timeline
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_paths
+from fp4train.run.record.trust import check_paths
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError, check_evaluation
 from fp4train.run.supervise.ledger import Ledger, Values
