@@ -29,28 +29,17 @@ import torch
 
 from fp4train.text import near_miss
 
-_T: Final = 1e12
-_GB: Final = 1e9
-
 RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "E2M1": "FP4",
-        "E2M3": "FP6",
-        "E3M2": "FP6",
-        "E4M3": "FP8",
-        "E5M2": "FP8",
-        "BF16": "BF16",
-        "FP16": "FP16",
-        "TF32": "TF32",
-        "FP32": "FP32",
-    }
+    {"E2M1": "FP4", "E2M3": "FP6", "E3M2": "FP6", "E4M3": "FP8", "E5M2": "FP8"}
+    | {wide: wide for wide in ("BF16", "FP16", "TF32", "FP32")}
 )
 """Element format of an operand → the tensor-core rate that multiplies it."""
 
 OLDEST_GPU: Final = (8, 0)
 """Compute capability from which on GPUs multiply BF16."""
 
-_NARROW_TO_WIDE: Final = ("FP4", "FP6", "FP8", "FP16", "BF16", "TF32", "FP32")
+_BITS: Final = MappingProxyType({"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32})
+"""Of an element by rate, from the narrowest to the widest rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,86 +69,41 @@ class Gpu:
         return self.name
 
 
-def _peaks(*, bf16: float, tf32: float, fp32: float, fp8: float = 0, fp4: float = 0) -> Mapping[str, float]:
-    """TFLOP/s → peaks. FP16 has BF16's rate and FP6 has FP8's on Blackwell; 0 means that the GPU lacks the rate."""
+def _gpu(
+    name: str,
+    peaks: tuple[float, ...],
+    memory: tuple[float, float],
+    l2: float,
+    capability: tuple[int, int],
+    pattern: str,
+) -> Gpu:
+    """A row of the table below. FP16 has BF16's rate, and FP6 has FP8's on Blackwell."""
+    fp4, fp8, bf16, tf32, fp32 = peaks
     rates = {"FP4": fp4, "FP6": fp8 if fp4 else 0, "FP8": fp8, "FP16": bf16, "BF16": bf16, "TF32": tf32, "FP32": fp32}
-    return MappingProxyType({rate: value * _T for rate, value in rates.items() if value})
+    return Gpu(
+        name=name,
+        peaks=MappingProxyType({rate: value * 1e12 for rate, value in rates.items() if value}),
+        bandwidth=memory[0] * 1e9,
+        capacity=memory[1] * 1e9,
+        l2=l2 * 1e6,
+        capability=capability,
+        pattern=pattern,
+    )
 
 
+# fmt: off
 GPUS: Final = (
-    Gpu(
-        name="A100",
-        peaks=_peaks(bf16=312, tf32=156, fp32=19.5),
-        bandwidth=2039 * _GB,
-        capacity=80 * _GB,
-        l2=40e6,
-        capability=(8, 0),
-        pattern=r"A100-SXM\d?-80GB",
-    ),
-    Gpu(
-        name="A100-40GB",
-        peaks=_peaks(bf16=312, tf32=156, fp32=19.5),
-        bandwidth=1555 * _GB,
-        capacity=40 * _GB,
-        l2=40e6,
-        capability=(8, 0),
-        pattern=r"A100-SXM\d?-40GB",
-    ),
-    Gpu(
-        name="H100",
-        peaks=_peaks(fp8=1979, bf16=989.5, tf32=494.5, fp32=67),
-        bandwidth=3350 * _GB,
-        capacity=80 * _GB,
-        l2=50e6,
-        capability=(9, 0),
-        pattern=r"H100 80GB HBM3",
-    ),
-    Gpu(
-        name="H200",
-        peaks=_peaks(fp8=1979, bf16=989.5, tf32=494.5, fp32=67),
-        bandwidth=4800 * _GB,
-        capacity=141 * _GB,
-        l2=50e6,
-        capability=(9, 0),
-        pattern=r"H200",
-    ),
-    Gpu(
-        name="B200",
-        peaks=_peaks(fp4=9000, fp8=4500, bf16=2250, tf32=1100, fp32=75),
-        bandwidth=7700 * _GB,
-        capacity=180 * _GB,
-        l2=132e6,
-        capability=(10, 0),
-        pattern=r"B200",
-    ),
-    Gpu(
-        name="GB200",
-        peaks=_peaks(fp4=10000, fp8=5000, bf16=2500, tf32=1250, fp32=80),
-        bandwidth=8000 * _GB,
-        capacity=186 * _GB,
-        l2=132e6,
-        capability=(10, 0),
-        pattern=r"GB200",
-    ),
-    Gpu(
-        name="B300",
-        peaks=_peaks(fp4=15000, fp8=4500, bf16=2250, tf32=1125, fp32=75),
-        bandwidth=8000 * _GB,
-        capacity=288 * _GB,
-        l2=132e6,
-        capability=(10, 3),
-        pattern=r"B300( SXM\d?( AC)?)?",
-    ),
-    Gpu(
-        name="GB300",
-        peaks=_peaks(fp4=15000, fp8=5000, bf16=2500, tf32=1250, fp32=80),
-        bandwidth=8000 * _GB,
-        capacity=288 * _GB,
-        l2=132e6,
-        capability=(10, 3),
-        pattern=r"GB300",
-    ),
+    # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB, capability, pattern
+    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),  r"A100-SXM\d?-80GB"),
+    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),  r"A100-SXM\d?-40GB"),
+    _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3"),
+    _gpu("H200",      (0, 1979, 989.5, 494.5, 67),    (4800, 141), 50,  (9, 0),  r"H200"),
+    _gpu("B200",      (9000, 4500, 2250, 1100, 75),   (7700, 180), 132, (10, 0), r"B200"),
+    _gpu("GB200",     (10000, 5000, 2500, 1250, 80),  (8000, 186), 132, (10, 0), r"GB200"),
+    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3), r"B300( SXM\d?( AC)?)?"),
+    _gpu("GB300",     (15000, 5000, 2500, 1250, 80),  (8000, 288), 132, (10, 3), r"GB300"),
 )
+# fmt: on
 
 
 def find_gpu(name: str) -> Gpu:
@@ -202,7 +146,7 @@ def rate_name(elements: str) -> str:
     unknown = [word for word in words if word not in RATE_OF]
     if unknown or len(words) > 2:
         raise ValueError(f"elements={elements!r} must be one or two of {', '.join(RATE_OF)}, joined by '·'")
-    return max((RATE_OF[word] for word in words), key=_NARROW_TO_WIDE.index)
+    return max((RATE_OF[word] for word in words), key=[*_BITS].index)
 
 
 def peak_flops(gpu: Gpu, elements: str) -> float:
@@ -252,7 +196,7 @@ def _present(kind: str, index: int | None) -> Device:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's kernel driver; None where there is none."""
+    """The version of NVIDIA's kernel driver; None where there is none."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -277,5 +221,5 @@ def why_no_gpu() -> str:
 
 def stored_bytes(elements: str, block: int = 32) -> float:
     """Bytes of one element with its share of a one-byte block scale: "E2M1" in blocks of 16 is 0.5625."""
-    bits = {"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32}[RATE_OF[elements]]
+    bits = _BITS[RATE_OF[elements]]
     return bits / 8 + (1 / block if bits <= 8 else 0)

@@ -346,7 +346,7 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
     In one order on every rank, so that their sum does not depend on how many there are.
     """
     found = torch.zeros(len(starts), device=run.device)
-    own = range(run.world.data_rank, len(starts), run.world.data_ranks)
+    own = range(run.world.data_rank, len(starts), run.world.mesh.data)
     rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
     for number, loss in zip(own, pipeline.losses(run.model, run.pipeline, rows), strict=False):
         found[number] = loss

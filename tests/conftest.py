@@ -5,6 +5,7 @@ Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with
 the last line says how many.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LEFT_OUT] = len(long)
 
 
+def pytest_collection_finish() -> None:
+    """Every run, and every test of a compiler, collects garbage: not in what the tests' process holds to its end."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist, which collects alone and prints nothing
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
 

@@ -1,8 +1,8 @@
 """Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many, free of pickle."""
 
 from fp4train.checkpoint.folder import Checkpoint, CheckpointError, load, newest_state, prune, save, steps
-from fp4train.checkpoint.ranks import ALONE, CheckpointGroup
-from fp4train.checkpoint.stored import StoredTensors
+from fp4train.checkpoint.layout import ALONE, CheckpointGroup
+from fp4train.checkpoint.reading import StoredTensors
 from fp4train.checkpoint.tree import JSON, escaped, flatten, unflatten
 
 __all__ = [

@@ -9,7 +9,7 @@ Several ranks write a file each, `tensors-00003-of-00008.safetensors`, with the 
 no rank ever holds more than its parts. The first rank makes the directory, and when all have written and synced their
 files, it writes state.json with every file's size and SHA-256, renames, and removes what is too old. All ranks agree
 after each of these steps: where one of them fails, none counts the checkpoint, and each raises the failing rank's
-reason. Each then reads the parts it wants, whatever the number of ranks was (`stored.py`).
+reason. Each then reads the parts it wants, whatever the number of ranks was (`reading.py`).
 
 Why a directory that is renamed: a rename is atomic, so a checkpoint either exists whole or does not exist. Everything
 is written and fsynced in a hidden directory beside it first; a process killed meanwhile leaves only that, and the next
@@ -25,21 +25,25 @@ decimal); NaN and infinities, which JSON lacks, are written ``{"$float": "nan"}`
 One process, or one group of ranks, writes to a folder at a time.
 """
 
-import errno
-import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from fp4train.checkpoint.layout import LEFTOVER, NAME, REPLACED, directory_name, opened_folder
-from fp4train.checkpoint.ranks import ALONE, CheckpointGroup
-from fp4train.checkpoint.stored import StoredTensors
+from fp4train.checkpoint.layout import (
+    ALONE,
+    LEFTOVER,
+    NAME,
+    REPLACED,
+    CheckpointGroup,
+    directory_name,
+    opened_folder,
+)
+from fp4train.checkpoint.reading import StoredTensors, Unusable, read
 from fp4train.checkpoint.tree import JSON
-from fp4train.checkpoint.verify import Unusable, read
 from fp4train.checkpoint.writing import Writing
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -121,9 +125,12 @@ def save(
         if ranks.first:
             prune(folder, step, keep + unproven, beside=beside)
     except OSError as error:
-        there = _there(folder)
+        there: list[int] = []
+        with suppress(UserError):
+            there = steps(place)
         raise CheckpointError(
-            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints are untouched: {there}."
+            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints are untouched: "
+            f"{_list(there)}."
         ) from error
     return place / directory_name(step)
 
@@ -140,7 +147,7 @@ def load(folder: Path, step: int | None = None, *, ranks: CheckpointGroup = ALON
     folder = Path(folder)
     found = _found_by_the_first(folder, ranks)
     if step is not None and step not in found:
-        raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(found) or 'none'}")
+        raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(found)}")
     if not found:
         raise UserError(f"no checkpoint in {folder}")
     skipped: list[tuple[Path, str]] = []
@@ -208,8 +215,6 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
 
 def _found_by_the_first(folder: Path, ranks: CheckpointGroup) -> dict[int, str]:
     """The checkpoints by step; of several ranks the first looks, so that all try the same ones."""
-    if ranks.size == 1:
-        return _directories(folder)
     found, problem = {}, None
     try:
         found = _directories(folder) if ranks.first else {}
@@ -217,18 +222,16 @@ def _found_by_the_first(folder: Path, ranks: CheckpointGroup) -> dict[int, str]:
         problem = str(error)
     if problem := ranks.agree(problem):
         raise UserError(problem)
-    return {int(step): name for step, name in json.loads(ranks.exchange(json.dumps(found))[0]).items()}
+    return ranks.gathered(found)[0]
 
 
 def _directories(folder: Path) -> dict[int, str]:
     try:
         with opened_folder(folder) as opened:
             return _steps_in(opened)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        if error.errno == errno.ENOTDIR:
-            return {}
         raise UserError(f"{folder} cannot be read: {error}") from error
 
 
@@ -241,13 +244,5 @@ def _steps_in(folder: Folder) -> dict[int, str]:
     return found
 
 
-def _there(folder: Path | Folder) -> str:
-    try:
-        with opened_folder(folder) as opened:
-            return ", ".join(map(str, sorted(_steps_in(opened)))) or "none"
-    except OSError:
-        return "none"
-
-
-def _list(numbers: Mapping[int, str] | set[int]) -> str:
-    return ", ".join(str(number) for number in sorted(numbers))
+def _list(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"

@@ -1,12 +1,21 @@
-"""The names and marks of a checkpoint's files, shared by what writes and what reads them."""
+"""What writing and reading a checkpoint share: the names and marks of its files, and the ranks that do it together."""
+
+from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from fp4train import files
 from fp4train.files import Folder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 FORMAT = "fp4train.checkpoint"
 VERSION, SHARDED = 1, 2
@@ -33,3 +42,50 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
 
 def directory_name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+class CheckpointGroup:
+    """The ranks of `group`, in its order; None: this process alone, whose collectives do nothing.
+
+    A checkpoint is written in a thread while the training's own group is at work, and two threads on one group abort
+    it: this one, of CPUs (gloo), is for checkpoints only.
+
+    Args:
+        group: `torch.distributed.new_group(backend="gloo")`, called by all ranks.
+        leads: this rank writes what several hold alike and no mesh describes; None: the first rank does. With a
+            pipeline the first rank of each stage does.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, *, leads: bool | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.leads = self.rank == 0 if leads is None else leads
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that makes, names and removes folders."""
+        return self.rank == 0
+
+    def gathered(self, value: T) -> list[T]:
+        """The `value` (plain data) of each rank, in the order of ranks.
+
+        Raises:
+            RuntimeError: a rank has ended, or did not come within the group's time.
+        """
+        if self.group is None:
+            return [value]
+        from torch.distributed import all_gather_object
+
+        found = [value] * self.size
+        all_gather_object(found, value, group=self.group)
+        return found
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first rank's problem, named by rank and machine; None where no rank has one."""
+        alone = self.group is None or problem is None
+        told = problem if alone else f"rank {self.rank} on {socket.gethostname()}: {problem}"
+        return next((each for each in self.gathered(told) if each is not None), None)
+
+
+ALONE = CheckpointGroup()

@@ -1,7 +1,6 @@
 """Writing one checkpoint: into a hidden directory, then renamed; by one rank, or by several that agree at each step."""
 
 import errno
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,18 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fp4train.checkpoint.layout import (
-    FORMAT,
-    LEFTOVER,
-    REPLACED,
-    SHARDED,
-    STATE,
-    TENSORS,
-    VERSION,
-    directory_name,
-    opened_folder,
-)
-from fp4train.checkpoint.ranks import CheckpointGroup
+from fp4train.checkpoint import layout
+from fp4train.checkpoint.layout import CheckpointGroup, opened_folder
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.checkpoint.tree import JSON, from_strict, merged, to_strict
 from fp4train.files import Folder
@@ -34,8 +23,8 @@ class Writing:
 
     def __init__(self, folder: Path | Folder, step: int, ranks: CheckpointGroup) -> None:
         self.folder, self.step, self.ranks = folder, step, ranks
-        self.name = directory_name(step)
-        self.temporary = f"{LEFTOVER}{self.name}"
+        self.name = layout.directory_name(step)
+        self.temporary = f"{layout.LEFTOVER}{self.name}"
 
     def write(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
@@ -63,7 +52,7 @@ class Writing:
         try:
             if problem := self.ranks.agree(None if raised is None else str(raised) or type(raised).__name__):
                 raise OSError(problem) from raised
-            return [json.loads(each) for each in self.ranks.exchange(json.dumps(given))]
+            return self.ranks.gathered(given)
         except RuntimeError as error:
             raise OSError("a rank has ended, or does not answer") from error
 
@@ -87,7 +76,7 @@ class Writing:
         if not stored and self.ranks.size > 1:
             return {"aliases": {}, **stage}
         size, several = 0, self.ranks.size > 1
-        file = f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}.safetensors" if several else TENSORS
+        file = f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}.safetensors" if several else layout.TENSORS
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
             descriptor = new.descriptor_of(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
@@ -118,23 +107,23 @@ class Writing:
         for each in described:
             if "state" in each:
                 union = merged(union, from_strict(each["state"]))
-        tensors = {"files": files} if self.ranks.size > 1 else files[TENSORS]
+        tensors = {"files": files} if self.ranks.size > 1 else files[layout.TENSORS]
         body = {
-            "format": FORMAT,
-            "version": SHARDED if self.ranks.size > 1 else VERSION,
+            "format": layout.FORMAT,
+            "version": layout.SHARDED if self.ranks.size > 1 else layout.VERSION,
             "step": self.step,
             "tensors": {**tensors, "aliases": aliases},
             "state": to_strict(union),
         }
         with opened_folder(self.folder) as opened:
             with opened.folder(self.temporary) as new:
-                new.write(STATE, sealed(body, indent=1))
+                new.write(layout.STATE, sealed(body, indent=1))
             _replace(opened, self.temporary, self.name)
 
 
 def _replace(folder: Folder, temporary: str, name: str) -> None:
     """Rename into place. Where one of the same step exists, it is set aside first and found again after a kill."""
-    aside = REPLACED + name
+    aside = layout.REPLACED + name
     if folder.has_folder(name):
         folder.rename(name, aside)
     try:
@@ -151,11 +140,11 @@ def _replace(folder: Folder, temporary: str, name: str) -> None:
 def _clean(folder: Folder) -> None:
     """Remove what a killed process left, and put back a checkpoint that was set aside but never replaced."""
     for entry in folder.names():
-        if entry.startswith(LEFTOVER):
+        if entry.startswith(layout.LEFTOVER):
             with suppress(OSError):
                 folder.remove_folder(entry)
-        elif entry.startswith(REPLACED):
-            name = entry.removeprefix(REPLACED)
+        elif entry.startswith(layout.REPLACED):
+            name = entry.removeprefix(layout.REPLACED)
             if folder.has_folder(name):
                 with suppress(OSError):
                     folder.remove_folder(entry)

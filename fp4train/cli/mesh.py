@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fp4train.errors import UserError
-from fp4train.lab.costs.mesh import GATHERS, Mesh
-from fp4train.parallel.config import REDUCES, SCHEDULES, Parallel, why_absent
-from fp4train.text import check_choice, near_miss
+from fp4train.parallel.config import MOST_RANKS, REST, Mesh, Parallel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,158 +23,56 @@ if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
 
 AUTO = "parallel=auto"
-MOST_RANKS = 1 << 20
-"""A number of ranks beyond this is a slip of the hand."""
+KEYS = tuple(f.name for f in fields(Parallel) if f.name not in ("amax", "timeout"))
+"""Keys of section `parallel` that a plan depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a command says about the mesh; the names are those of section `parallel`.
+class GpuCount:
+    """What a command says about GPUs beside section `parallel`.
 
     Args:
-        gpus: number of GPUs; None: the product of the sizes.
-        dp_shard: -1: all GPUs that the others leave.
-        reduce: what shards send each other of gradients.
+        gpus: their number; None: the product of the sizes in section `parallel`.
         auto: propose a mesh.
-        given: the keys of the command line.
+        sized: the command gives keys of `parallel`.
     """
 
     gpus: int | None = None
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    tp: int = 1
-    sp: bool = True
-    pp: int = 1
-    pp_schedule: str = "1f1b"
-    pp_chunks: int = 2
-    gather: str = "recipe"
-    reduce: str = "float32"
     auto: bool = False
-    given: tuple[str, ...] = ()
+    sized: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate", "tp", "pp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name}={getattr(self, name)} must be at least 1")
-        if self.dp_shard < 1 and self.dp_shard != -1:
-            raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all that are left")
-        if self.gpus is not None and self.gpus < 1:
-            raise ValueError(f"gpus={self.gpus} must be at least 1")
-        check_choice("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
-        if self.pp_chunks < 2:
-            raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2")
-        check_choice("parallel.gather", self.gather, GATHERS)
-        check_choice("parallel.reduce", self.reduce, REDUCES)
-        if self.auto and self.gpus is None:
-            raise ValueError(f"{AUTO} needs the number of GPUs: gpus=N")
-        if self.auto and (sizes := [key for key in self.given if key.startswith("parallel.")]):
-            raise ValueError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
-
-    def mesh(self, microbatches: int = 1) -> Mesh:
-        """The sizes, with what is left filled in.
-
-        Raises:
-            ValueError: their product is not the number of GPUs.
-        """
-        others = self.dp_replicate * self.tp * self.pp
-        shard = self.dp_shard
-        if shard == -1:
-            shard = 1 if self.gpus is None else max(1, self.gpus // others)
-        if self.gpus is not None and others * shard != self.gpus:
-            factors = f"dp_replicate {self.dp_replicate} × dp_shard {shard} × tp {self.tp} × pp {self.pp}"
-            raise ValueError(f"gpus={self.gpus} is not {factors} = {others * shard}: {self._instead(others)}")
-        return Mesh(
-            replicate=self.dp_replicate,
-            shard=shard,
-            tensor=self.tp,
-            sequence=self.sp,
-            pipeline=self.pp,
-            virtual=self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1,
-            forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
-            microbatches=microbatches,
-            gather=self.gather,
-            codes=True,
-            reduce_bytes=4 if self.reduce == "float32" else 2,
-        )
-
-    def _instead(self, others: int) -> str:
-        assert self.gpus is not None
-        if self.gpus % others == 0:
-            return f"parallel.dp_shard={self.gpus // others} fills it, or gpus={others * max(1, self.dp_shard)}"
-        return f"dp_replicate × tp × pp must divide it, {AUTO} finds a mesh"
+    def several(self, parallel: Parallel) -> bool:
+        """Whether the command, or its configuration, asks for a mesh."""
+        ours = Parallel()
+        asked = self.gpus is not None or self.auto or self.sized
+        return asked or any(getattr(parallel, name) != getattr(ours, name) for name in KEYS)
 
 
-_OTHERS = tuple(f.name for f in fields(Parallel))
-"""Keys of section `parallel` that a plan leaves to the configuration."""
-
-_MESH_KEYS = {f.name: f.type for f in fields(Asked) if f.name not in ("gpus", "auto", "given")}
-
-
-def parse(arguments: list[str]) -> tuple[Asked | None, list[str]]:
-    """(what the command asks for, None for one GPU; the arguments that are left).
+def gpu_count(arguments: list[str]) -> tuple[GpuCount, list[str]]:
+    """(what the command says about GPUs; the arguments that are left).
 
     Raises:
         UserError: a value that does not fit its key.
     """
-    found: dict[str, object] = {}
-    given, rest = [], []
+    gpus, auto, rest = None, False, []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        name = key.removeprefix("parallel.")
         if argument.lower() == AUTO:
-            found["auto"] = True
+            auto = True
         elif key == "parallel":
-            raise UserError(f"{argument}: parallel takes auto, or sizes by key: {_listed()}")
+            raise UserError(
+                f"{argument}: parallel takes auto, or sizes by key: {', '.join(f'parallel.{name}' for name in KEYS)}"
+            )
         elif key == "gpus":
-            found["gpus"] = _number(key, value)
-        elif key.startswith("parallel.") and name in _MESH_KEYS:
-            found[name] = _value(key, _MESH_KEYS[name], value)
-            given.append(key)
-        elif key.startswith("parallel.") and name not in _OTHERS:
-            reason = why_absent(name)
-            said = f": {reason}" if reason else f"{near_miss(name, _MESH_KEYS)}; allowed: {_listed()}"
-            raise UserError(f"unknown key {key!r}{said}")
+            gpus = _number(key, value)
         else:
             rest.append(argument)
-    if not found:
-        return None, rest
-    try:
-        return Asked(**found, given=tuple(given)), rest  # type: ignore[arg-type]
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def as_configured(asked: Asked | None, parallel: Parallel) -> Asked | None:
-    """What the command asks for, over what the configuration says; None if neither asks for several ranks.
-
-    Raises:
-        UserError: a value of the configuration that a plan does not know.
-    """
-    here = asked or Asked()
-    if here.auto:
-        return here
-    values = {
-        name: getattr(parallel, name) for name in _MESH_KEYS if name in _OTHERS and f"parallel.{name}" not in here.given
-    }
-    try:
-        found = replace(here, **values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return None if asked is None and found == here else found
-
-
-def _listed() -> str:
-    return ", ".join(f"parallel.{name}" for name in _MESH_KEYS)
-
-
-def _value(key: str, kind: object, value: str) -> object:
-    if kind == "int":
-        return _number(key, value)
-    if kind == "bool":
-        if value.lower() not in ("true", "false"):
-            raise UserError(f"{key}={value} must be true or false")
-        return value.lower() == "true"
-    return value
+    sizes = [key for a in rest if (key := a.partition("=")[0].lstrip("+")) in {f"parallel.{name}" for name in KEYS}]
+    if auto and gpus is None:
+        raise UserError(f"{AUTO} needs the number of GPUs: gpus=N")
+    if auto and sizes:
+        raise UserError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
+    return GpuCount(gpus=gpus, auto=auto, sized=bool(sizes)), rest
 
 
 def _number(key: str, value: str) -> int:
@@ -183,24 +80,27 @@ def _number(key: str, value: str) -> int:
         number = int(value)
     except ValueError:
         raise UserError(f"{key}={value} must be a whole number") from None
-    if abs(number) > MOST_RANKS:
+    if number > MOST_RANKS:
         raise UserError(f"{key}={value} is more than {MOST_RANKS}")
+    if number < 1:
+        raise UserError(f"{key}={value} must be at least 1")
     return number
 
 
 class MeshPlan:
-    """A configuration planned on a mesh.
+    """A configuration planned on a mesh: that of its section `parallel`, or with gpus.auto the cheapest.
 
     Args:
         given: configuration keys that the command line sets; the batch and its length have defaults for a laptop.
     """
 
     def __init__(
-        self, config: Config, asked: Asked, model: nn.Module, timeline: Timeline, gpu: Gpu, given: list[str]
+        self, config: Config, gpus: GpuCount, model: nn.Module, timeline: Timeline, gpu: Gpu, given: Collection[str]
     ) -> None:
         from fp4train.lab.costs.links import interconnect
 
-        self.config, self.asked, self.model, self.timeline, self.gpu = config, asked, model, timeline, gpu
+        self.config = replace(config, parallel=Parallel()) if gpus.auto else config
+        self.gpus, self.model, self.timeline, self.gpu = gpus.gpus, model, timeline, gpu
         self.links = interconnect(gpu)
         self.notes: list[str] = []
         self._batch_given = "train.batch_size" in given
@@ -213,14 +113,21 @@ class MeshPlan:
         """The mesh that was asked for; weights are gathered as the run would gather them.
 
         Raises:
-            ValueError: its size is not the number of GPUs.
+            UserError: its size is not the number of GPUs.
         """
-        return replace(self.asked.mesh(microbatches), gather=self._gather(self.asked.gather))
-
-    def _gather(self, gather: str) -> str:
         from fp4train.precision.gather import effective
 
-        return effective(gather, compiled=self.config.train.compile)
+        parallel, others = self.config.parallel, self.config.parallel.others
+        gpus = self.gpus or others * max(1, parallel.dp_shard)
+        shard = max(1, gpus // others) if parallel.dp_shard == REST else parallel.dp_shard
+        if others * shard != gpus:
+            factors = f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × pp {parallel.pp}"
+            instead = f"dp_replicate × tp × pp must divide it, {AUTO} finds a mesh"
+            if gpus % others == 0:
+                instead = f"parallel.dp_shard={gpus // others} fills it, or gpus={others * max(1, parallel.dp_shard)}"
+            raise UserError(f"gpus={gpus} is not {factors} = {others * shard}: {instead}")
+        gather = effective(parallel.gather, compiled=self.config.train.compile)
+        return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
     def plan(self, sequences: int, tensors: int) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
@@ -240,7 +147,8 @@ class MeshPlan:
 
         layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
         compiled = self.config.train.compile
-        return [gathers(layers, mesh.shard, self.asked.gather, compiled=compiled)] if mesh.shard > 1 else []
+        configured = self.config.parallel.gather
+        return [gathers(layers, mesh.shard, configured, compiled=compiled)] if mesh.shard > 1 else []
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""
@@ -281,10 +189,7 @@ class MeshPlan:
         from fp4train.run.oscillation import check_oscillation
         from fp4train.run.outliers import check_outliers
 
-        try:
-            mesh = self.mesh()
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        mesh = self.mesh()
         for problem in problems(self.model, find_weights(self.model, {}), mesh):
             raise UserError(problem)
         train = self.config.train
@@ -319,13 +224,11 @@ class MeshPlan:
         """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
         from fp4train.parallel.stages import cut_of, tied_weights
         from fp4train.parallel.tensor import tensor_cut_of
-        from fp4train.run.cut import Sizes, check_cut
+        from fp4train.run.cut import check_cut
 
-        order = replace(self.config.parallel, pp_schedule=self.asked.pp_schedule, pp_chunks=self.asked.pp_chunks)
-        parallel = replace(order, sp=mesh.sequence, tp=mesh.tensor, pp=mesh.pipeline)
+        parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
         train = replace(self.config.train, batch_size=batch, microbatch=sequences)
-        sizes = Sizes(data=mesh.data, shards=mesh.shard, tensors=mesh.tensor, stages=mesh.pipeline)
-        check_cut(replace(self.config, train=train, parallel=parallel), sizes)
+        check_cut(replace(self.config, train=train, parallel=parallel), mesh)
         try:
             if mesh.tensor > 1:
                 tensor_cut_of(self.model, mesh.tensor)
@@ -339,12 +242,12 @@ class MeshPlan:
         from fp4train.lab.costs.search import candidates
         from fp4train.run.outliers import check_outliers
 
-        assert self.asked.gpus is not None
+        assert self.gpus is not None
         # It also tries meshes with tensor parallelism and pipelines.
         check_outliers(self.plan(1, 1), stages=2, tensors=2)
         batch = self.config.train.batch_size
         if not self._batch_given:
-            batch = self.asked.gpus
+            batch = self.gpus
             self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
 
         @lru_cache
@@ -364,8 +267,8 @@ class MeshPlan:
                 return None
             return load(sequences, mesh.tensor)
 
-        gather = self._gather(Asked().gather)
-        if gather != Asked().gather:
+        like = self.mesh()
+        if like.gather != self.config.parallel.gather:
             self.notes.append("train.compile takes float32 weights: they are not gathered as codes")
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
@@ -373,14 +276,14 @@ class MeshPlan:
             measure,
             self.gpu,
             self.links,
-            gpus=self.asked.gpus,
+            gpus=self.gpus,
             batch=batch,
-            like=replace(Asked().mesh(), gather=gather),
+            like=like,
             recompute=choices,
         )
         if not found:
             raise UserError(
-                f"no mesh of gpus={self.asked.gpus} divides the model's heads and blocks and train.batch_size={batch}: "
+                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and train.batch_size={batch}: "
                 "take a batch that is a multiple of the number of GPUs"
             )
         return found, batch

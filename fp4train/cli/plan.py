@@ -24,11 +24,12 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fp4train.cli.launch import launch, settings
-from fp4train.cli.mesh import Asked, MeshPlan, as_configured, as_json, parse
+from fp4train.cli.mesh import GpuCount, MeshPlan, as_json, gpu_count
 from fp4train.config import overrides
 from fp4train.config.schema import Config, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
+from fp4train.parallel.config import Mesh
 from fp4train.precision.report import render, summarise
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -52,16 +53,16 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
     full = any(FULL[a.lower()] for a in wanted)
     as_data = "--json" in arguments
-    asked, rest = parse([a for a in arguments if a not in wanted and a != "--json"])
+    gpus, rest = gpu_count([a for a in arguments if a not in wanted and a != "--json"])
     if rest and not rest[0].startswith(("-", "~", "+")) and overrides.names_folder(rest[0]):
+        if gpus != GpuCount() or as_data:
+            raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
-        if asked is not None or as_data:
-            raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
         return 0
     given = overrides.changed_keys([a for a in rest if "=" in a and not a.startswith("-")])
-    return launch(rest, partial(_plan, full=full, asked=asked, as_data=as_data, given=given, command=rest))
+    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, given=given, command=rest))
 
 
 def _of_run(run: Path, *, full: bool) -> str:
@@ -102,10 +103,8 @@ def _state(stretch: RecordedStretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(
-    cfg: DictConfig, *, full: bool, asked: Asked | None, as_data: bool, given: list[str], command: list[str]
-) -> int:
-    from fp4train.data.vocabulary import planned_vocab_size
+def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: list[str], command: list[str]) -> int:
+    from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
@@ -115,7 +114,7 @@ def _plan(
         choose_device,
         with_swap,
     )
-    from fp4train.run.cut import Sizes, check_cut
+    from fp4train.run.cut import check_cut
     from fp4train.run.oscillation import check_oscillation
     from fp4train.run.outliers import check_outliers
     from fp4train.run.record.trust import check_paths
@@ -132,17 +131,16 @@ def _plan(
     if source is not None and swap is not None:
         timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    asked = as_configured(asked, config.parallel)
-    if asked is not None:
+    if gpus.several(config.parallel):
         if gpu is None:
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        mesh_plan = MeshPlan(config, asked, model, timeline, gpu, given)
-        return _search(mesh_plan, command, as_data) if asked.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
+        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, given)
+        return _search(mesh_plan, command, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
-    check_cut(config, Sizes())
+    check_cut(config, Mesh())
     check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):

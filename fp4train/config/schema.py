@@ -19,8 +19,8 @@ from fp4train.config.binding import bind
 from fp4train.data import Source
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.models.architecture import Architecture
-from fp4train.optim.optimizer import Optimizer
+from fp4train.models import Architecture
+from fp4train.optim import Optimizer
 from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,39 +36,39 @@ class Digester:
 
     def __init__(self) -> None:
         self._done: list[str] = []
-        self._sum, self._bytes = hashlib.sha256(), 0
+        self._rest = bytearray()
 
     def update(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while len(rest):
-            part = rest[: CHUNK - self._bytes]
-            self._sum.update(part)
-            self._bytes += len(part)
-            rest = rest[len(part) :]
-            if self._bytes == CHUNK:
-                self._done.append(self._sum.hexdigest()[:16])
-                self._sum, self._bytes = hashlib.sha256(), 0
+        self._rest += data
+        while len(self._rest) >= CHUNK:
+            self._done.append(_digest(self._rest[:CHUNK]))
+            del self._rest[:CHUNK]
 
     def digests(self) -> list[str]:
-        return [*self._done, self._sum.hexdigest()[:16]] if self._bytes else self._done
+        return [*self._done, _digest(self._rest)] if self._rest else self._done
+
+
+def _digest(chunk: Any) -> str:
+    return hashlib.sha256(chunk).hexdigest()[:16]
 
 
 def digests(ids: npt.NDArray[np.integer[Any]]) -> list[str]:
     """SHA-256 of each chunk, shortened to 64 bits: against faults, not against people."""
     data: Any = np.ascontiguousarray(ids).view(np.uint8).reshape(-1) if len(ids) else np.empty(0, dtype=np.uint8)
-
-    def digest(start: int) -> str:
-        return hashlib.sha256(data[start : start + CHUNK]).hexdigest()[:16]
-
-    def shown(found: Iterator[str]) -> Iterator[str]:
-        with tqdm(total=len(data), desc="checking", unit="B", unit_scale=True, disable=None, leave=False) as bar:
-            for each in found:
-                bar.update(CHUNK)
-                yield each
-
-    with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(digest, range(0, len(data), CHUNK))
-        return list(shown(found) if len(data) >= LARGE else found)
+    found: list[str] = []
+    shown = tqdm(
+        desc="checking",
+        total=len(data),
+        unit="B",
+        unit_scale=True,
+        disable=None if len(data) >= LARGE else True,
+        leave=False,
+    )
+    with ThreadPoolExecutor(READERS) as pool, shown as bar:
+        for each in pool.map(lambda start: _digest(data[start : start + CHUNK]), range(0, len(data), CHUNK)):
+            found.append(each)
+            bar.update(CHUNK)
+    return found
 
 
 def file_digest(file: Path, ids: npt.NDArray[np.integer[Any]], run_dir: Path) -> str:
@@ -85,7 +84,7 @@ def file_digest(file: Path, ids: npt.NDArray[np.integer[Any]], run_dir: Path) ->
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         kept = {}
     began = time.perf_counter()
-    found = hashlib.sha256("".join(digests(ids)).encode()).hexdigest()[:16]
+    found = _digest("".join(digests(ids)).encode())
     seconds = time.perf_counter() - began
     if status.st_size >= LARGE:
         speed = status.st_size / seconds / 1e9

@@ -1,12 +1,15 @@
-"""Finding the files that a path of the user's means, with errors that suggest the near miss."""
+"""The files that a path of the user's means, and the text in them; errors suggest the near miss."""
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fp4train.data.tokens import Piece
 from fp4train.errors import DataError
 from fp4train.text import nearest
+
+PIECE_CHARACTERS = 1 << 16
 
 
 def expanded(path: str, key: str) -> Path:
@@ -68,3 +71,23 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
 def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of change of each file: what tokenised data is known by without reading the files again."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """The pieces of a UTF-8 text file. Newlines stay as they are; an empty file has none."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            text = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
+            while text:
+                if "\0" in text:
+                    raise DataError(f"{path} holds NUL characters: binary data, not text. Leave it out of data.path.")
+                following = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
+                yield Piece(text, ends_document=not following)
+                text = following
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start] if error.object else 0:#04x}). "
+            "Convert it (iconv -t utf-8) or leave it out of data.path."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,7 +1,7 @@
 """`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local Parquet and JSON Lines files (`data.path=…`).
 
-`datasets` streams the rows in their stored order, one document a row, and they are tokenised once into the cache, up to
-`max_tokens`. The library's own shuffle is not used: its buffer cannot be resumed exactly. The loader shuffles instead.
+`datasets` streams the rows in their stored order, one document per row, and they are tokenised once into the cache, up
+to `max_tokens`. The library's own shuffle is not used: its buffer cannot be resumed exactly. The loader shuffles.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp4train.data.cache import cached_tokens
-from fp4train.data.documents import Piece
 from fp4train.data.files import existing_path, files_of, stamp
-from fp4train.data.tokenize import token_chunks
-from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
-from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+from fp4train.data.source import text_data
+from fp4train.data.tokenizers import Bytes
+from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer, check_val
 from fp4train.errors import DataError
 from fp4train.paths import PathOrHubName, PathText
 
@@ -58,32 +56,15 @@ class HuggingFace:
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         arguments, key, what = self._source()
-
-        def documents() -> Iterator[Piece]:
-            return islice(read_rows(arguments, self.column, what), self.max_documents)
-
-        tokenizer = self.tokenizer.build(documents, run_dir)
-        ids = cached_tokens(
-            self.cache_dir,
-            {
-                "source": key,
-                "column": self.column,
-                "max_documents": self.max_documents,
-                "tokenizer": tokenizer.identity,
-            },
-            lambda: token_chunks(documents(), tokenizer),
-            dtype=ids_dtype(tokenizer.vocab_size),
+        return text_data(
+            self,
+            lambda: islice(read_rows(arguments, self.column, what), self.max_documents),
+            run_dir,
+            seq_len,
+            what,
+            cache_dir=self.cache_dir,
+            key={"source": key, "column": self.column, "max_documents": self.max_documents},
             max_tokens=self.max_tokens,
-        )
-        if len(ids) == self.max_tokens:
-            what += f", cut off at data.max_tokens={self.max_tokens:,}"
-        return hold_out(
-            ids,
-            val=self.val,
-            vocab_size=tokenizer.vocab_size,
-            seq_len=seq_len,
-            tokenizer=tokenizer,
-            description=what,
         )
 
     def _source(self) -> tuple[dict[str, Any], list[Any], str]:
@@ -104,7 +85,7 @@ class HuggingFace:
 
 
 def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
-    """The text of each row, one document a row; rows without text are passed over."""
+    """The text of each row, one document per row; rows without text are passed over."""
     try:
         import datasets
     except ImportError as error:

@@ -7,14 +7,65 @@ position i of a run is
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
 Nothing is kept between calls. A rank or a microbatch fetches its own rows of a batch with `rows(first, count)`.
+
+The permutation needs no memory either: a balanced Feistel network permutes the even-bit numbers below 4^h, the smallest
+such range that holds n,
+
+    (l, r) → (r, l xor F(r, key_i)),  i = 0 … 5
+
+and an image that falls outside 0 … n-1 is permuted again until it falls inside ("cycle walking", Black and Rogaway
+2002, section 3), which leaves a permutation of 0 … n-1. The range is less than 4 n: fewer than four walks are expected.
 """
 
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fp4train.data.permutation import permute
 from fp4train.data.tokens import TokenArray
+
+ROUNDS = 6
+MASK64 = (1 << 64) - 1
+
+Rows = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+
+
+def splitmix64(value: int) -> int:
+    """One 64-bit value from another, well mixed (Steele et al. 2014)."""
+    z = (value + 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def _mix(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    z = half ^ np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permute(index: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Where `index` (any subset of 0 … n-1) goes in the permutation of `epoch`."""
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    state = splitmix64(splitmix64(seed & MASK64) ^ epoch)
+    keys = [splitmix64(state + i) for i in range(ROUNDS)]
+    image = index.astype(np.uint64)
+    outside = np.ones(len(image), dtype=bool)
+    while outside.any():
+        left, right = image[outside] >> shift, image[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right, key) & mask)
+        image[outside] = (left << shift) | right
+        outside = image >= n
+    return image.astype(np.int64)
 
 
 class Loader:
@@ -39,7 +90,7 @@ class Loader:
         """Whole batches before any sequence is shown again."""
         return self.sequences_per_epoch // self.batch_size
 
-    def sequence_indices(self, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def sequence_indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Which sequences stand at positions first … first+count-1 of the run."""
         n = self.sequences_per_epoch
         epochs, places = np.divmod(np.arange(first, first + count, dtype=np.int64), n)
@@ -49,7 +100,7 @@ class Loader:
             indices[here] = permute(places[here], n, seed=self.seed, epoch=int(epoch))
         return indices
 
-    def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def rows(self, first: int, count: int) -> Rows:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run."""
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
@@ -60,6 +111,58 @@ class Loader:
         rows = torch.from_numpy(rows_BT1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> Rows:
         """Inputs and targets [batch_size, T] of step `step` (from 0)."""
         return self.rows(step * self.batch_size, self.batch_size)
+
+
+class Feed:
+    """The rows of `loader` on `device`, fetched before they are asked for.
+
+    Reading a batch can wait for a disk, and copying it to a GPU waits for the GPU where the memory is pageable. A
+    thread fetches the next rows into page-locked memory while the current ones are trained on; the copy then runs
+    beside the kernels.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._next: tuple[int, int, Future[Rows]] | None = None
+        self._waits: tuple[float, int, int] | None = None
+
+    def rows(self, first: int, count: int, *, then: int | None = None) -> Rows:
+        """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
+
+        Args:
+            then: the position that is asked for next, with the same count; None: nothing is fetched in advance.
+
+        Raises:
+            UserError: the rows hold ids that the vocabulary lacks.
+        """
+        ahead, self._next = self._next, None
+        self._waits = time.monotonic(), first, count
+        fetched = ahead[2].result() if ahead is not None and ahead[:2] == (first, count) else self._fetch(first, count)
+        self._waits = None
+        if then is not None:
+            self._next = (then, count, self._thread.submit(self._fetch, then, count))
+        inputs, targets = (rows.to(self.device, non_blocking=True) for rows in fetched)
+        return inputs, targets
+
+    def waiting(self) -> tuple[float, str] | None:
+        """For how many seconds somebody waits for rows by now, and for which; None: nobody does."""
+        if (waits := self._waits) is None:
+            return None
+        since, first, count = waits
+        tokens = self.loader.tokens
+        place = getattr(tokens.ids, "filename", None)
+        of = f"{tokens.name} tokens" + ("" if place is None else f" of {place}")
+        return time.monotonic() - since, f"sequences {first}–{first + count - 1} of the {of}"
+
+    def close(self) -> None:
+        """End the thread; `rows` must not be called with `then` afterwards."""
+        self._next = None
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, first: int, count: int) -> Rows:
+        rows = self.loader.rows(first, count)
+        return (rows[0].pin_memory(), rows[1].pin_memory()) if self.device.type == "cuda" else rows

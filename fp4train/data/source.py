@@ -1,9 +1,24 @@
-"""What `data=…` binds to. A new source is one file with a class like this, and one YAML in `configs/data`."""
+"""What `data=…` binds to, and how the documents of a source become its tokens.
 
+A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids are every document's
+tokens, one end-of-document id, the next document. Pieces of text are encoded 64 at a time, which is what keeps the
+threads of the `tokenizers` library busy.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from fp4train.data.tokens import TokenData
+import numpy as np
+
+from fp4train.data.cache import cached_tokens
+from fp4train.data.tokenizers import BytePairs
+from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, hold_out, ids_dtype
+from fp4train.errors import DataError
+
+PIECES_AT_ONCE = 64
 
 
 class Source(Protocol):
@@ -16,3 +31,81 @@ class Source(Protocol):
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         """Tokens for a run with sequences of `seq_len`, or a DataError that says what to do."""
         ...
+
+
+class TextSource(Protocol):
+    """The settings that every source of text has."""
+
+    @property
+    def tokenizer(self) -> TokenizerConfig: ...
+    @property
+    def val(self) -> float: ...
+
+
+def planned_vocab_size(source: Source) -> int:
+    """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have."""
+    size, tokenizer = getattr(source, "vocab_size", None), getattr(source, "tokenizer", None)
+    if isinstance(size, int):
+        return size
+    if tokenizer is None:
+        raise DataError(f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is unknown")
+    if isinstance(tokenizer, BytePairs):
+        return tokenizer.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        return int(tokenizer.build(lambda: iter(()), Path(folder)).vocab_size)
+
+
+def text_data(
+    source: TextSource,
+    documents: Documents,
+    run_dir: Path,
+    seq_len: int,
+    description: str,
+    *,
+    cache_dir: str | None = None,
+    key: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
+) -> TokenData:
+    """The tokens of `documents`, of which the last part is held out.
+
+    Args:
+        cache_dir: where they are kept; None: they are tokenised in memory, each time.
+        key: with the tokenizer's identity, what they are known by there.
+        max_tokens: most tokens that are taken.
+    """
+    tokenizer = source.tokenizer.build(documents, run_dir)
+    dtype = ids_dtype(tokenizer.vocab_size)
+    if cache_dir is None:
+        ids = np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
+    else:
+        ids = cached_tokens(
+            cache_dir,
+            {**(key or {}), "tokenizer": tokenizer.identity},
+            lambda: token_chunks(documents(), tokenizer),
+            dtype=dtype,
+            max_tokens=max_tokens,
+        )
+    if len(ids) == max_tokens:
+        description += f", cut off at data.max_tokens={max_tokens:,}"
+    return hold_out(
+        ids,
+        val=source.val,
+        vocab_size=tokenizer.vocab_size,
+        seq_len=seq_len,
+        tokenizer=tokenizer,
+        description=description,
+    )
+
+
+def token_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """The packed ids of `pieces` in order, some at a time, in the smallest type for the vocabulary."""
+    dtype = ids_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_document], dtype=dtype)
+    rest = iter(pieces)
+    while batch := list(islice(rest, PIECES_AT_ONCE)):
+        parts: list[Ids] = []
+        for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+            parts.append(ids.astype(dtype))
+            if piece.ends_document:
+                parts.append(end)
+        yield np.concatenate(parts)

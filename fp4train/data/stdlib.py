@@ -1,7 +1,7 @@
 """`data=stdlib`: the sources of the Python standard library, real text that is on every machine already.
 
-About 11 MB without the tests, one document a module. The modules come in the order of a hash of their names: mixed, so
-that the held-out last part is of the same kind as the rest, and the same on every start.
+About 11 MB without the tests, one document per module. The modules come in the order of a hash of their names: mixed,
+so that the held-out last part is of the same kind as the rest, and the same on every start.
 """
 
 import os
@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp4train.data.documents import Piece
-from fp4train.data.tokenize import tokenize_in_memory
-from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
-from fp4train.data.tokens import TokenData, check_val, hold_out
+from fp4train.data.source import text_data
+from fp4train.data.tokenizers import Bytes
+from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer, check_val
 from fp4train.errors import DataError
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -46,15 +45,8 @@ class Stdlib:
                 if text:
                     yield Piece(text)
 
-        tokenizer = self.tokenizer.build(documents, run_dir)
-        return hold_out(
-            tokenize_in_memory(documents(), tokenizer),
-            val=self.val,
-            vocab_size=tokenizer.vocab_size,
-            seq_len=seq_len,
-            tokenizer=tokenizer,
-            description=f"standard library of Python {sysconfig.get_python_version()}, {len(paths)} modules",
-        )
+        what = f"standard library of Python {sysconfig.get_python_version()}, {len(paths)} modules"
+        return text_data(self, documents, run_dir, seq_len, what)
 
 
 def modules(root: Path) -> list[Path]:

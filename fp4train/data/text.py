@@ -1,18 +1,17 @@
-"""`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document a file, in the order of their names.
+"""`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document per file, in the order of their names.
 
 Tokenised once into the cache, known there by the files' names, sizes and times of change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
-from fp4train.data.cache import cached_tokens
-from fp4train.data.documents import Piece, read_files
-from fp4train.data.files import existing_path, files_of, stamp
-from fp4train.data.tokenize import token_chunks
-from fp4train.data.tokenizers import Bytes, TokenizerConfig, check_tokenizer
-from fp4train.data.tokens import TokenData, check_val, hold_out, ids_dtype
+from fp4train.data.files import existing_path, files_of, read_pieces, stamp
+from fp4train.data.source import text_data
+from fp4train.data.tokenizers import Bytes
+from fp4train.data.tokens import TokenData, TokenizerConfig, check_tokenizer, check_val
 from fp4train.paths import PathText
 
 
@@ -44,22 +43,12 @@ class Text:
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
         paths = files_of(existing_path(self.path, "data.path"), suffixes, "data.path")
-
-        def documents() -> Iterator[Piece]:
-            return read_files(paths)
-
-        tokenizer = self.tokenizer.build(documents, run_dir)
-        ids = cached_tokens(
-            self.cache_dir,
-            {"source": "text", "files": stamp(paths), "tokenizer": tokenizer.identity},
-            lambda: token_chunks(documents(), tokenizer),
-            dtype=ids_dtype(tokenizer.vocab_size),
-        )
-        return hold_out(
-            ids,
-            val=self.val,
-            vocab_size=tokenizer.vocab_size,
-            seq_len=seq_len,
-            tokenizer=tokenizer,
-            description=f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+        return text_data(
+            self,
+            lambda: chain.from_iterable(map(read_pieces, paths)),
+            run_dir,
+            seq_len,
+            f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+            cache_dir=self.cache_dir,
+            key={"source": "text", "files": stamp(paths)},
         )

@@ -50,37 +50,25 @@ class Tokens:
             raise ValueError(f"data.dtype={self.dtype}: allowed are {', '.join(DTYPES)}, or null for the format's own")
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        train = open_tokens(self.path, self.dtype, "data.path")
+        given = {"data.path": self.path} | ({} if self.val_path is None else {"data.val_path": self.val_path})
+        files = [(_file(path, key), key) for key, path in given.items()]
+        ids = [open_tokens(file, self.dtype, key) for file, key in files]
+        vocab_size = self.vocab_size
         if self.val_path is None:
             data = hold_out(
-                train,
-                val=self.val,
-                vocab_size=self.vocab_size,
-                seq_len=seq_len,
-                tokenizer=None,
-                description=self.path,
+                ids[0], val=self.val, vocab_size=vocab_size, seq_len=seq_len, tokenizer=None, description=self.path
             )
-            return replace(data, digest=file_digest(_file(self.path, "data.path"), train, run_dir))
-        val = open_tokens(self.val_path, self.dtype, "data.val_path")
-        data = token_data(
-            train,
-            val,
-            vocab_size=self.vocab_size,
-            seq_len=seq_len,
-            tokenizer=None,
-            description=f"{self.path}, validation {self.val_path}",
-            whole="a file each",
-        )
-        both = (
-            file_digest(_file(self.path, "data.path"), train, run_dir),
-            file_digest(_file(self.val_path, "data.val_path"), val, run_dir),
-        )
-        return replace(data, digest="+".join(both))
+        else:
+            what, whole = f"{self.path}, validation {self.val_path}", "a file each"
+            data = token_data(
+                *ids, vocab_size=vocab_size, seq_len=seq_len, tokenizer=None, description=what, whole=whole
+            )
+        digests = [file_digest(file, each, run_dir) for (file, _), each in zip(files, ids, strict=True)]
+        return replace(data, digest="+".join(digests))
 
 
-def open_tokens(path: str, dtype: str | None, key: str) -> Ids:
+def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
     """The ids of a token file of any of the three formats, memory-mapped."""
-    file = _file(path, key)
     try:
         return _map(file, dtype, key)
     except OSError as error:

@@ -1,21 +1,67 @@
-"""What every source of data ends as: two arrays of token ids that share no token, and how to read them.
+"""Text → token ids: what a tokenizer is, and what every source ends as, two arrays of ids that share no token.
 
 `hold_out` takes the last part of the stream for validation. Where a document ends inside the first half of that part,
 the cut moves to that end, so that validation starts with a document that training has not seen the beginning of.
 """
 
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fp4train.data.tokenizers import Tokenizer
 from fp4train.errors import DataError
 
 Ids = npt.NDArray[np.integer[Any]]
 CHECKED_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some whole lines of one document, and whether the document ends with them.
+
+    Documents come in pieces so that neither a huge file nor a huge folder need fit into memory.
+    """
+
+    text: str
+    ends_document: bool = True
+
+
+Documents = Callable[[], Iterator[Piece]]
+
+
+class Tokenizer(Protocol):
+    """Text ↔ ids. `identity` differs for tokenizers that differ: a part of the key of tokenised data."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_of_document(self) -> int: ...
+    @property
+    def identity(self) -> str: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class TokenizerConfig(Protocol):
+    """What `data.tokenizer` binds to."""
+
+    def build(self, documents: Documents, run_dir: Path) -> Tokenizer:
+        """The tokenizer; what must be kept for a resume is kept in `run_dir`."""
+        ...
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse what is no tokenizer's configuration, such as the name that `data.tokenizer=NAME` leaves here."""
+    if not hasattr(tokenizer, "build"):
+        raise ValueError(
+            f"data.tokenizer={tokenizer!r}: a kind of tokenizer is chosen with a slash, data/tokenizer=bytes, "
+            "data/tokenizer=bpe, or data/tokenizer=pretrained data.tokenizer.name=FILE_OR_HUB_NAME"
+        )
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -1,4 +1,25 @@
 """Model architectures: one folder per family; `common` holds the parts that families share.
 
-A model is a frozen config dataclass with `build(vocab_size, seq_len) -> nn.Module`, see `architecture`.
+A new model is a folder with a frozen dataclass like `Architecture` in `model.py`, and a YAML in `configs/model`.
 """
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+
+class Architecture(Protocol):
+    """The shape of a model.
+
+    `build` returns a module. `model(tokens, targets)`, int64 [B, T] each, returns the mean loss in nats per token;
+    `model(tokens)` returns logits [B, T, vocabulary]. Its repeated blocks are in an `nn.ModuleList`, or it names them
+    (`precision/blocks.py`), so that a policy can count them. Activations have the dtype that
+    `precision.context.activation_dtype` gives. A class that also has `parameter_count(vocab_size=…)` is refused
+    before it is built where its weights exceed the machine's memory (`run/size.py`).
+    """
+
+    def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:
+        """The model with newly initialised weights."""
+        ...

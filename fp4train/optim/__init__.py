@@ -1,1 +1,95 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers and learning-rate schedules: the protocol of `optim=…`, and what fp4train's optimizers share.
+
+A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Optimizer(Protocol):
+    """The constants of an optimizer.
+
+    One that multiplies whole matrices may have an attribute `needs_whole`, why it does not train shards of them.
+    """
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate; every step sets it, times the schedule's factor, in all parameter groups."""
+        ...
+
+    @property
+    def clip(self) -> float | None:
+        """Largest global gradient norm; None does not clip."""
+        ...
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over `model`'s trainable parameters; its `state_dict` is saved with every checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What every optimizer has; subclasses say in `over` which of torch's optimizers they are.
+
+    Args:
+        lr: peak learning rate; the schedule multiplies it.
+        weight_decay: for parameters with two or more dimensions; norms and biases have none.
+        clip: largest global gradient norm; None does not clip.
+    """
+
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr={self.lr} must be > 0")
+        if self.weight_decay < 0:
+            raise ValueError(f"optim.weight_decay={self.weight_decay} must be ≥ 0")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"optim.clip={self.clip} must be > 0, or null for no clipping")
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over `model`'s trainable parameters.
+
+        Raises:
+            ValueError: the model has no trainable parameter.
+        """
+        return self.over(trainable(model))
+
+    def over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """torch's optimizer over some parameters."""
+        raise TypeError(f"{type(self).__name__} has no method over")
+
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """Groups of parameters with and without decay; fused kernels take those of one mesh of ranks at a time."""
+        parameters, groups = list(parameters), []
+        for mesh in dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters):
+            here = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
+            groups.append({"params": [p for p in here if p.dim() >= 2], "weight_decay": self.weight_decay})
+            groups.append({"params": [p for p in here if p.dim() < 2], "weight_decay": 0.0})
+        return [group for group in groups if group["params"]]
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that require a gradient.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise")
+    return parameters
+
+
+def has_fused(parameters: list[nn.Parameter]) -> bool:
+    """Whether torch has a fused kernel for the parameters' device."""
+    return parameters[0].device.type in ("cpu", "cuda")

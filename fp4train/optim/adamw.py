@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp4train.optim.optimizer import Constants, has_fused, trainable
+from fp4train.optim import Constants, has_fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,6 @@ class AdamW(Constants):
             raise ValueError(f"optim.betas={self.betas} must be two numbers in [0, 1)")
         if not self.eps > 0:
             raise ValueError(f"optim.eps={self.eps} must be > 0")
-
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over `model`'s trainable parameters.
-
-        Raises:
-            ValueError: the model has no trainable parameter.
-        """
-        return self.over(trainable(model))
 
     def over(self, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
         """torch's AdamW over some parameters."""

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fp4train.optim import trainable
 from fp4train.optim.adamw import AdamW
-from fp4train.optim.optimizer import trainable
 from fp4train.precision.layers import find_layers
 
 

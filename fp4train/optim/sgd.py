@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp4train.optim.optimizer import Constants, has_fused, trainable
+from fp4train.optim import Constants, has_fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,7 @@ class SGD(Constants):
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=true needs optim.momentum above 0")
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over `model`'s trainable parameters.
-
-        Raises:
-            ValueError: the model has no trainable parameter.
-        """
-        parameters = trainable(model)
-        return torch.optim.SGD(
-            self.groups(parameters),
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            fused=has_fused(parameters),
-        )
+    def over(self, parameters: list[nn.Parameter]) -> torch.optim.SGD:
+        """torch's SGD over some parameters."""
+        groups, fused = self.groups(parameters), has_fused(parameters)
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused)

@@ -35,7 +35,7 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-    data = Ranks(group=world.data, rank=world.data_rank, size=world.data_ranks) if world.data_ranks > 1 else None
+    data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)
         return
@@ -55,16 +55,16 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
     if world.size > 1:
         for layer in _layers(model):
             layer.scaling.joined = layer.outliers.joined = True
-    if world.mesh is None or world.data_ranks == 1:
+    if world.data_mesh is None or world.mesh.data == 1:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
-    several = world.shards > 1
+    several = world.mesh.shard > 1
     blocks = find_blocks(model)
     for block in blocks:
-        fully_shard(block, mesh=world.mesh, reshard_after_forward=several)
+        fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
         for layer in _layers(block):
             layer.keep_forms(not several)
-    fully_shard(model, mesh=world.mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -86,7 +86,7 @@ def synchronise(model: nn.Module, last: bool) -> None:
 def join_scales(model: nn.Module, world: World) -> None:
     """After the last backward of a step: the amaxes of delayed scaling, and the norms by which outlier channels are
     chosen, become those of the whole batch."""
-    if world.mesh is not None:
+    if world.data_mesh is not None:
         join_amaxes((layer.scaling for layer in _layers(model)), world.largest)
         join_squares((layer.outliers for layer in _layers(model)), world.summed_over_data)
 

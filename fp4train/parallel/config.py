@@ -1,15 +1,16 @@
-"""How a run is cut over its ranks: section `parallel` of the configuration."""
+"""How a run is cut over its ranks: section `parallel` of the configuration, and the mesh that it makes of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fp4train.precision.gather import GATHERS
 from fp4train.text import check_choice
 
 REST = -1
 """As many as there are ranks left."""
+MOST_RANKS = 1 << 20
+"""A number of ranks beyond this is a slip of the hand."""
 
 REDUCES = ("float32", "bf16")
 
@@ -35,13 +36,91 @@ def why_absent(name: str) -> str | None:
     return _ABSENT.get(name)
 
 
-class Mesh(NamedTuple):
-    """Sizes of the dimensions of the mesh, in the order of ranks: the last one varies fastest."""
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks of a run by their use, and how they communicate: the run, its plan, and the cost model have this one.
 
-    stages: int
-    replicas: int
-    shards: int
-    tensors: int
+    Ranks are numbered with tensor parallelism innermost, then context, data shards, data replicas, and pipeline stages
+    outermost, so that those that send each other most are nearest.
+
+    Args:
+        replicate: data replicas, between which gradients are all-reduced (HSDP).
+        shard: ranks that share the weights, gradients and moments of one replica (FSDP).
+        tensor: ranks that share each layer; `sequence`: norms and the residual stream are split over them, too.
+        context: ranks that share each sequence.
+        pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
+        forward_first: stages run all forward passes of a step before the backward ones (GPipe), not as few as they can.
+        microbatches: forward passes per step and data rank.
+        gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
+        reduce_bytes: bytes of a gradient element between shards; replicas send float32.
+        codes: activations are gathered over `tensor` as codes, in layers that quantise them.
+        joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
+            bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
+        own_units: embedding and head are gathered in BF16 and by themselves, the head behind the blocks (torchtitan,
+            Megatron-LM). fp4train's travel in float32 before the first block.
+        hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor parallelism).
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence: bool = True
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    forward_first: bool = False
+    microbatches: int = 1
+    gather: str = "recipe"
+    reduce_bytes: int = 4
+    codes: bool = False
+    joined: bool = False
+    own_units: bool = False
+    hides_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "shard", "tensor", "context", "pipeline", "virtual", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_choice("gather", self.gather, GATHERS)
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual={self.virtual} parts per stage need a pipeline of at least 2 stages")
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Ranks that have tokens of their own: the parts that a batch is cut into."""
+        return self.replicate * self.shard
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a stage waits: (p−1) / (v·m + p−1) (arXiv:2104.04473)."""
+        waits = self.pipeline - 1
+        return waits / (self.virtual * self.microbatches + waits)
+
+    def in_flight(self, stage: int) -> float:
+        """Microbatches whose activations a stage holds at once, as a share of its part of the model.
+
+        GPipe: all. 1F1B: p − stage; interleaved: p · (1 + (p−1)/(p·v)) on the first stage (arXiv:2205.05198), taken for
+        each one; at most all of them.
+        """
+        p, v = self.pipeline, self.virtual
+        most = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
+        return self.microbatches if self.forward_first else min(self.microbatches, most)
+
+    def __str__(self) -> str:
+        names = {"replicate": "replicas", "shard": "shards", "pipeline": "stages"}
+        order = ("replicate", "shard", "tensor", "context", "pipeline")
+        found = [f"{getattr(self, key)} {names.get(key, key)}" for key in order if getattr(self, key) > 1]
+        return " × ".join(found) or "1 rank"
+
+    def overrides(self) -> list[str]:
+        """The keys that ask for this mesh on the command line."""
+        others = {"dp_replicate": self.replicate, "tp": self.tensor, "pp": self.pipeline}
+        found = [f"parallel.{key}={size}" for key, size in others.items() if size > 1]
+        return [f"parallel.dp_shard={self.shard}", *found]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +165,14 @@ class Parallel:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.dp_replicate < 1:
-            raise ValueError(f"parallel.dp_replicate={self.dp_replicate} must be at least 1")
+        for name in ("dp_replicate", "pp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name}={getattr(self, name)} must be at least 1")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks that are left")
-        if self.pp < 1:
-            raise ValueError(f"parallel.pp={self.pp} must be at least 1")
+        for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp"):
+            if getattr(self, name) > MOST_RANKS:
+                raise ValueError(f"parallel.{name}={getattr(self, name)} is more than {MOST_RANKS}")
         if self.pp_schedule in _SPLIT:
             raise ValueError(
                 f"parallel.pp_schedule={self.pp_schedule} runs the gradients of inputs and weights at different times, "
@@ -102,8 +183,6 @@ class Parallel:
             raise ValueError(f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}")
         if self.pp_chunks < 2:
             raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
-        if self.tp < 1:
-            raise ValueError(f"parallel.tp={self.tp} must be at least 1")
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
@@ -116,13 +195,18 @@ class Parallel:
         """Stages per rank."""
         return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1
 
+    @property
+    def others(self) -> int:
+        """Ranks per data shard."""
+        return self.dp_replicate * self.pp * self.tp
+
     def mesh(self, ranks: int) -> Mesh:
         """The mesh of so many ranks.
 
         Raises:
             ValueError: the sizes do not go into each other.
         """
-        shards, others = self.dp_shard, self.dp_replicate * self.pp * self.tp
+        shards, others = self.dp_shard, self.others
         if shards == REST:
             shards, rest = divmod(ranks, others)
             if rest or not shards:
@@ -138,7 +222,18 @@ class Parallel:
                 f"{_count(others * shards)}, and this run has {ranks}"
                 + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )
-        return Mesh(self.pp, self.dp_replicate, shards, self.tp)
+        return Mesh(
+            replicate=self.dp_replicate,
+            shard=shards,
+            tensor=self.tp,
+            sequence=self.sp,
+            pipeline=self.pp,
+            virtual=self.chunks,
+            forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
+            gather=self.gather,
+            reduce_bytes=4 if self.reduce == "float32" else 2,
+            codes=True,
+        )
 
 
 _START = ": start it under torchrun"

@@ -322,8 +322,8 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         blocks: units of FSDP, before the first forward pass.
         world: its shards share the rows of a weight, its tensor-parallel ranks the layer.
     """
-    assert world.mesh is not None
-    group = world.mesh.get_group(SHARD)
+    assert world.data_mesh is not None
+    group = world.data_mesh.get_group(SHARD)
     gathers = [
         WeightGather(parameter._module_info.module, parameter, group, mode)
         for block in blocks
@@ -334,7 +334,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % group.size() == 0
     ]
-    alone = world.tensors == 1 or any(
+    alone = world.mesh.tensor == 1 or any(
         each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
     )
 

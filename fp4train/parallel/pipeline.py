@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp4train.models.common.cut import TokenRanks
-from fp4train.models.common.stages import StageCut
+from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.apply import synchronise
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
@@ -94,7 +93,7 @@ class Pipeline:
     """The stages of a model that this rank holds, and the schedules that run them.
 
     Args:
-        stages: by index; of interleaved stages a rank holds every `world.stages`-th one.
+        stages: by index; of interleaved stages a rank holds every `world.mesh.pipeline`-th one.
         model: all of them together; its modules are those of `stages`.
         cut: how the model is cut.
         inventory: the whole model's state.
@@ -115,7 +114,7 @@ class Pipeline:
         self.stages, self.model, self.cut, self.inventory, self.tied = stages, model, cut, inventory, tied
         self.parallel, self.world = parallel, world
         self.tensor: TokenRanks | None = getattr(model, "tensor", None)
-        self.count = world.stages * len(stages)
+        self.count = world.mesh.pipeline * len(stages)
         self._microbatches: list[Microbatch] = []
         self._losses: list[Tensor] = []
         self._weight = 1.0
@@ -141,7 +140,7 @@ class Pipeline:
 
     def copy_tied(self) -> None:
         """After the weights of the first stage have changed: the last one's copy is made equal."""
-        if self.tied is None or self.world.stage not in (0, self.world.stages - 1):
+        if self.tied is None or self.world.stage not in (0, self.world.mesh.pipeline - 1):
             return
         owner = self.world.stage == 0
         ((copy, own),) = self.inventory.tied.items()

@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.stages import Pipelined, Stage, StageCut
+from fp4train.models.common.cut import Pipelined, Stage, StageCut
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline

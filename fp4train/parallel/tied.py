@@ -32,10 +32,10 @@ class TiedWeight:
         at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order alone.
-        for place in product(range(world.data_ranks), range(world.tensors)):
-            pair = [at[0, *place], at[world.stages - 1, *place]]
+        for place in product(range(world.mesh.data), range(world.mesh.tensor)):
+            pair = [at[0, *place], at[world.mesh.pipeline - 1, *place]]
             group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
-            if place == own and world.stage in (0, world.stages - 1):
+            if place == own and world.stage in (0, world.mesh.pipeline - 1):
                 self.group = group
         self._sent: list[tuple[Tensor, dist.Work]] = []
 

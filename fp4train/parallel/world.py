@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp4train.checkpoint import ALONE, CheckpointGroup
 from fp4train.errors import LostError, UserError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.launch import Place
 from fp4train.parallel.meeting import Meeting
 
@@ -48,9 +48,10 @@ class World:
     Args:
         place: which of them this process is.
         device: of its tensors.
-        mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE` and `SHARD`. None in a
-            world of one.
-        data: group of the ranks of `mesh`, which have other parts of a batch; None: all ranks.
+        mesh: how many ranks have which use.
+        data_mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE` and `SHARD`. None
+            in a world of one.
+        data: group of the ranks of `data_mesh`, which have other parts of a batch; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
@@ -62,7 +63,8 @@ class World:
 
     place: Place = field(default_factory=Place)
     device: torch.device
-    mesh: DeviceMesh | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+    data_mesh: DeviceMesh | None = None
     data: dist.ProcessGroup | None = None
     tensor: DeviceMesh | None = None
     peers: dist.ProcessGroup | None = None
@@ -80,11 +82,11 @@ class World:
             UserError: the mesh does not fit the ranks, or the others cannot be reached in time.
         """
         try:
-            sizes = parallel.mesh(place.size)
+            mesh = parallel.mesh(place.size)
         except ValueError as error:
             raise UserError(str(error)) from error
         if place.size == 1:
-            return cls(place=place, device=device)
+            return cls(place=place, device=device, mesh=mesh)
         timeout = timedelta(seconds=parallel.timeout)
         cuda = device.type == "cuda"
         meeting = Meeting.join(place, parallel.timeout)
@@ -97,16 +99,17 @@ class World:
                 timeout=timeout,
                 device_id=device if cuda else None,
             )
-            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR))
-            pipeline = mesh.get_group(STAGES) if sizes.stages > 1 else None
-            tensor = mesh[TENSOR] if sizes.tensors > 1 else None
-            data = None if pipeline is None and tensor is None else _group_along(mesh, (REPLICATE, SHARD), timeout)
+            sizes = (mesh.pipeline, mesh.replicate, mesh.shard, mesh.tensor)
+            grid = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR))
+            pipeline = grid.get_group(STAGES) if mesh.pipeline > 1 else None
+            tensor = grid[TENSOR] if mesh.tensor > 1 else None
+            data = None if pipeline is None and tensor is None else _group_along(grid, (REPLICATE, SHARD), timeout)
             peers = None if pipeline is None else data
             if pipeline is not None and tensor is not None:
-                peers = _group_along(mesh, (REPLICATE, SHARD, TENSOR), timeout)
+                peers = _group_along(grid, (REPLICATE, SHARD, TENSOR), timeout)
             control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
-            leads = place.rank % (sizes.replicas * sizes.shards * sizes.tensors) == 0
+            leads = place.rank % (mesh.data * mesh.tensor) == 0
             ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -118,7 +121,8 @@ class World:
         return cls(
             place=place,
             device=device,
-            mesh=mesh[REPLICATE, SHARD],
+            mesh=mesh,
+            data_mesh=grid[REPLICATE, SHARD],
             data=data,
             tensor=tensor,
             peers=peers,
@@ -141,71 +145,52 @@ class World:
         return self.place.lead
 
     @property
-    def data_ranks(self) -> int:
-        """Parts that a batch is cut into."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
     def data_rank(self) -> int:
-        """Which part is this rank's."""
-        if self.mesh is None:
+        """Which part of a batch is this rank's."""
+        if self.data_mesh is None:
             return 0
-        return self.mesh.get_local_rank(REPLICATE) * self.mesh.size(1) + self.mesh.get_local_rank(SHARD)
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share the weights of one model."""
-        return 1 if self.mesh is None else self.mesh.size(1)
-
-    @property
-    def tensors(self) -> int:
-        """Ranks that share every block's matrices."""
-        return 1 if self.tensor is None else self.tensor.size()
+        return self.data_mesh.get_local_rank(REPLICATE) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
 
     @property
     def tensor_rank(self) -> int:
-        """Which of them this rank is."""
+        """Which of the ranks that share every block's matrices this rank is."""
         return 0 if self.tensor is None else self.tensor.get_local_rank()
 
     @property
-    def stages(self) -> int:
-        """Ranks that the blocks of one model are cut over."""
-        return 1 if self.pipeline is None else self.pipeline.size()
-
-    @property
     def stage(self) -> int:
-        """Which of them this rank is."""
+        """Which of the ranks that the blocks of one model are cut over this rank is."""
         return 0 if self.pipeline is None else self.pipeline.rank()
 
     def __str__(self) -> str:
-        if self.mesh is None:
+        mesh = self.mesh
+        if self.size == 1:
             return "1 rank"
-        cut = f"{self.shards} shards" + (f" × {self.mesh.size(0)} replicas" if self.mesh.size(0) > 1 else "")
-        for ranks, what in ((self.tensors, "tensor-parallel"), (self.stages, "stages")):
+        cut = f"{mesh.shard} shards" + (f" × {mesh.replicate} replicas" if mesh.replicate > 1 else "")
+        for ranks, what in ((mesh.tensor, "tensor-parallel"), (mesh.pipeline, "stages")):
             if ranks > 1:
-                cut = f"{ranks} {what}" + (f" × {cut}" if self.data_ranks > 1 else "")
+                cut = f"{ranks} {what}" + (f" × {cut}" if mesh.data > 1 else "")
         return f"{self.size} ranks ({cut})"
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over all data ranks of what the last stage found, in place; other stages give zeros."""
-        if self.data_ranks > 1:
+        if self.mesh.data > 1:
             dist.all_reduce(tensor, group=self.data)
-        if self.stages > 1:
+        if self.mesh.pipeline > 1:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
     def summed_over_data(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the same layers and other parts of a batch, in place."""
-        if self.data_ranks > 1:
+        if self.mesh.data > 1:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def summed_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the parts of the same weights, in place."""
-        if self.mesh is not None and self.shards > 1:
-            dist.all_reduce(tensor, group=self.mesh.get_group(SHARD))
+        if self.data_mesh is not None and self.mesh.shard > 1:
+            dist.all_reduce(tensor, group=self.data_mesh.get_group(SHARD))
         return tensor
 
     def summed_over_parts(self, tensor: Tensor) -> Tensor:
@@ -213,13 +198,13 @@ class World:
         self.summed_over_shards(tensor)
         if self.tensor is not None:
             dist.all_reduce(tensor, group=self.tensor.get_group())
-        if self.stages > 1:
+        if self.mesh.pipeline > 1:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The maximum over all ranks that hold the same layers, or parts of them, element by element, in place."""
-        if self.data_ranks * self.tensors > 1:
+        if self.mesh.data * self.mesh.tensor > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.peers)
         return tensor
 

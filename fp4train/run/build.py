@@ -18,8 +18,8 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device
+from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
-from fp4train.models.common.stages import StageCut
 from fp4train.nn import Linear, convert
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.apply import distribute, share_tensors
@@ -34,7 +34,7 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
-from fp4train.run.cut import Sizes, check_cut
+from fp4train.run.cut import check_cut
 from fp4train.run.oscillation import check_oscillation
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
@@ -186,8 +186,7 @@ def build(
     source = directory if start is None else start.path.parent.parent
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
-        sizes = Sizes(data=world.data_ranks, shards=world.shards, tensors=world.tensors, stages=world.stages)
-        check_cut(config, sizes)
+        check_cut(config, world.mesh)
         config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
@@ -261,16 +260,16 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model, born = _unborn(config, data.vocab_size, world)
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
-        plan = build_plan(config, layers, timeline, Device.of(world.device), world.data_ranks)
+        plan = build_plan(config, layers, timeline, Device.of(world.device), world.mesh.data)
         check_oscillation(config, plan)
-        check_outliers(plan, stages=world.stages)
-        cut = None if world.stages == 1 else inspect(model, config, layers)
+        check_outliers(plan, stages=world.mesh.pipeline)
+        cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    rows = config.train.microbatch or config.train.batch_size // world.data_ranks
+    rows = config.train.microbatch or config.train.batch_size // world.mesh.data
     for each in model.modules():
         if isinstance(each, Linear):
             each.sum_gradients(rows < config.train.batch_size)

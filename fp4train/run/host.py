@@ -24,12 +24,17 @@ STEPS: int = 10
 
 
 class CollectorBetweenSteps:
-    """A context in which the collector runs only when `after` calls it; on exit its former state is restored."""
+    """A context in which the collector runs only when `after` calls it; on exit its former state is restored.
+
+    A process that has frozen its objects before keeps them so.
+    """
 
     def __enter__(self) -> CollectorBetweenSteps:
         self._enabled = gc.isenabled()
+        self._froze = not gc.get_freeze_count()
         gc.collect()
-        gc.freeze()  # what exists by now stays: later collections need not walk through it
+        if self._froze:
+            gc.freeze()  # what exists by now stays: later collections need not walk through it
         gc.disable()
         return self
 
@@ -39,7 +44,8 @@ class CollectorBetweenSteps:
             gc.collect()
 
     def __exit__(self, *raised: object) -> None:
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
         if self._enabled:
             gc.enable()
 

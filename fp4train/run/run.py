@@ -16,8 +16,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.config import Config
 from fp4train.config.binding import bind
-from fp4train.data import Loader
-from fp4train.data.feed import Feed
+from fp4train.data import Feed, Loader
 from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -101,7 +100,7 @@ class Run:
     @property
     def share(self) -> int:
         """Sequences of a batch that are this rank's."""
-        return self.config.train.batch_size // self.world.data_ranks
+        return self.config.train.batch_size // self.world.mesh.data
 
     @property
     def rows(self) -> int:
@@ -127,7 +126,7 @@ class Run:
 
     def gathers(self) -> list[str]:
         """What ranks send each other of the weights, in words; empty where no rank shares them."""
-        shards, config = self.world.shards, self.config
+        shards, config = self.world.mesh.shard, self.config
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
-from fp4train.checkpoint.stored import File, StoredTensors
+from fp4train.checkpoint.reading import File, StoredTensors
 from fp4train.checkpoint.tensors import DTYPES, Box
 from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError

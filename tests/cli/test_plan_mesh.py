@@ -3,16 +3,15 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp4train.cli import main
-from fp4train.cli.mesh import Asked, as_configured, parse
-from fp4train.errors import UserError
-from fp4train.lab.costs.mesh import Mesh
+from fp4train.cli.mesh import GpuCount, gpu_count
 from fp4train.models.llama.model import LlamaModel
-from fp4train.parallel.config import SCHEDULES, Parallel
+from fp4train.parallel.config import SCHEDULES, Mesh, Parallel
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -208,11 +207,18 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
         (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
         (["parallel=auto", "gpus=8", "parallel.tp=2"], "chooses the mesh itself: leave parallel.tp out"),
         (["parallel=8"], "parallel takes auto, or sizes by key"),
-        (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'tp'?"),
-        (["parallel.tp=two"], "parallel.tp=two must be a whole number"),
+        (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'parallel.tp'?"),
+        (["parallel.tp=two"], "parallel.tp='two' must be a whole number"),
         (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
         (["parallel.gather=fp8"], "parallel.gather='fp8' is not one of recipe, bf16, fp32"),
-        (["parallel.pp_schedule=zb"], "parallel.pp_schedule='zb' is not one of 1f1b, gpipe, interleaved"),
+        (["parallel.pp_schedule=zb"], "parallel.pp_schedule=zb runs the gradients of inputs and weights at different"),
+        (["parallel.pp_schedule=2f2b"], "parallel.pp_schedule='2f2b' must be one of 1f1b, gpipe, interleaved"),
+        (["gpus=8", "parallel.tp=16"], "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"),
+        (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
+        (["gpus=many"], "gpus=many must be a whole number"),
+        (["gpus=0"], "gpus=0 must be at least 1"),
+        (["gpus=2000000"], "gpus=2000000 is more than 1048576"),
+        (["parallel.dp_shard=2000000"], "parallel.dp_shard=2000000 is more than 1048576"),
         (["parallel.tp=0"], "parallel.tp=0 must be at least 1"),
         (["gpus=8", "gpu=null"], "a plan for several GPUs needs their name: gpu=H100"),
     ],
@@ -225,40 +231,31 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
     assert message in capsys.readouterr().err
 
 
-def test_keys_of_the_mesh_are_those_of_the_section() -> None:
-    asked, rest = parse(["parallel.dp_replicate=2", "parallel.sp=false", "parallel.pp=4", "gpus=64", "model=llama_8b"])
-    assert rest == ["model=llama_8b"]
-    assert asked == Asked(gpus=64, dp_replicate=2, sp=False, pp=4, given=asked.given if asked else ())
-    assert asked.mesh(8) == Mesh(replicate=2, shard=8, sequence=False, pipeline=4, microbatches=8, codes=True)
-    assert parse(["model=llama_8b"]) == (None, ["model=llama_8b"])
+def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
+    sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
+    assert gpu_count([*sizes, "gpus=64"]) == (GpuCount(gpus=64, sized=True), sizes)
+    assert gpu_count(["gpus=64", "Parallel=AUTO"]) == (GpuCount(gpus=64, auto=True), [])
+    assert gpu_count(["model=llama_8b", "parallel.timeout=9"])[0] == GpuCount()
 
 
 def test_the_section_of_the_configuration_counts_where_the_command_says_nothing() -> None:
-    asked, _ = parse(["parallel.dp_shard=4", "parallel.tp=2"])
-    both = as_configured(asked, Parallel(dp_replicate=2, dp_shard=8))
-    assert both is not None
-    assert (both.dp_replicate, both.dp_shard, both.tp) == (2, 4, 2)
-    assert as_configured(None, Parallel()) is None
-    assert as_configured(None, Parallel(dp_shard=8)) == Asked(dp_shard=8)
+    assert not GpuCount().several(Parallel(timeout=9, amax="data"))
+    assert GpuCount().several(Parallel(dp_shard=8)) and GpuCount(sized=True).several(Parallel())
+
+
+def test_the_mesh_of_the_section_is_that_of_a_run_and_of_its_plan() -> None:
+    found = Parallel(dp_replicate=2, sp=False, pp=4).mesh(64)
+    assert found == Mesh(replicate=2, shard=8, sequence=False, pipeline=4, codes=True)
+    assert str(found) == "2 replicas × 8 shards × 4 stages" and found.gpus == 64
+    with pytest.raises(ValueError, match=r"parallel.pp=4 does not divide the 6 ranks of this run"):
+        Parallel(pp=4).mesh(6)
 
 
 def test_every_schedule_of_a_run_is_planned() -> None:
     in_flight = {}
     for schedule in SCHEDULES:
-        asked, _ = parse(["parallel.pp=4", f"parallel.pp_schedule={schedule}", "parallel.reduce=bf16"])
-        assert asked is not None
-        mesh = asked.mesh(16)
+        mesh = replace(Parallel(pp=4, pp_schedule=schedule, reduce="bf16").mesh(4), microbatches=16)
         assert mesh.virtual == (2 if schedule == "interleaved" else 1) and mesh.reduce_bytes == 2
         in_flight[schedule] = [mesh.in_flight(stage) for stage in (0, 3)]
     assert in_flight == {"1f1b": [4, 1], "gpipe": [16, 16], "interleaved": [5.5, 5.5]}
-    asked, _ = parse(["parallel.pp=4", "parallel.pp_schedule=interleaved", "parallel.pp_chunks=3"])
-    assert asked is not None and asked.mesh().virtual == 3
-
-
-def test_two_sizes_that_leave_nothing_are_refused() -> None:
-    asked, _ = parse(["gpus=8", "parallel.tp=16"])
-    assert asked is not None
-    with pytest.raises(ValueError, match="parallel=auto finds a mesh"):
-        asked.mesh()
-    with pytest.raises(UserError, match="dp_shard=-2"):
-        parse(["parallel.dp_shard=-2"])
+    assert Parallel(pp=4, pp_schedule="interleaved", pp_chunks=3).mesh(4).virtual == 3

@@ -12,9 +12,9 @@ from fp4train.config import plugins
 from fp4train.config.binding import bind, complete
 from fp4train.config.targets import check_targets, own_class
 from fp4train.errors import UserError
-from fp4train.models.architecture import Architecture
+from fp4train.models import Architecture
+from fp4train.optim import Optimizer
 from fp4train.optim.adamw import AdamW
-from fp4train.optim.optimizer import Optimizer
 from fp4train.track.config import JsonlTracking, NoTracking, Tracking, WandbTracking
 
 HEAD = "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
@@ -117,7 +117,7 @@ def test_nothing_is_imported_to_refuse_a_target(mine: Path, monkeypatch: pytest.
         ("lab1.deeper.Model", "there is no module lab1.deeper"),
         ("lab2.broken.Model", "lab2.broken cannot be imported: ZeroDivisionError: division by zero ("),
         ("fp4train.precision.NVFP5", "fp4train.precision has no NVFP5; did you mean 'NVFP4'?"),
-        ("fp4train.models.architecture.Architecture", "it is no dataclass"),
+        ("fp4train.models.Architecture", "it is no dataclass"),
         ("fp4train.models.lama.Llama", "there is no module fp4train.models.lama"),
         ("fp4train.files.os.system", "is no configuration class of fp4train"),
         ("fp4train.config.binding.dataclasses.Field", "is no configuration class of fp4train"),

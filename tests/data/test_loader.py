@@ -1,10 +1,15 @@
-"""Batches are a pure function of (seed, position)."""
+"""Batches are a pure function of (seed, position), fetched in advance or not; the shuffle is a permutation."""
+
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from fp4train.data import DataError, Loader, TokenArray
+from fp4train.data import DataError, Feed, Loader, TokenArray
+from fp4train.data.loader import permute
+
+CPU = torch.device("cpu")
 
 
 def counting(n: int) -> TokenArray:
@@ -79,3 +84,123 @@ def test_tokens_shorter_than_a_sequence_are_refused() -> None:
         Loader(counting(16), batch_size=1, seq_len=16, seed=0)
     with pytest.raises(ValueError, match="batch_size=0"):
         Loader(counting(100), batch_size=0, seq_len=16, seed=0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 100, 1000, 4097])
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**64 - 1])
+def test_every_index_is_hit_exactly_once(n: int, seed: int) -> None:
+    image = permute(np.arange(n), n, seed=seed, epoch=0)
+    assert sorted(image.tolist()) == list(range(n))
+
+
+def test_an_index_goes_to_the_same_place_whoever_asks() -> None:
+    n = 1003
+    whole = permute(np.arange(n), n, seed=7, epoch=3)
+    alone = [int(permute(np.array([i]), n, seed=7, epoch=3)[0]) for i in range(0, n, 97)]
+    assert alone == whole[::97].tolist()
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    orders = {
+        tuple(permute(np.arange(64), 64, seed=seed, epoch=epoch).tolist()) for seed in range(8) for epoch in range(8)
+    }
+    assert len(orders) == 64
+
+
+def test_the_order_is_mixed_and_not_nearly_sorted() -> None:
+    n = 10_000
+    image = permute(np.arange(n), n, seed=0, epoch=0)
+    assert abs(np.corrcoef(np.arange(n), image)[0, 1]) < 0.05
+    assert np.mean(np.abs(np.diff(image))) == pytest.approx(n / 3, rel=0.05)
+
+
+def test_a_first_step_of_a_huge_epoch_costs_nothing() -> None:
+    n = 10**12
+    image = permute(np.arange(1000), n, seed=0, epoch=0)
+    assert len(set(image.tolist())) == 1000
+    assert image.min() >= 0
+    assert image.max() < n
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    """A run that resumes under a newer version must see the sequences it would have seen."""
+    assert permute(np.arange(10), 10, seed=42, epoch=1).tolist() == [5, 9, 4, 2, 6, 8, 1, 0, 7, 3]
+
+
+def loader(vocab_size: int = 1000) -> Loader:
+    return Loader(
+        TokenArray(np.arange(1000, dtype=np.uint32), vocab_size=vocab_size, name="train"),
+        batch_size=4,
+        seq_len=16,
+        seed=1,
+    )
+
+
+def test_rows_are_the_loaders_in_any_order() -> None:
+    feed, plain = Feed(loader(), CPU), loader()
+    for first, count, then in ((0, 4, 4), (4, 4, 8), (2, 4, 6), (6, 2, None), (6, 4, 10), (10, 4, None)):
+        for got, wanted in zip(feed.rows(first, count, then=then), plain.rows(first, count), strict=True):
+            assert torch.equal(got, wanted)
+    feed.close()
+
+
+def test_the_next_rows_are_read_by_another_thread_and_once() -> None:
+    source, calls = loader(), []
+    original = source.rows
+
+    def rows(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((first, threading.current_thread().name))
+        return original(first, count)
+
+    source.rows = rows  # type: ignore[method-assign]
+    feed = Feed(source, CPU)
+    feed.rows(0, 4, then=4)
+    feed.rows(4, 4)
+    feed.close()
+    assert calls == [(0, "MainThread"), (4, "feed_0")]
+
+
+def test_what_is_wrong_with_rows_is_told_where_they_are_asked_for() -> None:
+    feed = Feed(loader(vocab_size=1), CPU)
+    with pytest.raises(DataError, match="positions 0 … 3"):
+        feed.rows(0, 4)
+    good = loader()
+    feed = Feed(good, CPU)
+    feed.rows(0, 4, then=4)
+    feed.close()
+    feed = Feed(good, CPU)
+    feed.rows(0, 4, then=4)
+    object.__setattr__(good.tokens, "vocab_size", 1)
+    with pytest.raises(DataError, match="positions 8 … 11"):
+        feed.rows(8, 4)
+    feed.close()
+
+
+def test_no_thread_is_left() -> None:
+    feed = Feed(loader(), CPU)
+    feed.rows(0, 4, then=4)
+    feed.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("feed"):
+            thread.join(5)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+
+
+def test_rows_for_a_gpu_are_page_locked_and_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory a copy waits for the host; the calls are recorded where there is no GPU."""
+    calls: list[str] = []
+
+    def pin(rows: torch.Tensor) -> torch.Tensor:
+        calls.append("pin")
+        return rows
+
+    def to(rows: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        calls.append(f"to {device}, non_blocking={non_blocking}")
+        return rows
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    feed = Feed(loader(), torch.device("cuda"))
+    feed.rows(0, 4)
+    feed.close()
+    assert calls == ["pin", "pin", "to cuda, non_blocking=True", "to cuda, non_blocking=True"]

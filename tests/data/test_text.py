@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp4train.data import DataError, Text, TokenData
-from fp4train.data.documents import PIECE_CHARACTERS, read_pieces
+from fp4train.data.files import PIECE_CHARACTERS, read_pieces
 
 LINES = "".join(f"line {i} of the text\n" for i in range(200))
 
@@ -78,7 +78,7 @@ def test_training_and_validation_share_no_token(tmp_path: Path) -> None:
 def test_tokenised_once_and_mapped_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     first = build(tmp_path / "a.txt", tmp_path)
-    monkeypatch.setattr("fp4train.data.text.token_chunks", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr("fp4train.data.source.token_chunks", lambda *_: pytest.fail("tokenised again"))
     second = build(tmp_path / "a.txt", tmp_path)
     assert isinstance(second.train.ids, np.memmap)
     assert first.fingerprint == second.fingerprint
@@ -139,7 +139,7 @@ def test_an_interrupted_tokenisation_leaves_no_entry(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fp4train.data.text.token_chunks", interrupted)
+        patch.setattr("fp4train.data.source.token_chunks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path / "a.txt", tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, Text
-from fp4train.data.documents import Piece
-from fp4train.data.tokenize import tokenize_in_memory
+from fp4train.data import DataError, Stdlib, Text
+from fp4train.data.source import text_data, token_chunks
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+from fp4train.data.tokens import Piece
 
 TEXT = "the quick brown fox jumps over the lazy dog, naïvely — twice.\n" * 50
 
@@ -42,12 +42,17 @@ def test_bytes_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_documents_are_packed_with_their_ends(tmp_path: Path) -> None:
     pieces = [Piece("ab", ends_document=False), Piece("c"), Piece("d")]
-    assert tokenize_in_memory(pieces, Bytes()).tolist() == [97, 98, 99, 256, 100, 256]
-    assert tokenize_in_memory([], Bytes()).tolist() == []
+    assert np.concatenate([*token_chunks(pieces, Bytes())]).tolist() == [97, 98, 99, 256, 100, 256]
+    assert list(token_chunks([], Bytes())) == []
+
+
+def test_no_text_is_too_short_for_a_sequence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the training text is 0 tokens long"):
+        text_data(Stdlib(), nothing, tmp_path, 8, "nothing")
 
 
 def test_more_pieces_than_are_encoded_at_once_stay_in_order() -> None:
-    ids = tokenize_in_memory((Piece(str(i)) for i in range(200)), Bytes())
+    ids = np.concatenate([*token_chunks((Piece(str(i)) for i in range(200)), Bytes())])
     assert bytes(ids[ids != 256].astype(np.uint8)).decode() == "".join(map(str, range(200)))
 
 

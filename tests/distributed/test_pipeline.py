@@ -164,10 +164,10 @@ llama.Block.forward = forward
 
 LEAVES_OUT = """
 import dataclasses, fp4train.models.llama.model as llama
-cut = llama.stage_cut
-llama.stage_cut = lambda model: dataclasses.replace(cut(model), last=("head",))
+cut = llama.LlamaModel.fp4train_stages
+llama.LlamaModel.fp4train_stages = lambda model: dataclasses.replace(cut(model), last=("head",))
 """
-NO_STAGES = "import fp4train.models.llama.model as llama\ndel llama.LlamaModel.fp4train_stages"
+NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4train_stages"
 
 
 @pytest.mark.parametrize(

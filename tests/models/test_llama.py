@@ -10,9 +10,8 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config.binding import bind
 from fp4train.config.overrides import compose
-from fp4train.models.architecture import Architecture
-from fp4train.models.common.attention import Attention
-from fp4train.models.common.rope import rope_angles, rotate
+from fp4train.models import Architecture
+from fp4train.models.common.layers import Attention, rope_angles, rotate
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import BF16, NVFP4, autocast
 

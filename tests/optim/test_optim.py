@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fp4train.models.llama import Llama
+from fp4train.optim import Constants
 from fp4train.optim.adamw import AdamW
 from fp4train.optim.muon import Muon
-from fp4train.optim.optimizer import Constants
 from fp4train.optim.schedule import WSD, Constant, Cosine, Schedule
 from fp4train.optim.sgd import SGD
 

@@ -1,8 +1,7 @@
 """Text to token ids and back: bytes, a ready-made tokenizer, or one trained on the run's own data. One kind a file."""
 
-from fp4train.data.tokenizers.base import Documents, Tokenizer, TokenizerConfig, check_tokenizer
 from fp4train.data.tokenizers.bpe import BytePairs
 from fp4train.data.tokenizers.bytes import Bytes
 from fp4train.data.tokenizers.pretrained import Pretrained
 
-__all__ = ["BytePairs", "Bytes", "Documents", "Pretrained", "Tokenizer", "TokenizerConfig", "check_tokenizer"]
+__all__ = ["BytePairs", "Bytes", "Pretrained"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.tokenizers.base import Documents
 from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+from fp4train.data.tokens import Documents
 from fp4train.errors import DataError
 
 END = "<|endoftext|>"

@@ -6,12 +6,10 @@ The vocabulary has 257 ids; the model rounds its embedding up to whatever its he
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from fp4train.data.tokenizers.base import Documents
+from fp4train.data.tokens import Documents, Ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Bytes:
     def identity(self) -> str:
         return "bytes"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer[Any]]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def encode(self, text: str) -> list[int]:

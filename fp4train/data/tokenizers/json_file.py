@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fp4train import files
+from fp4train.data.tokens import Ids
 from fp4train.errors import DataError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]")
@@ -46,7 +45,7 @@ class JsonTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer[Any]]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         with _told(f"{self._what} cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4train.data.files import existing_path
-from fp4train.data.tokenizers.base import Documents
 from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+from fp4train.data.tokens import Documents
 from fp4train.errors import DataError
 from fp4train.paths import PathOrHubName, is_hub_name
 

@@ -25,13 +25,13 @@ from typing import Final
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.links import Interconnect
+from fp4train.lab.costs.links import Group, Interconnect
 from fp4train.lab.costs.memory import USABLE, RankMemory, entered, rank_memory
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.roofline import COPY, needs_amax
 from fp4train.lab.costs.shards import Weight, stages
 from fp4train.lab.costs.traffic import Collective, Flow, Wire
 from fp4train.lab.costs.workload import Kind, Workload
+from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan, part_of
 from fp4train.quantize import QuantSpec, packed_bytes
@@ -138,7 +138,7 @@ class _Estimate:
     def __init__(self, load: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> None:
         self.load, self.gpu, self.links, self.mesh = load, gpu, links, mesh
         self.tokens = load.tokens // mesh.context
-        self.groups = {kind: mesh.group(links, kind) for kind in ("tensor", "shard", "replicate", "pipeline")}
+        self.groups = {kind: Group.along(mesh, kind, links) for kind in ("tensor", "shard", "replicate", "pipeline")}
         self.bandwidth = gpu.bandwidth * COPY
         self.rate = SUSTAINED if gpu.capability != (10, 3) else 1.0
         self.blocks = [self.block(kind) for kind in load.kinds]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.shards import Weight
+from fp4train.parallel.config import Mesh
 from fp4train.precision.layers import find_blocks
 
 

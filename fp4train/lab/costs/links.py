@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fp4train.hardware import Gpu
+from fp4train.parallel.config import Mesh
 
 NVLINK_SHARE: Final = 0.80
 """Share of NVLink's speed that large collectives reach: nccl-tests on DGX H100, about 360 of 450 GB/s."""
@@ -98,6 +99,12 @@ class Group:
         """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of the group."""
         most = max(1, links.domain // stride)
         return cls(links=links, size=size, near=max(n for n in range(1, size + 1) if size % n == 0 and n <= most))
+
+    @classmethod
+    def along(cls, mesh: Mesh, kind: str, links: Interconnect) -> Group:
+        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate" or "pipeline"."""
+        order = ("tensor", "context", "shard", "replicate", "pipeline")
+        return cls.of(links, getattr(mesh, kind), math.prod(getattr(mesh, each) for each in order[: order.index(kind)]))
 
     @property
     def link(self) -> str:

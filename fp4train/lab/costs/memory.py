@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.shards import Weight, stages
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.loss import chunk_rows
+from fp4train.parallel.config import Mesh
 
 RESERVE: Final = 2 * 2**30
 """Bytes that are not tensors: assumed."""

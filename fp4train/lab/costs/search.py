@@ -16,9 +16,9 @@ from fp4train.hardware import Gpu
 from fp4train.lab.costs.cluster import ClusterCost, cluster_cost
 from fp4train.lab.costs.fit import problems
 from fp4train.lab.costs.links import Interconnect
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.shards import Weight, find_weights
 from fp4train.lab.costs.workload import Workload
+from fp4train.parallel.config import Mesh
 
 MOST_STAGES = 16
 MICROBATCHES = (1, 2, 4, 8)

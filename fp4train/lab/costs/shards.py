@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from fp4train.lab.costs.mesh import Mesh
+from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layers import find_layers

@@ -10,8 +10,8 @@ from functools import cached_property
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.shards import Weight, find_weights, row_wise
+from fp4train.parallel.config import Mesh
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fp4train.config import to_config
-from fp4train.data.vocabulary import planned_vocab_size
+from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.estimate import estimate

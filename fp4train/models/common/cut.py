@@ -1,12 +1,17 @@
-"""How tensor parallelism cuts a model family: what its `parallel.py` says."""
+"""How a model family is cut over ranks: by tensor parallelism, as its `parallel.py` says, and into a pipeline's stages.
+
+A stage is the model itself with some of its modules: names of parameters and layers are those of the whole model. The
+first stage turns tokens into the residual stream, each one runs its blocks, the last turns the stream into the loss.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fp4train.nn.place import Ranks, local, with_summed_gradient
 
@@ -61,9 +66,121 @@ def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     torch.compile breaks the graph here: the backward pass adds the gradients of the ranks.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.models.common import untraced
+        from fp4train.precision import untraced
 
-        result: Tensor = untraced.shared_by(tensor, parameter)
+        result: Tensor = untraced.call(shared_eagerly, tensor, parameter)
         return result
+    return shared_eagerly(tensor, parameter)
+
+
+def shared_eagerly(tensor: TokenRanks, parameter: Tensor) -> Tensor:
+    """`shared_by` outside torch.compile."""
     whole = local(parameter)
     return with_summed_gradient(whole, tensor.ranks) if tensor.sequence else whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCut:
+    """How a model is cut into stages.
+
+    Args:
+        blocks: attribute of the model with the `nn.ModuleList` of blocks, which are shared out in order; the forward
+            pass iterates over it (a stage's list has the keys of the whole one, so that names stay).
+        first: attributes with the modules that the first stage alone has.
+        last: attributes with those that the last stage alone has.
+        width: of the residual stream, which stages send each other: [B, T, width], or the share of a tensor-parallel
+            rank [B·T / p, width] (`TokenRanks.stream`).
+    """
+
+    blocks: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    width: int
+
+
+class Tie(Protocol):
+    """A weight that the first stage owns and the last one has a copy of (tied embedding and head)."""
+
+    def send(self, gradient: Tensor) -> None:
+        """Give the gradient of the copy in one microbatch to the first stage."""
+        ...
+
+    def receive(self, weight: Tensor) -> Tensor:
+        """The gradient of the copy in the microbatch whose backward pass runs; it lies as `weight` does."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The part of a model that a module is.
+
+    Args:
+        first, last: whether it begins with tokens, and whether it ends with the loss.
+        tie: where the weights of embedding and head are one and lie on two stages.
+    """
+
+    first: bool = True
+    last: bool = True
+    tie: Tie | None = None
+
+    def embedding(self, w_VD: Tensor) -> Tensor:
+        """The embedding's weight for use on the first stage: its gradient includes that of the head."""
+        if self.tie is None:
+            return w_VD
+        result: Tensor = _WithGradientOfCopy.apply(w_VD, self.tie)  # type: ignore[no-untyped-call]
+        return result
+
+    def head(self, x: Tensor, w_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, the head's weight) for use on the last stage: the weight's gradient goes to the first stage."""
+        if self.tie is None or not torch.is_grad_enabled():
+            return x, w_VD
+        result: tuple[Tensor, Tensor] = _Copy.apply(x, w_VD, self.tie)  # type: ignore[no-untyped-call]
+        return result
+
+
+WHOLE = Stage()
+"""A model that is not cut."""
+
+
+class _WithGradientOfCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, tie: Tie) -> Tensor:
+        ctx.tie = tie
+        return w.view_as(w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
+        # Microbatch by microbatch, as on one stage: float32 sums depend on their order.
+        return ctx.tie.receive(dw) + dw, None
+
+
+class _Copy(torch.autograd.Function):
+    """The copy is not trained: it gets the weight of the first stage after each step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, tie: Tie) -> tuple[Tensor, Tensor]:
+        ctx.tie = tie
+        return x.view_as(x), w.view_as(w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dw: Tensor) -> tuple[Tensor, None, None]:
+        ctx.tie.send(dw)
+        return dx, None, None
+
+
+class Pipelined(Protocol):
+    """A model that a pipeline can cut. Its forward pass reads `stage`.
+
+    The first stage is called with tokens. A later one is called with the residual stream and with `time`, the number of
+    tokens of a sequence, which the share of a tensor-parallel rank does not tell; the last one with `targets_BT` too.
+    """
+
+    stage: Stage
+
+    def fp4train_stages(self) -> StageCut:
+        """How it is cut."""
+        ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...

@@ -17,16 +17,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.models.common.attention import Attention
-from fp4train.models.common.cut import TensorCut, TokenRanks
+from fp4train.models.common.cut import TensorCut
+from fp4train.models.common.decoder import Decoder
 from fp4train.models.common.initialise import DRAWS, Filled, Initial, Normal, initialise
-from fp4train.models.common.loss import chunked_cross_entropy
-from fp4train.models.common.norm import RMSNorm
-from fp4train.models.common.rope import rope_angles
-from fp4train.models.common.stages import WHOLE, StageCut
-from fp4train.models.common.vocabulary import embed, logits, whole_tokens
-from fp4train.models.llama.parallel import stage_cut, tensor_cut
-from fp4train.precision.context import activation_dtype, recompute
+from fp4train.models.common.layers import Attention, RMSNorm, rope_angles
+from fp4train.models.llama.parallel import tensor_cut
+from fp4train.precision.context import recompute
 from fp4train.text import check_choice
 
 MOST_LAYERS = 4096
@@ -134,7 +130,7 @@ class Block(nn.Module):
         return out
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Decoder):
     """`forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits.
 
     As a stage of a pipeline (`stage`) all but the first take the residual stream, and all but the last give it.
@@ -149,10 +145,6 @@ class LlamaModel(nn.Module):
         self.head = nn.Linear(shape.width, vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
-        self.tensor: TokenRanks | None = None
-        """The ranks that share the vocabulary and the tokens; set when the model is cut."""
-        self.stage = WHOLE
-        """The part of the model that this module is; set when it is cut."""
         self.cos: Tensor
         self.sin: Tensor
         for name, values in self.initial_buffers().items():
@@ -189,25 +181,12 @@ class LlamaModel(nn.Module):
         time = input.shape[1] if time is None else time
         if time > self.seq_len:
             raise ValueError(f"{time} tokens exceed the model's seq_len={self.seq_len}")
-        stage, x = self.stage, input
-        if stage.first:
-            dtype = activation_dtype(self.embed.weight.dtype)
-            x = embed(input, stage.embedding(self.embed.weight), dtype, self.tensor)
+        x = self.enter(input)
         cos, sin = (t[:time].to(x.dtype) for t in (self.cos, self.sin))
         for block in self.blocks:
             x = recompute(block, x, cos, sin) if self.shape.recompute and self.training else block(x, cos, sin)
-        if not stage.last:
-            return x
-        x, w_VD = stage.head(self.norm(x), self.head.weight)
-        x_MD = whole_tokens(x, self.tensor)
-        if targets_BT is None:
-            return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
-        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor)
+        return self.leave(x, targets_BT, time)
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How tensor parallelism cuts the model."""
-        return tensor_cut(self)
-
-    def fp4train_stages(self) -> StageCut:
-        """How a pipeline cuts the model."""
-        return stage_cut(self)
+        return tensor_cut(len(self.blocks))

@@ -97,8 +97,8 @@ def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
-    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.data_ranks)
-    check_outliers(plan, stages=run.world.stages)
+    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.mesh.data)
+    check_outliers(plan, stages=run.world.mesh.pipeline)
     return plan.since(run.step)
 
 

@@ -14,9 +14,9 @@ from fp4train.lab.costs.cluster import cluster_cost
 from fp4train.lab.costs.fit import batch_problem, problems
 from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
 from fp4train.lab.costs.memory import rank_memory
-from fp4train.lab.costs.mesh import Mesh
 from fp4train.lab.costs.search import candidates
 from fp4train.lab.costs.shards import aligned_shard, row_wise, stages
+from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from llama_shapes import measured
 from fp4train.hardware import Gpu, find_gpu
 from fp4train.lab.costs.cluster import ClusterCost, cluster_cost
 from fp4train.lab.costs.links import interconnect
-from fp4train.lab.costs.mesh import Mesh
+from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"

@@ -1,12 +1,46 @@
-"""Causal self-attention with grouped queries (arXiv:2305.13245) and rotary positions."""
+"""Layers that model families share: RMSNorm, rotary positions, causal attention with grouped queries.
+
+RMSNorm: y = x / √(mean(x²) + ε) ⊙ w over the last dimension (arXiv:1910.07467).
+
+Rotary position embedding (arXiv:2104.09864) has the half-split layout of Llama's public checkpoints. Pair i of a head
+consists of the elements i and i + E/2. At position t it is rotated by t·base^(−2i/E), so the score of a query and a key
+depends only on the distance between their positions. Grouped queries: arXiv:2305.13245.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.backends import widened
-from fp4train.models.common.rope import rotate
+from fp4train.models.common.cut import TokenRanks, shared_by
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
+
+    tensor: TokenRanks | None = None
+    """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, with the shape and dtype of x [..., width]."""
+        weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
+        y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+        return y
+
+
+def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """Rotation angles [seq_len, head_dim] in radians, float32; the second half of a row repeats the first."""
+    inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+    angles = torch.outer(torch.arange(seq_len).float(), inverse)
+    return torch.cat((angles, angles), dim=-1)
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Queries or keys [B, heads, T, E], rotated by the angles with the given cosines and sines."""
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
 
 
 class Attention(nn.Module):

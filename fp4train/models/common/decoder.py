@@ -1,7 +1,7 @@
-"""Embedding and logits of a vocabulary that may be cut over ranks (arXiv:1909.08053, section 3).
+"""A decoder's two ends: how tokens become the residual stream, and how the stream becomes logits or the loss.
 
-Each rank holds V/p rows of the weight. A token's row lies on one rank, and the sum over the ranks adds zeros to it, so
-the embedding equals that of one rank in every bit.
+The vocabulary may be cut over ranks (arXiv:1909.08053, section 3): each holds V/p rows of the weight. A token's row
+lies on one rank, and the sum over the ranks adds zeros to it, so the embedding equals that of one rank in every bit.
 """
 
 from __future__ import annotations
@@ -10,12 +10,51 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
-from fp4train.models.common.cut import TokenRanks
+from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
+from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.nn.place import all_rows, local, with_summed_gradient
+from fp4train.precision.context import activation_dtype
+
+
+class Decoder(nn.Module):
+    """A language model of `embed`, `blocks`, `norm` and `head`, which several ranks may share.
+
+    A family's `forward` calls its blocks between `enter` and `leave`.
+    """
+
+    embed: nn.Embedding
+    norm: nn.Module
+    head: nn.Linear
+    tensor: TokenRanks | None = None
+    """The ranks that share the vocabulary and the tokens; set when the model is cut."""
+    stage = WHOLE
+    """The part of the model that this module is; set when it is cut."""
+
+    def enter(self, input: Tensor) -> Tensor:
+        """The residual stream before the blocks; `input` is tokens [B, T], or on a later stage the stream itself."""
+        if not self.stage.first:
+            return input
+        dtype = activation_dtype(self.embed.weight.dtype)
+        return embed(input, self.stage.embedding(self.embed.weight), dtype, self.tensor)
+
+    def leave(self, x: Tensor, targets_BT: Tensor | None, time: int) -> Tensor:
+        """The mean loss in nats per token, without targets the logits [B, T, vocabulary]; the stream on an earlier
+        stage."""
+        if not self.stage.last:
+            return x
+        x, w_VD = self.stage.head(self.norm(x), self.head.weight)
+        x_MD = whole_tokens(x, self.tensor)
+        if targets_BT is None:
+            return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
+        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor)
+
+    def fp4train_stages(self) -> StageCut:
+        """How a pipeline cuts the model. Stages send each other the residual stream."""
+        return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim)
 
 
 class _Sum(torch.autograd.Function):
