@@ -6,11 +6,17 @@ the end is left behind. Its processes are then ended, because they would keep th
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
+
+import numpy as np
 
 from fp4train.track.statistics import Statistics
 from fp4train.worker import Worker
+
+SPREAD = ("sqnr_db", "underflow", "saturation", "kurtosis")
+"""The statistics of operands that are shown as histograms."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,36 +42,53 @@ class Tracker(Protocol):
         """End the run, within seconds; a second call does nothing."""
 
 
-class NullTracker:
-    """Keeps nothing: each call ends in `_pass`, which trackers that pass calls on replace."""
+class Relay(ABC):
+    """A tracker that hands all calls on."""
+
+    @abstractmethod
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._pass("log", step, dict(values))
+        kept = dict(values)
+        self._relay(lambda tracker: tracker.log(step, kept))
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
-        self._pass("log_event", step, event, dict(values or {}))
+        kept = dict(values or {})
+        self._relay(lambda tracker: tracker.log_event(step, event, kept))
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._pass("log_table", name, columns, rows)
+        self._relay(lambda tracker: tracker.log_table(name, columns, rows))
 
     def log_statistics(self, statistics: Statistics) -> None:
-        self._pass("log_statistics", statistics)
+        self._relay(lambda tracker: tracker.log_statistics(statistics))
 
     def finish(self, exit_code: int = 0) -> None:
-        self._pass("finish", exit_code)
-
-    def _pass(self, method: str, *given: Any) -> None:
-        """A call of `method`."""
+        self._relay(lambda tracker: tracker.finish(exit_code))
 
 
-class Trackers(NullTracker):
+def spreads(statistics: Statistics) -> Iterator[tuple[str, Any]]:
+    """The finite values of each statistic of `SPREAD` that has some, over layers and operands."""
+    for name in SPREAD:
+        values = statistics.operands[name]
+        if len(finite := values[np.isfinite(values)]):
+            yield name, finite
+
+
+class NullTracker(Relay):
+    """Keeps nothing."""
+
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
+
+
+class Trackers(Relay):
     """One tracker that matters and others beside it.
 
     What the first raises reaches the caller. One of the others that raises is reported once and left out from then on.
     """
 
     def __init__(self, first: Tracker, *others: Tracker) -> None:
-        self._first, self._others = first, list(others)
+        self._first = first
+        self._others = list(others)
 
     def mark(self) -> dict[str, int | str] | None:
         """What the first one has written by now, see `MetricsLog.mark`."""
@@ -75,19 +98,19 @@ class Trackers(NullTracker):
         """Make what the first one has written durable."""
         sync(self._first)
 
-    def _pass(self, method: str, *given: Any) -> None:
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
         try:
-            getattr(self._first, method)(*given)
+            call(self._first)
         finally:
             for tracker in list(self._others):
                 try:
-                    getattr(tracker, method)(*given)
+                    call(tracker)
                 except Exception as error:  # whatever a service's client may raise
                     self._others.remove(tracker)
                     _switch_off(tracker, type(tracker).__name__, error)
 
 
-class Queued(NullTracker):
+class Queued(Relay):
     """Carries out a tracker's calls in a thread.
 
     Args:
@@ -141,10 +164,10 @@ class Queued(NullTracker):
             _log.warning(text, self.name, self._dropped)
             self._dropped = 0
 
-    def _pass(self, method: str, *given: Any) -> None:
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
         def act() -> None:
             if self.inner is not None and not self._over:
-                getattr(self.inner, method)(*given)
+                call(self.inner)
 
         if not self._over and not self._worker.put(act):
             if not self._dropped:
