@@ -25,7 +25,7 @@ from fp4train.config.binding import path_values
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.lab.studies.candidates import Candidate
+from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, digest, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
@@ -105,7 +105,7 @@ class ToZero(Schedule):
 class Branch:
     """A candidate made ready for a subject: its forks differ in their seeds only."""
 
-    candidate: Candidate
+    candidate: RecipeCandidate
     config: Config
     timeline: Timeline
     plan: Plan
@@ -151,7 +151,7 @@ def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | N
     return open_subject(to_config(saved), saved, optimizer=True)
 
 
-def branch(subject: Subject, candidate: Candidate, settings: ForkSettings) -> Branch:
+def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
     """The candidate's recipe, policy and phases under the schedule of the forks.
 
     Under "linear" a fork counts its steps from 0 and is a cooldown as a whole; phases count from its beginning.
