@@ -42,7 +42,7 @@ POLL = 0.05
 """Seconds between two looks for an answer."""
 
 
-class Request(NamedTuple):
+class SwapRequest(NamedTuple):
     """A request that the training process has taken.
 
     Args:
@@ -172,10 +172,10 @@ class Inbox:
         self._folder = folder
         self._worker = Worker("requests", self._failed)
         self._behind = False
-        self._found: list[Request] = []
+        self._found: list[SwapRequest] = []
         self._problem = ""
 
-    def take(self, done: Collection[object]) -> Iterator[Request]:
+    def take(self, done: Collection[object]) -> Iterator[SwapRequest]:
         """Take each pending request, oldest first, and those that a killed process had taken.
 
         A request is removed when the caller asks for the next one.
@@ -195,7 +195,7 @@ class Inbox:
             self._worker.put(partial(self._remove, request.id))
             self._in_time()
 
-    def answer(self, request: Request, accepted: bool, text: str) -> None:
+    def answer(self, request: SwapRequest, accepted: bool, text: str) -> None:
         """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
 
         def write() -> None:
@@ -265,7 +265,7 @@ class Inbox:
         except OSError as error:
             with suppress(OSError):
                 self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
-            self._found.append(Request("", None, f"requests cannot be read: {error}"))
+            self._found.append(SwapRequest("", None, f"requests cannot be read: {error}"))
             return
         with requests:
             for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
@@ -282,7 +282,7 @@ class Inbox:
                 _set_aside(requests, f"{key}.taken")
 
 
-def _taken(requests: Folder, name: str, key: str) -> Request:
+def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
     """The request in the file `name`, which gets the name of a taken one; one that cannot be read is removed.
 
     Raises:
@@ -294,12 +294,12 @@ def _taken(requests: Folder, name: str, key: str) -> Request:
         body = unsealed(requests.read(taken, REQUEST_LIMIT))[0]
         if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
             raise ValueError("it does not hold recipe, name and at, nor cancel alone")
-        return Request(key, body, "")
+        return SwapRequest(key, body, "")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         _set_aside(requests, taken if requests.status(taken) is not None else name)
-        return Request(key, None, f"request {key}.json cannot be read: {error}")
+        return SwapRequest(key, None, f"request {key}.json cannot be read: {error}")
 
 
 def _set_aside(requests: Folder, name: str) -> None:
