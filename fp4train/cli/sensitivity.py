@@ -42,7 +42,7 @@ from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
 if TYPE_CHECKING:
-    from fp4train.lab.studies.summary import Report
+    from fp4train.lab.studies.summary import SensitivityReport
 
 USAGE = usage(__doc__)
 OPTIONS = ("step", "batches", "repeats", "budget", "cells", "keep", "cost", "out")
@@ -167,12 +167,12 @@ def _seconds(options: dict[str, str], key: str) -> float | None:
 
 
 def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
-    from fp4train.lab.studies.parts import Parts
+    from fp4train.lab.studies.parts import RecipeParts
     from fp4train.lab.studies.progress import StudyProgress
     from fp4train.lab.studies.record import open_record
     from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
     from fp4train.lab.studies.subject import open_subject
-    from fp4train.lab.studies.summary import Report
+    from fp4train.lab.studies.summary import SensitivityReport
     from fp4train.lab.studies.tradeoff import trade_off
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.belonging import check_paths
@@ -204,7 +204,7 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     if swap is not None:
         recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
     subject = open_subject(config, chosen, fresh=command.fresh)
-    Parts(
+    RecipeParts(
         subject, recipe, repeats=effort.repeats
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
@@ -221,12 +221,12 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
             judged = study.judge(trade.policy, shown.show) if trade.policy.keep else None
         finally:
             study.end()
-    report = Report(subject=subject, found=found, trade=trade, judged=judged)
+    report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)
     print(report.render(_written(report, folder)))
     return 0
 
 
-def _written(report: Report, folder: Path) -> list[str]:
+def _written(report: SensitivityReport, folder: Path) -> list[str]:
     """Write the results; their paths.
 
     Raises:

@@ -30,13 +30,14 @@ FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RecipeCandidate:
     """One entry of a ranking.
 
     Args:
         name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
         recipe, policy, phases: plain configuration values.
         asked: False: it is there for the floor of the noise only.
+        same: the names of others that run every GEMM as this one does.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Candidate:
     policy: Mapping[str, Any]
     phases: Mapping[str, Any]
     asked: bool = True
+    same: Sequence[str] = ()
 
     def applied(self, config: Config) -> Config:
         """`config` with this candidate's recipe, policy and phases.
@@ -59,7 +61,7 @@ class Candidate:
         )
 
 
-def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[Candidate]:
+def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[RecipeCandidate]:
     """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
 
     Args:
@@ -72,7 +74,9 @@ def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable
     """
     folders = list(folders)
     axes = [_axis(override, folders) for override in parse(list(words))]
-    _check_twice([key for key, _ in axes])
+    keys = [key for key, _ in axes]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B")
     axes.sort(key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
     swept = [key for key, values in axes if len(values) > 1]
     found = []
@@ -83,9 +87,9 @@ def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable
         shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
-        found.append(Candidate(name=" ".join(name) or "the run's own", **sections))
+        found.append(RecipeCandidate(name=" ".join(name) or "the run's own", **sections))
     floor = [
-        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
     return [*found, *floor]
@@ -106,12 +110,8 @@ def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str,
         known = groups(folders)[key]
         for text in texts:
             check_option(key, text, known)
-        return key, [(text, _section(key, text, folders)) for text in texts]
+        return key, [(text, plain(compose([f"{key}={text}"], folders)[key])) for text in texts]
     return key, [(text, parse([f"{key}={text}"])[0].value()) for text in texts]
-
-
-def _section(group: str, option: str, folders: Iterable[Path]) -> dict[str, Any]:
-    return plain(compose([f"{group}={option}"], folders)[group])
 
 
 def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -124,9 +124,3 @@ def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     found = OmegaConf.to_container(changed)
     assert isinstance(found, dict)
     return {str(name): each for name, each in found.items()}
-
-
-def _check_twice(keys: list[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key}= is given twice: several values are separated by commas, {key}=A,B")

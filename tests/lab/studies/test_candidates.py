@@ -6,12 +6,12 @@ import pytest
 
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import Candidate, candidates
+from fp4train.lab.studies.candidates import RecipeCandidate, candidates
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.run.record.directory import read_config
 
 
-def of(run: Path, *words: str) -> list[Candidate]:
+def of(run: Path, *words: str) -> list[RecipeCandidate]:
     return candidates(words, plain(read_config(run)))
 
 
