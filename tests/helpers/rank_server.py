@@ -27,7 +27,7 @@ FOR_THE_FORKS = (
     "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
     "torch.distributed.checkpoint",
     "fp4train.lab.analysis.heatmap",
-    "fp4train.kernels.cpu.adapter",
+    "fp4train.kernels.cpu",
     "fp4train.models.llama",
     "fp4train.optim.adamw",
     "fp4train.parallel.apply",
