@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from fp4train.backends import LAYER_BACKENDS
-from fp4train.nn.call import Executor, LayerState
+from fp4train.backends import LAYER_BACKENDS, LayerState
+from fp4train.nn.call import Executor
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.parts import ChannelNorms, Parts
