@@ -166,7 +166,7 @@ class SplitGemms(Gemms):
         return joined(dx_rest, dx_top), joined(dw_rest, dw_top), dbias_N
 
 
-class Parts(Executor):
+class ChannelParts(Executor):
     """A layer with outlier channels: all channels together, recorded where that is due, until the choice; then in
     parts, unless the layer is too narrow for any.
     """
