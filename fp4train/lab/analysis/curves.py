@@ -45,11 +45,11 @@ DASHED = (0, (4, 3))
 UPRIGHT = 44
 """Characters of an upright name that the panel is high enough for."""
 SPREAD = 3
-"""Up to this many curves have their intervals as bands."""
+"""The most curves whose intervals are drawn as bands."""
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
 INSIDE = 6
-"""Up to this many runs the legend stands in the panel; more stand beside it."""
+"""The most runs whose legend stands in the panel; that of more stands beside it."""
 NAME = 36
 """Characters of a run's name."""
 

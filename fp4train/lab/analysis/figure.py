@@ -1,4 +1,4 @@
-"""What all figures share: colours, style, limits and labels; a figure as a PNG file, or as SVG inside of a page.
+"""The common ground of all figures: colours, style, limits and labels; a figure as a PNG file, or as SVG in a page.
 
 A figure is a function of its width in inches, so that one description serves the picture beside a run and the page. A
 page has every figure twice, 8.4 inches wide and 3.7: a figure that is only scaled down has letters of 4 points on a
@@ -108,7 +108,7 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
 
 @contextmanager
 def _settings(**values: Any) -> Iterator[None]:
-    """Names are text: matplotlib would typeset what stands between two dollar signs as mathematics."""
+    """Settings under which names are text: matplotlib would typeset what stands between dollar signs as mathematics."""
     import matplotlib
 
     settings: Any = {"text.parse_math": False, **values}
@@ -141,7 +141,7 @@ def first_words(text: str, room: int) -> str:
 
 
 def right_end(last_step: int) -> float:
-    """Where the x axis ends: far enough behind the last step that no marker on it is cut."""
+    """The end of the x axis: far enough behind the last step that no marker on it is cut."""
     return max(last_step, 1) * 1.012
 
 

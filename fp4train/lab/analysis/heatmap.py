@@ -44,7 +44,7 @@ LAYER = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What was measured every `eval.errors_every` steps.
+    """Quantisation errors, measured every `eval.errors_every` steps.
 
     Args:
         steps: ascending. layers: in the order of the model. operands: "fprop.x", …
@@ -164,7 +164,7 @@ def every_operand(found: Errors, name: str) -> Draw:
 
 
 def worst_maps(found: Errors) -> Draw:
-    """By layer and step: relative error and underflow of the layer's worst operand, and its gradient over its noise."""
+    """Maps by layer and step: relative error and underflow of the worst operand, and the gradient over its noise."""
     rows = sorted(found.worst_layers[:LAYERS])
     columns = np.unique(np.linspace(0, len(found.steps) - 1, min(len(found.steps), COLUMNS)).round().astype(int))
     steps = [found.steps[i] for i in columns]

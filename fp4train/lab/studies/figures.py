@@ -37,7 +37,7 @@ STUDY = 10.5
 ROWS, BARS = 96, 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
 COLOURS = {"apart": VALIDATION, "here": "#e8a33d", "alike": IN_RECIPE}
-"""By verdict; anything else is not told apart."""
+"""Colours by verdict; anything else is not told apart."""
 HIGH = "#b9bec6"
 LABEL = 34
 """Characters of a candidate's name."""

@@ -45,7 +45,7 @@ SCHEDULES = ("linear", "own")
 
 @dataclass(frozen=True, kw_only=True)
 class ForkSettings:
-    """What all forks of a ranking have in common.
+    """The settings that all forks of a ranking share.
 
     Args:
         steps: optimizer steps of a fork.
@@ -112,7 +112,7 @@ class Branch:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What is computed, whatever the recipes are called: equal for candidates whose forks are equal."""
+        """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
         return tuple(
             (
                 *(s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend),
@@ -126,7 +126,7 @@ class Branch:
 
     @property
     def key(self) -> str:
-        """Names its forks in a record, whatever it is called."""
+        """The name of its forks in a record, whatever the candidate is called."""
         return digest(self.signature)[:16]
 
 
@@ -204,8 +204,8 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     return run
 
 
-class _Losses:
-    """Hears of a fork's steps in place of a bar and a watch."""
+class _LossSum:
+    """A listener to a fork's steps, in place of a bar and a watch."""
 
     def __init__(self) -> None:
         self.loss: float | None = None
@@ -219,7 +219,7 @@ class _Losses:
 def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
     """Train and evaluate fork `number` of a candidate."""
     began = time.perf_counter()
-    run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
+    run, stretch, heard = begin(subject, branch, settings, number), None, _LossSum()
     ledger = Ledger(run, heard, heard, blame)
     parts: list[float] = []
     problem = None

@@ -31,7 +31,7 @@ GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipePart:
-    """What runs while a part is measured.
+    """The plan that runs while a part is measured.
 
     Args:
         name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up", "cell/blocks.0.mlp.up/fprop.x", …

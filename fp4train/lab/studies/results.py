@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
 KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
-"""Of the parts of a recipe, in the plural."""
+"""Kinds of parts of a recipe, in the plural."""
 VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
 MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
 NEEDED = ("nmse", "cosine", "loss")
-"""Of a part; the others are not known of every one."""
+"""The estimates of a part, and those among them that every part has."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
@@ -38,7 +38,7 @@ NAME = 300
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityResult:
-    """Of one recipe at one step.
+    """The findings on one recipe at one step.
 
     Args:
         parts: by name. curve: from nothing kept to everything that is worth it. gpu: of its times.
@@ -87,7 +87,7 @@ class CandidateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """Of one or several checkpoints; the candidates in their order, diverged ones last.
+    """A ranking on one or several checkpoints; the candidates in their order, diverged ones last.
 
     Args:
         checkpoints: "runs/a, step 200", …, with what trained them. forks: of each candidate at each of them.
@@ -221,7 +221,7 @@ def _read_point(each: Mapping[str, Any]) -> Point:
 
 
 def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
-    """What `sensitivity_json` wrote.
+    """The result that `sensitivity_json` wrote.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
@@ -295,7 +295,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def read_rank(found: Mapping[str, Any]) -> RankResult:
-    """What `rank_json` wrote.
+    """The result that `rank_json` wrote.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not, or an earlier version did.
