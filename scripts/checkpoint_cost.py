@@ -60,7 +60,7 @@ def step(run: Run) -> None:
     """One step as the loop does it."""
     train_step(run, enter_stretch(run, None).recipe)
     run.step += 1
-    run.torn = False
+    run.mid_update = False
     run.saver.prove(run.step - 1)
 
 

@@ -105,7 +105,6 @@ def _state(stretch: history.Stretch, done: int) -> str:
 def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: list[str], command: list[str]) -> int:
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
-    from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -113,8 +112,13 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
         choose_device,
         with_swap,
     )
-    from fp4train.run.cut import check_cut
-    from fp4train.run.oscillation import check_oscillation
+    from fp4train.run.checks import (
+        check_cut,
+        check_oscillation,
+        never_chosen,
+        nothing_quantised,
+        warn_of_schedule,
+    )
     from fp4train.run.outliers import check_outliers
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step

@@ -148,7 +148,7 @@ def _world(config: Config, place: Place) -> World:
 
 def _train(chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
-    from fp4train.run.advice import before_cooldown, rate_jump
+    from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_start
@@ -235,7 +235,7 @@ def _code(result: Result) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """What can be done with a run that has done its steps, and what its learning rate would do."""
-    from fp4train.run.advice import before_cooldown, learning_rate
+    from fp4train.run.checks import before_cooldown, learning_rate
 
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "

@@ -58,37 +58,6 @@ class Microbatch:
         return loss
 
 
-def train_losses(
-    model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch], weight: float
-) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, whose backward pass has run on the loss times `weight`.
-
-    Of a pipeline the ranks of the last stage get them, the others nothing.
-    """
-    if pipeline is not None:
-        yield from pipeline.train(list(microbatches), weight)
-        return
-    for each in microbatches:
-        synchronise(model, last=each.last)
-        loss = each.loss(model)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        yield loss.detach()
-
-
-def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
-
-    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
-    """
-    if pipeline is not None:
-        yield from pipeline.evaluate(microbatches)
-        return
-    for each in microbatches:
-        with torch.no_grad():
-            loss = each.loss(model)
-        yield loss
-
-
 class Pipeline:
     """The stages of a model that this rank holds, and the schedules that run them.
 

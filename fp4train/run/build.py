@@ -33,17 +33,22 @@ from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
-from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
-from fp4train.run.cut import check_cut
-from fp4train.run.oscillation import check_oscillation
+from fp4train.run.checks import (
+    check_cut,
+    check_oscillation,
+    divided_blocks,
+    never_chosen,
+    nothing_quantised,
+    warn_of_schedule,
+)
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.belonging import check_belongs, identity_of
 from fp4train.run.record.swaps import as_swap, read_swaps
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
-from fp4train.run.step_graph import StepGraph, check_graph, check_plan
+from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
 from fp4train.run.supervise.gpu import check_gpu, warn_of_unseen_gpu
 from fp4train.run.weights import load_init, load_weights
@@ -231,7 +236,7 @@ def build(
         with world.together():
             if config.train.cuda_graph:
                 check_graph(run)
-                run.graph = StepGraph(run)
+                run.runner = RecordedSteps(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)

@@ -27,7 +27,7 @@ from fp4train.lab.report import facts, sections
 from fp4train.lab.report.groups import common, group
 from fp4train.lab.report.html import Html, tag
 from fp4train.lab.report.sources import RunSource, read_sources
-from fp4train.run.statistics import THRESHOLD
+from fp4train.run.observe import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"

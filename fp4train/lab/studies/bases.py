@@ -21,7 +21,7 @@ from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.lab.studies.workers import Job, Pool, here
-from fp4train.run.advice import learning_rate
+from fp4train.run.checks import learning_rate
 from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)

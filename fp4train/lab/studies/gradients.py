@@ -35,7 +35,7 @@ from fp4train.lab.studies.subject import Subject
 from fp4train.nn import Linear
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
-from fp4train.run.batches import microbatches, step_rows
+from fp4train.run.step import microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite, first_non_finite_output
 
 KEPT_BYTES = 1 << 30

@@ -22,7 +22,7 @@ from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.ranking import Entry, Ranking
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sequential import Looks
-from fp4train.run.advice import nothing_quantised
+from fp4train.run.checks import nothing_quantised
 
 
 def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
