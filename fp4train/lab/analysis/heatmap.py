@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import INK, LINE, NARROW, Draw, new_figure, plain, save_png, shortened
+from fp4train.lab.analysis.figure import INK, LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png, shortened
 from fp4train.lab.analysis.history import Floats
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
@@ -191,12 +191,10 @@ def draw_maps(
             axes.spines[:].set_color(LINE)
             ratio, ends = each.scale.get("norm") == "log", "both" if "vmin" in each.scale else "neither"
             form = "%g" if ratio else None
-            bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, format=form, extend=ends)
+            bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)
             if ratio:
                 bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
                 bar.ax.minorticks_off()
-            bar.ax.tick_params(labelsize=7, colors=INK, length=2)
-            bar.outline.set_visible(False)
         return figure
 
     return draw
