@@ -44,6 +44,9 @@ VARIABLES: Mapping[str, str] = {
 }
 """Colour → variable of a page's style."""
 
+LABEL: Any = {"fontsize": 7.5, "color": INK}
+"""The look of words in a panel."""
+
 Draw = Callable[[float], "Figure"]
 """Draws a figure of this width in inches."""
 
@@ -172,6 +175,14 @@ def few_ticks(axes: Axes, count: int, **options: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(count, **options))
+
+
+def colour_bar(axes: Axes, image: Any, **options: Any) -> Any:
+    """The scale of a map beside it."""
+    bar = axes.figure.colorbar(image, ax=axes, **options)
+    bar.ax.tick_params(labelsize=7, colors=INK, length=2)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def logarithmic(axes: Axes, *, fine: bool) -> None:

@@ -268,11 +268,10 @@ def rank_json(found: Ranking) -> dict[str, Any]:
 
 
 def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:
-    gaps: Mapping[str, Any] = {}
+    gaps: dict[str, Any] = {}
     if not entry.diverged:
-        each = [at.mean for at in found.by_base(entry)]
-        gaps = {"gap": _gap(found.gap(entry)), "gap_high": _gap(found.gap(entry, "high")), "gaps": each}
-        gaps = {**gaps, "tokens": found.sampling(entry)}
+        gaps = {"gap": _gap(found.gap(entry)), "gap_high": _gap(found.gap(entry, "high"))}
+        gaps |= {"gaps": [at.mean for at in found.by_base(entry)], "tokens": found.sampling(entry)}
     return {
         "name": entry.name,
         "asked": entry.asked,
