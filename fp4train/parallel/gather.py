@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.backends import Prepared
 from fp4train.formats import pack_fp4
@@ -386,6 +385,8 @@ def _turned(q: Quantized) -> Quantized:
 
 def _parameters(block: nn.Module) -> Iterator[Any]:
     """FSDP's records of the parameters of a block that is a unit."""
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(block, FSDPModule)
     state = block._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.apply import synchronise
@@ -160,6 +159,7 @@ class Pipeline:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining._backward import stage_backward
 
