@@ -125,7 +125,7 @@ def _damage(axes: Axes, grid: DamageMap) -> None:
         axes.axhline(row - 0.5, color="white", linewidth=1.2)
     axes.spines[:].set_visible(False)
     axes.set_title("one layer at a time", fontsize=9, color=INK, loc="left")
-    colour_bar(axes, image, shrink=0.6, pad=0.02)
+    colour_bar(axes, image, shrink=0.6, pad=0.02, format="%g")
 
 
 def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: float = 0.0) -> None:

@@ -205,23 +205,18 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     return run
 
 
-class _LossSum:
-    """The sum of the losses of a fork's steps."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-    def advance(self, step: Step, loss: float) -> Values:
-        self.total += loss
-        return {}
-
-
 def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
     """Train and evaluate fork `number` of a candidate."""
     began = time.perf_counter()
-    run, stretch, heard = begin(subject, branch, settings, number), None, _LossSum()
-    ledger = Ledger(run, heard.advance)
+    run, stretch = begin(subject, branch, settings, number), None
+    losses: list[float] = []
     parts: list[float] = []
+
+    def heard(step: Step, loss: float) -> Values:
+        losses.append(loss)
+        return {}
+
+    ledger = Ledger(run, heard)
     problem = None
     try:
         for _ in range(settings.steps):
@@ -244,5 +239,5 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
-    train = heard.total / settings.steps
+    train = sum(losses) / settings.steps
     return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)
