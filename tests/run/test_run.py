@@ -23,7 +23,7 @@ from fp4train.run.build import Run
 @pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
-)  # see test_skips.py
+)  # see tests/house/test_skips.py
 def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
     small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
