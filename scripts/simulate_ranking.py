@@ -26,9 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.lab.studies.flips import corrected
-from fp4train.lab.studies.looks import Looks
-from fp4train.lab.studies.sequential import ALPHA, Pair, compare, needed, share
+from fp4train.lab.studies.sequential import ALPHA, Looks, Pair, compare, corrected, needed, share
 from fp4train.lab.studies.statistics import estimate, over_units
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

@@ -198,7 +198,7 @@ def run_on_te(layer: Linear, recipe: Recipe) -> None:
         for name in table
     }
     plan = LayerPlan(layer=layer.layer, recipe=recipe, **gemms)
-    layer.hold(plan, recipe, None, layer.weight.device)
+    layer.apply_plan(plan, recipe, None, layer.weight.device)
 
 
 def check_reference(problem: Problem) -> list[Row]:
@@ -210,7 +210,7 @@ def check_reference(problem: Problem) -> list[Row]:
 
     ours, theirs = layers(problem)
     run_on_te(theirs, recipe)  # the reference needs no FP4 hardware
-    theirs.kernels["te"] = TEExecutor(
+    theirs.states["te"] = TEExecutor(
         in_features=theirs.in_features,
         out_features=theirs.out_features,
         bias=False,

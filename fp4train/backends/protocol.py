@@ -11,7 +11,7 @@ A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GE
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -71,7 +71,7 @@ class LayerKernels(Protocol):
         """The state of delayed scaling, for checkpoints; empty without it."""
         ...
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
         ...
 

@@ -47,7 +47,7 @@ _log = logging.getLogger("fp4train")
 USAGE = usage(__doc__)
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """What is ranked where no candidate is named."""
-RANKING, PICTURE = "rank.json", "rank.png"
+FIGURE = "rank.png"
 
 STEP = "step"
 OPTIONS: Mapping[str, Any] = {
@@ -68,10 +68,11 @@ _SWEPT = ("recipe", "policy", "phases")
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    from fp4train.lab.analysis.curves import save_figure
+    from fp4train.lab.analysis.figure import PICTURE, save_png
+    from fp4train.lab.studies import figures
     from fp4train.lab.studies.rank import rank
-    from fp4train.lab.studies.ranking_picture import picture
-    from fp4train.lab.studies.ranking_text import plain, render
+    from fp4train.lab.studies.ranking_text import render
+    from fp4train.lab.studies.results import RANKING, rank_json, read_rank
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record import directory as run_directory
 
@@ -84,11 +85,14 @@ def main(arguments: list[str]) -> int:
             _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
             raise
     print(render(ranking) + "\n")
-    found, figure = plain(ranking), picture(ranking)
+    found = rank_json(ranking)
     for folder, base in zip(folders, ranking.bases, strict=False):
         body = {**found, "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
-        print(f"{folder / RANKING}; {save_figure(figure, folder / PICTURE)}")
+    pictures = [folder / FIGURE for folder in folders]
+    save_png(figures.ranking(read_rank(found), named=True), PICTURE, *pictures)
+    for folder, picture in zip(folders, pictures, strict=True):
+        print(f"{folder / RANKING}; {picture}")
     return 0
 
 

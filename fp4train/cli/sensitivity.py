@@ -21,6 +21,8 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,29 +32,138 @@ from omegaconf import DictConfig
 from fp4train import files
 from fp4train.cli.launch import launch, settings
 from fp4train.cli.output import usage
-from fp4train.cli.study import StudyCommand, number, seconds, study_command, whole
+from fp4train.config import overrides
 from fp4train.config.schema import to_config
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
+from fp4train.run.record import directory as run_directory
 from fp4train.run.record.swaps import as_swap
 from fp4train.sealed import sealed
+from fp4train.text import whole_number
 
 if TYPE_CHECKING:
     from fp4train.lab.studies.summary import Report
 
 USAGE = usage(__doc__)
-OPTIONS = ("batches", "repeats", "budget", "cells", "keep", "cost", "out")
+OPTIONS = ("step", "batches", "repeats", "budget", "cells", "keep", "cost", "out")
 WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyCommand:
+    """The arguments, taken apart.
+
+    Args:
+        run: the run directory; None: the model is named by the overrides, and studied as it is initialised.
+        options: of `OPTIONS`, key → text.
+        overrides: the rest, for `launch`: resume=RUN, if there is one, and what is changed for the study.
+        fresh: the model as it was initialised is studied (step=0).
+    """
+
+    run: Path | None
+    options: dict[str, str]
+    overrides: list[str]
+    fresh: bool
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print the table, write policy, JSON and picture; returns the exit code."""
     if flags := {"-m", "--multirun"} & set(arguments):
         raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
-    command = study_command("sensitivity", arguments, OPTIONS, USAGE, modelled=True)
+    command = study_command(arguments)
     return launch(command.overrides, partial(_study, command=command))
+
+
+def study_command(arguments: list[str]) -> StudyCommand:
+    """Take the command line apart.
+
+    Raises:
+        UserError: there is no run directory and no model, or an option is given twice.
+    """
+    words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
+    paths = [a for a in words if overrides.names_folder(a)]
+    if "--config-dir" in arguments:
+        after = arguments[arguments.index("--config-dir") + 1 :][:1]
+        paths = [a for a in paths if a not in after]
+    if len(paths) > 1 or not (paths or any(a.startswith("model=") for a in words)):
+        raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
+    run = run_directory.require_run(Path(paths[0])) if paths else None
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if argument in paths:
+            continue
+        if equals and key in OPTIONS:
+            if key in found:
+                raise UserError(f"{key}=… is given twice")
+            found[key] = value
+        elif equals and key in ("resume", "resume_step"):
+            raise UserError(f"sensitivity RUN names the run; step=… chooses its checkpoint, not {argument}")
+        else:
+            rest.append(argument)
+    text = found.pop("step", None)
+    step = None if text is None else whole_number(text)
+    if text is not None and step is None:
+        raise UserError(f"step={text!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
+    fresh = run is None or step == 0
+    if run is None:
+        if step:
+            raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
+        if init := [a for a in words if a.startswith(("init=", "init_step="))]:
+            raise UserError(f"{init[0]}: to study the weights of a run give its directory")
+        return StudyCommand(run=None, options=found, overrides=rest, fresh=True)
+    chosen = [] if step is None or fresh else [f"resume_step={step}"]
+    return StudyCommand(run=run, options=found, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
+
+
+def _whole(options: dict[str, str], key: str, default: int, least: int = 1) -> int:
+    """The whole number that an option gives.
+
+    Raises:
+        UserError: it is none, or below `least`.
+    """
+    text = options.get(key, str(default))
+    if (found := whole_number(text)) is None or found < least:
+        raise UserError(f"{key}={text!r} must be a whole number from {least}")
+    return found
+
+
+def _number(options: dict[str, str], key: str) -> float | None:
+    """The number that an option gives; None where it is not given.
+
+    Raises:
+        UserError: it is no finite number ≥ 0.
+    """
+    text = options.get(key)
+    if text is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise UserError(f"{key}={text!r} must be a number ≥ 0")
+    return found
+
+
+def _seconds(options: dict[str, str], key: str) -> float | None:
+    """The seconds of a duration (90s, 5min, 1h); None where it is not given.
+
+    Raises:
+        UserError: it is no duration above 0.
+    """
+    text = options.get(key)
+    if text is None:
+        return None
+    found = _DURATION.fullmatch(text)
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"{key}={text!r} must be a duration above 0: 90s, 5min, 1h")
+    return float(found[1]) * SECONDS[found[2] or "s"]
 
 
 def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
@@ -67,19 +178,19 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     from fp4train.run.record.belonging import check_paths
 
     options = command.options
-    budget = seconds(options, "budget")
+    budget = _seconds(options, "budget")
     if budget is not None and "batches" in options:
         raise UserError("budget=… decides how many batches are measured: leave batches=… out")
     cells = options.get("cells", "false").lower()
     if cells not in ("true", "false"):
         raise UserError(f"cells={options['cells']}: true or false")
     effort = Effort(
-        batches=whole(options, "batches", 8) if budget is None else None,
-        repeats=whole(options, "repeats", 4),
+        batches=_whole(options, "batches", 8) if budget is None else None,
+        repeats=_whole(options, "repeats", 4),
         budget=budget,
         cells=cells == "true",
     )
-    keep, cost = number(options, "keep"), number(options, "cost")
+    keep, cost = _number(options, "keep"), _number(options, "cost")
     keep_freed_memory()
     chosen, swap, named = settings(cfg)
     check_paths(chosen, named)
@@ -121,18 +232,20 @@ def _written(report: Report, folder: Path) -> list[str]:
     Raises:
         UserError: one cannot be written; what is measured is in the record.
     """
-    from fp4train.lab.analysis.curves import save_figure
-    from fp4train.lab.studies.picture import picture
+    from fp4train.lab.analysis.figure import save_png
+    from fp4train.lab.studies import figures
+    from fp4train.lab.studies.results import SENSITIVITY, read_sensitivity, sensitivity_json
 
-    policy = report.policy_file()
+    policy, found = report.policy_file(), sensitivity_json(report)
     try:
-        files.write(folder / "sensitivity.json", sealed(report.as_json(), indent=1))
+        files.write(folder / SENSITIVITY, sealed(found, indent=1))
         if policy is not None:
             files.write(folder / "policy.yaml", policy.encode())
         else:
             with files.Folder.open(folder) as opened:
                 opened.remove("policy.yaml")  # of a call with other batches
-        save_figure(picture(report), folder / "sensitivity.png")
+        figure = figures.sensitivity(read_sensitivity(found), figures.damage_grid(report.found))
+        save_png(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "

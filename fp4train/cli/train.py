@@ -54,12 +54,16 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
+    from fp4train.run.determinism import determinism
+
     swept, jobs = overrides.swept_keys(arguments), []
 
     def task(cfg: DictConfig) -> int:
         chosen = _chosen(cfg)
-        jobs.append([point(swept), chosen[1], "failed"])
-        code = _train(*chosen)
+        config = chosen[1]
+        jobs.append([point(swept), config, "failed"])
+        with determinism(config.train.deterministic):
+            code = _train(*chosen, _world(config, place))
         jobs[-1][2] = "" if code == 0 else f"exit code {code}"
         return code
 
@@ -85,8 +89,8 @@ def _jobs(jobs: list[list[Any]]) -> str:
 
 def _as_rank(arguments: list[str], place: Place) -> int:
     """Train as one rank of several. What all of them have to say, the lead alone says."""
-    from fp4train.parallel.world import AgreedError, World
-    from fp4train.run.build import choose_device
+    from fp4train.parallel.world import AgreedError
+    from fp4train.run.determinism import determinism
 
     # Before the ranks have met, each machine speaks for itself.
     speaks = place.local_rank == 0
@@ -98,9 +102,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
         nonlocal world, speaks
         try:
             chosen, config, swap, named = _chosen(cfg)
-            world = World.start(place, config.parallel, choose_device(config.device, place))
-            speaks = place.lead
-            return _train(chosen, config, swap, named, world)
+            with determinism(config.train.deterministic):
+                world = _world(config, place)
+                speaks = place.lead
+                return _train(chosen, config, swap, named, world)
         except AgreedError:
             if speaks:
                 raise
@@ -133,14 +138,17 @@ def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[s
     return chosen, to_config(chosen), swap, named
 
 
-def _train(
-    chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World | None = None
-) -> int:
-    from fp4train.parallel.agree import check_same, check_shared, code_version
+def _world(config: Config, place: Place) -> World:
+    """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is asked anything."""
     from fp4train.parallel.world import World
-    from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.build import choose_device
-    from fp4train.run.determinism import determinism
+
+    return World.start(place, config.parallel, choose_device(config.device, place))
+
+
+def _train(chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World) -> int:
+    from fp4train.parallel.agree import check_same, check_shared, code_version
+    from fp4train.run.advice import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_start
@@ -148,15 +156,12 @@ def _train(
 
     keep_freed_memory()
     directory = config.run.dir
-    if world is None:
-        world = World.start(Place(), config.parallel, choose_device(config.device))
     if world.size > 1:
         check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, named)
     with ExitStack() as stack:
-        stack.enter_context(determinism(config.train.deterministic))
         with world.together():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))

@@ -38,7 +38,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if isinstance(module, Linear):
-            module.settle(layer, backend)
+            module.rename(layer, backend)
         elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     # A module may appear in several places; all are replaced by the same new module.

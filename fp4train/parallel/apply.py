@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
-from fp4train.nn.outliers import join_squares
-from fp4train.nn.place import Ranks
-from fp4train.nn.scaling import join_amaxes
+from fp4train.nn.executors import join_states
+from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
 from fp4train.parallel.reduce import RoundedReduceScatter
@@ -54,7 +53,7 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
     """
     if world.size > 1:
         for layer in _layers(model):
-            layer.scaling.joined = layer.outliers.joined = True
+            layer.joined = True
     if world.data_mesh is None or world.mesh.data == 1:
         return
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
@@ -84,11 +83,9 @@ def synchronise(model: nn.Module, last: bool) -> None:
 
 
 def join_scales(model: nn.Module, world: World) -> None:
-    """After the last backward of a step: the amaxes of delayed scaling, and the norms by which outlier channels are
-    chosen, become those of the whole batch."""
+    """After the last backward of a step: the states of the layers become those of the whole batch."""
     if world.data_mesh is not None:
-        join_amaxes((layer.scaling for layer in _layers(model)), world.largest)
-        join_squares((layer.outliers for layer in _layers(model)), world.summed_over_data)
+        join_states(_layers(model), world)
 
 
 def _layers(module: nn.Module) -> Iterator[Linear]:

@@ -27,13 +27,12 @@ from fp4train.backends import Prepared
 from fp4train.formats import pack_fp4
 from fp4train.nn import Linear
 from fp4train.nn.call import Call
-from fp4train.nn.gathered import Gathered
-from fp4train.nn.gemms import LayerGemms
-from fp4train.nn.place import Ranks
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.ranks import Ranks
+from fp4train.nn.weights import Gathered, WeightForm
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
+from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
 
@@ -81,7 +80,7 @@ class WeightGather:
     def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
         self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
         self.shape: torch.Size = parameter._orig_size
-        place = layer.place
+        place = layer.layer_shard
         self.cut = None if place is None or place.amax == "local" else place.cut
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.position: Position | None = None
@@ -110,11 +109,11 @@ class WeightGather:
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
-    def begin(self, gemms: LayerGemms | None, position: Position | None, training: bool) -> None:
+    def begin(self, plan: LayerPlan | None, position: Position | None, training: bool) -> None:
         """Choose what the coming gathers send.
 
         Args:
-            gemms: what the layer multiplies in; None: nothing is known, and the master is sent.
+            plan: what the layer runs; None: nothing is known, and the master is sent.
             position: the step; None: unknown, so that nothing may be kept.
             training: whether a backward pass will follow.
         """
@@ -128,7 +127,7 @@ class WeightGather:
             self._made.clear()
             self.amaxes.clear()
         self.position, self._version = position, version
-        forward, backward = self._parts(gemms, position)
+        forward, backward = self._parts(plan, position)
         self.forward = forward
         if training:
             self.backward = (
@@ -136,12 +135,12 @@ class WeightGather:
             )
 
     def _parts(
-        self, gemms: LayerGemms | None, position: Position | None
+        self, plan: LayerPlan | None, position: Position | None
     ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """What forward needs, and what backward needs."""
-        if gemms is None:
+        if plan is None:
             return (MASTER,), (MASTER,)
-        way = wire_form(gemms.plan, self.group.size(), self.mode)
+        way = wire_form(plan, self.group.size(), self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
@@ -185,7 +184,7 @@ class WeightGather:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
         if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
             return 0, count
-        place = self.layer.place
+        place = self.layer.layer_shard
         assert place is not None and place.tensor is not None
         if part.column:  # of columns that tensor parallelism cuts
             return place.first, count * place.tensor.size
@@ -197,7 +196,8 @@ class WeightGather:
         context = current()
         if spec is None or context is None:
             return
-        call = self.layer.new_call(context, self.layer.gemms_in(context, self.shard.device), training)
+        executor = self.layer.executor_in(context, self.shard.device)
+        call = self.layer.new_call(context, executor, 0, training=training)
         self.delayed = call.weights.delayed_amax(self.amaxes[AMAX], spec, call)
 
     # -- FSDP's gather ------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class WeightGather:
     # -- what the layer takes -----------------------------------------------------------------------------------------
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         if form.spec is None:
             return form.finish(Decoded(self.values(form.dtype), None))
         part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
@@ -255,7 +255,7 @@ class WeightGather:
         return None if found is None else form.finish(found)
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         if (found := self._codes(Payload(spec), call)) is None:
             return None
         values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
@@ -267,7 +267,7 @@ class WeightGather:
         return _whole(sent, part, self.shape) if sent and self._is_here(sent, (call.seed, call.step)) else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         for wanted in (dtype, torch.bfloat16 if self.rounds else torch.float32):
             sent = self._received.get(Payload(None, dtype=wanted))
             if sent is not None and self._is_here(sent, self._received_at):
@@ -275,7 +275,7 @@ class WeightGather:
         return self.master().to(dtype)
 
     def master(self) -> Tensor:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         for dtype in (torch.float32, torch.bfloat16) if self.rounds else (torch.float32,):
             sent = self._received.get(Payload(None, dtype=dtype))
             if sent is not None and self._is_here(sent, self._received_at):
@@ -303,8 +303,8 @@ class WeightGathers:
         context, training = current(), torch.is_grad_enabled()
         position = None if context is None or context.step is None else (context.seed, context.step)
         for each in self.gathers:
-            gemms = None if context is None else each.layer.gemms_in(context, each.shard.device)
-            each.begin(gemms, position, training)
+            plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
+            each.begin(plan, position, training)
         found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
         if found:
             joined = self.largest(torch.cat([amax for _, _, amax in found]))
@@ -335,7 +335,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and parameter._orig_size[0] % group.size() == 0
     ]
     alone = world.mesh.tensor == 1 or any(
-        each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
+        each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local" for each in gathers
     )
 
     def largest(amaxes: Tensor) -> Tensor:

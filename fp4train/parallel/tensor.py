@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
 
 Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so that FSDP2 shards it
-further and a checkpoint knows its place. The layers compute on their local shards; `nn.place` has the collectives.
+further and a checkpoint knows its place. The layers compute on local shards; `nn.executors.cut` has the collectives.
 
 Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
 """
@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
+from fp4train.nn.executors.cut import Cut, LayerShard
 from fp4train.nn.linear import Linear
-from fp4train.nn.place import Cut, Place, Ranks
+from fp4train.nn.ranks import Ranks
 
 
 def cut_tensors(
@@ -35,7 +36,7 @@ def cut_tensors(
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
         amax: "tp", "data" or "local", and
-        gather: "recipe" or "bf16": see `nn.place.Place`.
+        gather: "recipe" or "bf16": see `nn.executors.cut.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
@@ -53,8 +54,8 @@ def cut_tensors(
             layer = model.get_submodule(name)
             assert isinstance(layer, Linear)
             _distribute(layer, mesh, axis, own)
-            layer.move(
-                Place(
+            layer.shard(
+                LayerShard(
                     tensor=ranks,
                     cut=cast(Cut, along),
                     sequence=sequence,
@@ -93,8 +94,8 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
     """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.place is None and amax == "data" and data is not None:
-            module.move(Place(amax=amax, data=data))
+        if isinstance(module, Linear) and module.layer_shard is None and amax == "data" and data is not None:
+            module.shard(LayerShard(amax=amax, data=data))
 
 
 def _check(model: nn.Module, cut: TensorCut, size: int) -> None:

@@ -23,7 +23,7 @@ from fp4train.precision.recipe import Recipe
 
 __all__ = [
     *("Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row"),
-    *("apart", "make_plan", "part_of", "plan", "resolve"),
+    *("make_plan", "part_of", "plan", "resolve", "split_outliers"),
 ]
 
 
@@ -77,9 +77,9 @@ class LayerPlan:
     outliers: LayerPlan | None = None
 
     @property
-    def has_outliers(self) -> bool:
-        """Whether its recipe has outlier channels, chosen or not yet."""
-        return self.recipe.outliers is not None
+    def why_split(self) -> str | None:
+        """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or not yet; or None."""
+        return None if self.recipe.outliers is None else "its outlier channels are quantised apart"
 
     @property
     def parts(self) -> tuple[LayerPlan, ...]:
@@ -162,7 +162,7 @@ def resolve(
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 
-def apart(plan: LayerPlan) -> LayerPlan:
+def split_outliers(plan: LayerPlan) -> LayerPlan:
     """`plan` where the outlier channels of its recipe are chosen; the same if the layer has none."""
     outliers, recipe = plan.recipe.outliers, plan.recipe.of_outliers()
     if outliers is None or recipe is None or not plan.quantised:
@@ -337,7 +337,7 @@ def make_plan(
         for layer in layers:
             wanted = backend if isinstance(backend, str) else backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
-            found[layer.name] = apart(each) if stretch.outliers else each
+            found[layer.name] = split_outliers(each) if stretch.outliers else each
         why = stretch.reason
         if stretch.outliers is not None:
             why += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -44,7 +45,7 @@ from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import StepGraph, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
-from fp4train.run.supervise.gpu import check_gpu
+from fp4train.run.supervise.gpu import check_gpu, warn_of_unseen_gpu
 from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
 
@@ -59,25 +60,34 @@ VALIDATION_SEED = 0
 
 
 def choose_device(name: str, place: Place | None = None) -> torch.device:
-    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number."""
-    check_gpu(name)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number.
+
+    A GPU becomes the current one of the process: NCCL and FSDP2 take that.
+    """
+    warn_of_unseen_gpu(name)
+    seen = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(seen if name == "auto" else name)
     except RuntimeError as error:
         raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
-    if place is None or place.size == 1 or device.type == "cpu":
+    if device.type == "cpu":
         return device
+    if place is not None and place.size > 1:
+        if device.index is not None:
+            raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
+        if place.local_rank >= (there := torch.cuda.device_count()):
+            raise UserError(
+                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu"
+            )
+        device = torch.device("cuda", place.local_rank)
     if device.index is not None:
-        raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
-    if place.local_rank >= (there := torch.cuda.device_count()):
-        raise UserError(f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu")
-    return torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    check_gpu(device, name)
+    return device
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
@@ -108,8 +118,11 @@ def _compile(model: nn.Module, device: torch.device) -> None:
             raise UserError(
                 "train.compile=true needs a C++ compiler on a CPU, and none is found (CXX, PATH)"
             ) from error
+    # As an option of `compile` it is new in torch 2.12.
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
     for block in find_blocks(model):
-        block.compile(recompile_limit=COMPILED_VARIANTS)
+        block.compile()
 
 
 def build_timeline(config: Config, directory: Path | None = None) -> Timeline:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.nn.outliers import NORMS
+from fp4train.nn.executors import STATE_TENSORS
 from fp4train.run.supervise.guard import first_non_finite
 from fp4train.shards import local
 
@@ -81,16 +81,13 @@ def check_scaling(own: Mapping[str, Tensors], saved: Any) -> None:
         for name, tensor in entries.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} of {layer} is no tensor")
-            if name.startswith("outliers."):
-                norms = name == NORMS
-                if tensor.dtype != (torch.float64 if norms else torch.int64) or tensor.dim() != int(norms):
+            known = STATE_TENSORS.get(name) or STATE_TENSORS.get(name.partition(".")[0])
+            if known is not None:
+                dtype, dimensions, finite = known
+                if tensor.dtype != dtype or tensor.dim() != dimensions:
                     raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")
-                if not tensor.isfinite().all():
+                if finite and not tensor.isfinite().all():
                     raise ValueError(f"{name} of {layer} is not finite")
-            if name.startswith(("history.", "used.")):
-                dimensions = 1 if name.startswith("history.") else 0
-                if tensor.dtype != torch.float32 or tensor.dim() != dimensions:
-                    raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")
 
 
 def checked_scale(value: Any) -> float:

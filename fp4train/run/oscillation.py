@@ -39,13 +39,13 @@ def reset_oscillating(run: Run, trained: Iterable[str]) -> dict[str, float | str
 
 
 def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
-    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers with
-    outlier channels the other channels. Weights stored as [in_features, out_features] (`Conv1D`) are left alone."""
+    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers that
+    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) are
+    left alone."""
     layers, parameters = run.plan.at(run.step).layers, dict(run.model.named_parameters())
     stepped = {id(parameters[name]) for name in trained}
     for module in run.linears():
         spec = layers[module.layer.name].fprop.operands.second
         if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
             assert isinstance(module.weight, nn.Parameter)
-            apart = module.outliers.latest
-            yield module.weight, spec, None if apart is None else apart[0]
+            yield module.weight, spec, module.channels

@@ -12,9 +12,8 @@ def check_outliers(plan: Plan, *, stages: int, tensors: int = 1) -> None:
     Args:
         stages, tensors: ranks of a pipeline, and ranks that tensor parallelism cuts each layer over.
     """
-    having = [
-        each for stretch in plan.stretches for each in stretch.layers.values() if each.quantised and each.has_outliers
-    ]
+    layers = (each for stretch in plan.stretches for each in stretch.layers.values())
+    having = [each for each in layers if each.quantised and each.recipe.outliers]
     if not having:
         return
     recipe = having[0].recipe

@@ -136,7 +136,7 @@ class Run:
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
         for module in self.linears():
-            module.hold(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
 
     def region(self) -> AbstractContextManager[object]:
         """What the backends of the current stretch need around a forward pass."""

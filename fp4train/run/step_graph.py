@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from fp4train.errors import UserError
+from fp4train.nn.executors import why_no_graph
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.quantize.random import write_step_counters
-from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.transform import Hadamard
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -43,7 +42,6 @@ Scaling = dict[str, dict[str, Tensor]]
 
 WARM_UP = 3
 """Steps that run eagerly before one is recorded."""
-_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 class Queued(NamedTuple):
@@ -285,21 +283,4 @@ def why_not(stretch: PlannedStretch) -> str | None:
     """Why a step of `stretch` depends on the host; None if it can be recorded."""
     if stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    for name, layer in stretch.layers.items():
-        if layer.has_outliers and layer.quantised:
-            return f"recipe {layer.recipe.name}, {name}: the host counts the steps by which outlier channels are chosen"
-        for gemm in layer.gemms:
-            for operand, spec in zip(_OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
-                if spec is None:
-                    continue
-                where = f"recipe {layer.recipe.name}, {name}, operand {operand} of {gemm.name}"
-                if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
-                    return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-                if isinstance(spec.hadamard, Rotation):
-                    return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
-                if gemm.backend == "te" and spec.delayed is not None:
-                    return (
-                        f"{where}: delayed scaling on backend=te updates its histories on the host; with "
-                        "backend=emulate or native they are fp4train's, which can be recorded"
-                    )
-    return None
+    return next(filter(None, map(why_no_graph, stretch.layers.values())), None)

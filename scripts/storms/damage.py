@@ -65,8 +65,8 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.config.schema import plain
     from fp4train.data import cache
     from fp4train.files import Folder
-    from fp4train.lab.report.studies import read_studies
     from fp4train.lab.studies.record import StudyRecord
+    from fp4train.lab.studies.results import read_studies
     from fp4train.run import resume
     from fp4train.run.record import directory, history
     from fp4train.run.record.belonging import check_belongs, lost_records

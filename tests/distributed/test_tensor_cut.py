@@ -94,7 +94,7 @@ def test_a_backend_that_runs_layers_as_a_whole_is_refused_for_a_shard(mesh: Devi
     with pytest.raises(ValueError, match="tensor parallelism needs collectives between them"):
         for module in model.modules():
             if isinstance(module, f4.nn.Linear):
-                module.settle(module.layer, "te")
+                module.rename(module.layer, "te")
         plan(model, NVFP4())
 
 

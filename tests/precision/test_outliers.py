@@ -30,7 +30,7 @@ from fp4train.precision import (
 )
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, apart, plan, resolve
+from fp4train.precision.plan import Plan, plan, resolve, split_outliers
 from fp4train.run.advice import never_chosen
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import history
@@ -163,7 +163,7 @@ def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend
 
 def test_the_cost_is_that_of_both_parts() -> None:
     gpu = find_gpu("B200")
-    rows = layer_costs(apart(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu))), gpu, 4096, 1)
+    rows = layer_costs(split_outliers(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu))), gpu, 4096, 1)
     assert [row.size[2] for row in rows if row.gemm_name == "fprop"] == [288, 32]
     assert all(row.emulated for row in rows)
 
@@ -216,7 +216,7 @@ def test_layers_do_what_the_plan_says_at_every_step() -> None:
             with f4.autocast(timeline.recipe_at(step), step=step):
                 module(torch.randn(32, module.in_features)).sum().backward()
             expected = resolved.at(step).layers[module.layer.name].outliers is not None
-            ran = timeline.recipe_at(step).quantised and module.outliers.latest is not None
+            ran = timeline.recipe_at(step).quantised and module.channels is not None
             assert ran == expected, (step, module.layer.name)
 
 
@@ -229,4 +229,4 @@ def test_a_table_of_ones_own_can_have_outlier_channels() -> None:
     for step in range(2):
         with f4.autocast(own, step=step):
             layer(torch.randn(8, 96)).sum().backward()
-    assert isinstance(layer, Linear) and layer.outliers.latest is not None
+    assert isinstance(layer, Linear) and layer.channels is not None

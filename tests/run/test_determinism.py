@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from command_line import Cli
 
 from fp4train.errors import UserError
 from fp4train.run.determinism import CUBLAS, determinism
@@ -66,6 +67,23 @@ def test_cublas_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with determinism(True):  # the next run of a sweep
         assert os.environ[CUBLAS] == ":4096:8"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_tells_cublas_before_it_asks_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask a GPU its capability initialises CUDA; what cuBLAS reads then is read once."""
+    asked = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(os.environ.get(CUBLAS))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        return 7, 5
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    ended = cli("run.name=a", "device=cuda", "train.deterministic=true")
+    assert "compute capability 7.5" in ended.message
+    assert asked == [":4096:8"]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -20,6 +20,7 @@ from fp4train import checkpoint, hardware
 from fp4train.backends.te import availability
 from fp4train.errors import UserError
 from fp4train.hardware import Device
+from fp4train.parallel.launch import Place
 from fp4train.precision import NVFP4
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
@@ -120,12 +121,25 @@ def test_only_errors_of_the_gpu_are_told_as_such(cli: Cli, fail_at: Any, error: 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     what = rf"device={name}: Tesla T4 has compute capability 7\.5 and no BF16 products, which need 8\.0; use device=cpu"
     with pytest.raises(UserError, match=what):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
+
+
+def test_each_rank_makes_its_gpu_the_current_one_before_anything_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 and NCCL take the current GPU; DeviceMesh sets it only where CUDA has not been used."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: calls.append(("asked", device)) or (9, 0))
+    place = Place(rank=6, size=8, local_rank=2, local_size=4)
+    device = choose_device("auto", place)
+    assert device == torch.device("cuda", 2)
+    assert calls == [("set", device), ("asked", device)]
 
 
 def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(

@@ -8,6 +8,7 @@ FP8 in blocks 9.0, from 10.0 on with power-of-two scales only, because TE emulat
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -25,8 +26,12 @@ OLDEST = (2, 9)
 """The first TE with `te.autocast` and the `is_…_available(return_reason=True)` functions."""
 
 
+@functools.cache
 def version() -> tuple[int, ...] | None:
-    """Version of the installed TE, (2, 20, 2) say, or None where there is none."""
+    """Version of the installed TE, (2, 20, 2) say, or None where there is none.
+
+    Read once in a process: each call of a layer asks, and metadata take about a millisecond.
+    """
     try:
         text = metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:

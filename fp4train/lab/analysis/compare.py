@@ -9,34 +9,40 @@ losses of two runs on the same data carry the same noise, so the gap between the
 import csv
 import io
 import json
-import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp4train import files
+from fp4train.config.binding import flattened
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import save_figure, shortened
-from fp4train.lab.analysis.history import History, read_history
-from fp4train.lab.analysis.picture import NAME, RECIPE, picture
-from fp4train.sealed import CONFIG, saved_config
+from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, over_steps
+from fp4train.lab.analysis.figure import PICTURE, Draw, save_png, shortened
+from fp4train.lab.analysis.history import (
+    NOT_THE_SAME_RUN,
+    History,
+    Series,
+    common_step,
+    configuration,
+    names_of,
+    read_history,
+    seed_groups,
+)
 from fp4train.text import tabulate
 
-_log = logging.getLogger(__name__)
-
 COMPARISON = "compare.png"
+WITH_LEGEND = 11.5
+"""Inches of the picture where the legend stands beside the panels."""
+RECIPE = 44
+"""Characters of a run's recipes in the table."""
 ABSENT = "-"
 """The value of a key that a configuration does not have."""
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
-NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
-"""Sections of a configuration in which runs of another seed may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +203,30 @@ class Comparison:
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
         try:
-            return save_figure(picture(self), path)
+            save_png(self.picture(), PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND, path)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        return path
+
+    def picture(self) -> Draw:
+        """Curves, gaps to the first run, and the recipe of each run over the steps."""
+        first, *_ = both = [
+            (history.series("train/loss").smoothed(), history.series("val/loss")) for history in self.histories
+        ]
+        losses = [
+            Losses(
+                name=row.name,
+                train=Curve.of(each[0]),
+                validation=Curve.of(each[1]),
+                gaps=[] if each is first else [_gap(*pair) for pair in zip(each, first, strict=True)],
+            )
+            for row, each in zip(self.rows, both, strict=True)
+        ]
+        rows = [
+            RecipeRow(label=shortened(row.name, 28), index=index, bands=history.bands(), done=row.steps)
+            for index, (history, row) in enumerate(zip(self.histories, self.rows, strict=True))
+        ]
+        return over_steps(losses, rows, named=True)
 
 
 def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
@@ -234,14 +261,14 @@ def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = la
             )
         )
     means = _means(histories, rows, losses)
-    differing = _differing([_configuration(history) for history in histories])
+    differing = _differing([configuration(history) for history in histories])
     return Comparison(histories=histories, rows=rows, means=means, key=key, step=step, differing=differing)
 
 
 def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     """Key → the value of each run, for the keys in which they differ; those of the run itself are left out."""
     flat = [
-        _flat({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
+        flattened({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
         for config in configs
         if config is not None
     ]
@@ -263,26 +290,6 @@ def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
         elif ABSENT not in values or not key.startswith(several):
             found[key] = values
     return found
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(node, dict) and node:
-        return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
-    return {prefix: node}
-
-
-def seed_groups(histories: list[History]) -> list[dict[int, int]]:
-    """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
-
-    A run whose configuration is not known, and a second one of the same seed, is a group of its own.
-    """
-    groups: dict[str, dict[int, int]] = {}
-    for index, history in enumerate(histories):
-        seed, same = _identity(history)
-        if same is None or seed in groups.get(same, {}):
-            same = f"run {index}"
-        groups.setdefault(same, {})[seed] = index
-    return list(groups.values())
 
 
 def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
@@ -307,29 +314,6 @@ def _means(histories: list[History], rows: list[Row], losses: list[float]) -> li
     return found
 
 
-def _configuration(history: History) -> dict[str, Any] | None:
-    """The configuration of a run; None: not known."""
-    try:
-        return saved_config(history.path / CONFIG)
-    except UserError as error:
-        if (history.path / CONFIG).exists():
-            _log.warning("%s", error)
-        return None
-
-
-def _identity(history: History) -> tuple[int, str | None]:
-    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
-    config = _configuration(history)
-    try:
-        assert config is not None
-        seed = int(config["run"]["seed"])
-    except (AssertionError, ValueError, KeyError, TypeError):
-        return 0, None
-    same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
-    spans = [(span.first, span.recipe) for span in history.spans()]
-    return seed, json.dumps([same, config.get("init"), spans], sort_keys=True, default=str)
-
-
 def _mean(values: list[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
@@ -352,22 +336,11 @@ def _strict(node: Any) -> Any:
     return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
-def common_step(histories: list[History]) -> tuple[str, int]:
-    """The loss that gaps are of, and the last step that all runs have it at.
-
-    Raises:
-        UserError: there is no such step.
-    """
-    for key in ("val/loss", "train/loss"):
-        steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
-        if len(steps):
-            return key, int(steps[-1])
-    ranges = ", ".join(
-        f"{name} {int(steps[0])} to {int(steps[-1])}"
-        for name, history in zip(names_of(histories), histories, strict=True)
-        for steps in [history.series("train/loss").steps]
-    )
-    raise UserError(f"these runs have no step in common: {ranges}")
+def _gap(series: Series, first: Series) -> Curve:
+    """In per cent, at the steps that both have."""
+    steps = np.intersect1d(series.steps, first.steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Curve.of(Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1)))
 
 
 def _at(history: History, key: str, step: int) -> float:
@@ -375,12 +348,6 @@ def _at(history: History, key: str, step: int) -> float:
     if key == "train/loss":
         series = series.smoothed()
     return float(series.at(np.array([step]))[0])
-
-
-def names_of(histories: list[History]) -> list[str]:
-    """The directory's name; where two runs share it, the path."""
-    count = Counter(history.name for history in histories)
-    return [history.name if count[history.name] == 1 else str(history.path) for history in histories]
 
 
 def _number(value: float | None, form: str) -> str:

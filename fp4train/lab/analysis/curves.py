@@ -1,30 +1,203 @@
-"""RUN/curves.png: the losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
+"""Figures over steps: the losses of one run (RUN/curves.png); of several runs, their gaps, and the recipe of each."""
 
-import io
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4train import files
-from fp4train.lab.analysis.history import Floats, History, Series, Span, read_history
+from fp4train.lab.analysis.figure import (
+    IN_RECIPE,
+    INK,
+    LINE,
+    NARROW,
+    PICTURE,
+    QUIET,
+    SHADES,
+    TRAIN,
+    VALIDATION,
+    Draw,
+    colour_of,
+    few_ticks,
+    first_words,
+    gap_limits,
+    line_of,
+    logarithmic,
+    loss_axis,
+    new_figure,
+    right_end,
+    save_png,
+    shortened,
+    style,
+)
+from fp4train.lab.analysis.history import Band, Floats, History, Series, read_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CURVES = "curves.png"
+DASHED = (0, (4, 3))
 
 UPRIGHT = 44
 """Characters of an upright name that the panel is high enough for."""
+SPREAD = 3
+"""Up to this many curves have their intervals as bands."""
+SETTLED = 10
+"""The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
+INSIDE = 6
+"""Up to this many runs the legend stands in the panel; more stand beside it."""
+NAME = 36
+"""Characters of a run's name."""
 
-INK = "#2b2f36"
-QUIET = "#8a8f98"
-TRAIN = "#2f6db3"
-VALIDATION = "#d9541e"
-IN_RECIPE = "#1a936f"
-SHADES = ("#dfe9f5", "#fbe7d6", "#dcefe6", "#ece3f4", "#f6e3e6", "#eeeadb")
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Mean and interval by step; the bounds are NaN where there is no interval."""
+
+    steps: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @staticmethod
+    def of(series: Series) -> Curve:
+        unknown = np.full(len(series), np.nan)
+        return Curve(steps=series.steps, mean=series.values, low=unknown, high=unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The losses of one run, or of several that are averaged.
+
+    Args:
+        train: smoothed. validation: in high precision.
+        gaps: of both, to the first of the figure, in per cent; empty for the first, or where nothing is compared.
+    """
+
+    name: str
+    train: Curve
+    validation: Curve
+    gaps: Sequence[Curve] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRow:
+    """The recipes of one run over its steps.
+
+    Args:
+        label: of the row. index: of the curve that the run belongs to.
+        done: steps that were trained. marks: (step, matplotlib's marker).
+    """
+
+    label: str
+    index: int
+    bands: Sequence[Band]
+    done: int
+    marks: Sequence[tuple[int, str]] = ()
+
+
+def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bool) -> Draw:
+    """Losses, gaps to the first where there are some, and the recipes of every run over one axis of steps.
+
+    Args:
+        named: the figure has a legend, and lines where recipes change; otherwise these stand beside it.
+    """
+    last = max([1, *(step for row in rows for step in (row.done, *(stop for _, stop, _ in row.bands)))])
+
+    def draw(width: float) -> Figure:
+        heights = [3.2 if named else 2.6, *([1.7] if named or any(each.gaps for each in losses) else [])]
+        heights.append(0.35 + 0.2 * len(rows))
+        figure = new_figure(width, sum(heights) + 0.5)
+        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+        loss, *gap, strip = grid[:, 0]
+        _losses(loss, losses, named=named)
+        for panel in gap:
+            _gaps(panel, losses, named=named)
+        _recipes(strip, rows, int(width * 10.5) / last)
+        for row in rows if named else ():
+            for start, *_ in row.bands[1:]:
+                for panel in (loss, *gap):
+                    colour = colour_of(row.index) if row.index else QUIET
+                    panel.axvline(start, color=colour, linewidth=0.8, linestyle=DASHED, alpha=0.7)
+        loss.set_xlim(0, right_end(last))
+        if width <= NARROW:
+            for panel in grid[:, 0]:
+                few_ticks(panel, 5, integer=True)
+        return figure
+
+    return draw
+
+
+def _interval(axes: Axes, found: Curve, index: int, count: int) -> None:
+    """The interval of one of `count` curves: as a band, or where many would cover each other as a bar at the end."""
+    if not np.isfinite(found.low).any():
+        return
+    if count <= SPREAD:
+        axes.fill_between(found.steps, found.low, found.high, color=colour_of(index), alpha=0.15, linewidth=0)
+        return
+    axes.vlines([found.steps[-1] * (1 + index * 0.004)], found.low[-1], found.high[-1], color=colour_of(index), lw=0.9)
+
+
+def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
+    for index, each in enumerate(losses):
+        train, validation, colour = each.train, each.validation, colour_of(index)
+        if len(losses) <= SPREAD:
+            _interval(axes, train, index, len(losses))
+        label = shortened(each.name, NAME)
+        axes.plot(train.steps, train.mean, color=colour, linestyle=line_of(index), linewidth=1.4, label=label)
+        axes.plot(validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3)
+    title = "loss (nats per token): training, smoothed; dots: validation"
+    loss_axis(axes, title if named else "loss, nats per token; dots: validation", [each.train.mean for each in losses])
+    if named and len(losses) > INSIDE:
+        axes.figure.legend(loc="outside right upper", fontsize=7.5, frameon=False, labelcolor=INK, handlelength=2.6)
+    elif named:
+        axes.legend(loc="upper right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none", labelcolor=INK)
+
+
+def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
+    settled: list[Floats] = []
+    shapes: Sequence[Any] = ({"lw": 0.9, "alpha": 0.5}, {"lw": 1.4, "marker": "o", "ms": 3})
+    axes.axhline(0, color=colour_of(0), linewidth=1.1)
+    for index, each in enumerate(losses):
+        for found, shape in zip(each.gaps, shapes, strict=False):
+            axes.plot(found.steps, found.mean, color=colour_of(index), linestyle=line_of(index), **shape)
+            bounds = len(found) // 2
+            settled += [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
+        for validation in each.gaps[1:]:
+            _interval(axes, validation, index, len(losses))
+    style(axes, f"gap to {shortened(losses[0].name, 48)} (%)" if named else "gap to the first, %; bold: validation")
+    axes.set_ylim(*gap_limits(settled))
+
+
+def _recipes(axes: Axes, rows: Sequence[RecipeRow], characters: float) -> None:
+    """A row per run: what ran is filled, what is planned is dotted; `characters` of a label fit into a step."""
+    colours = shades(recipe for row in rows for *_, recipe in row.bands)
+    for place, row in enumerate(rows):
+        for start, stop, recipe in row.bands:
+            colour, ran = colours[recipe], min(stop, max(start, row.done))
+            axes.barh(place, ran - start, left=start, height=0.8, color=colour, edgecolor=LINE, linewidth=0.5)
+            if stop > ran:
+                axes.barh(place, stop - ran, left=ran, height=0.6, color="none", edgecolor=QUIET, ls=":", lw=0.8)
+            label = first_words(recipe, int((stop - start) * characters))
+            axes.text((start + stop) / 2, place, label, ha="center", va="center", fontsize=7, color=INK)
+        for step, marker in row.marks:
+            axes.plot([step], [place], marker=marker, color=INK, markersize=5, clip_on=False)
+    style(axes, "recipe of every run")
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=7.5)
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_color(colour_of(row.index))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.spines[["left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("step", fontsize=8, color=INK)
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -33,126 +206,46 @@ def draw_curves(run_dir: Path) -> Path:
     Raises:
         UserError: not a run directory, or nothing logged yet.
     """
-    history = read_history(run_dir)
-    return save_figure(_figure(history), Path(run_dir) / CURVES)
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """A figure without pyplot's global state: it needs no display and need not be closed."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-
-
-def save_figure(figure: "Figure", path: Path) -> Path:
-    """Write a PNG so that a viewer never sees half of it."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    files.write(path, picture.getvalue(), create=True, sync=False)
+    history, path = read_history(run_dir), Path(run_dir) / CURVES
+    save_png(one_run(history), PICTURE, path)
     return path
 
 
-def shortened(text: str, room: int) -> str:
-    """`text` in at most `room` characters: its start and its end, where names of runs differ."""
-    if len(text) <= room:
-        return text
-    end = min(room // 3, 12)
-    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+def one_run(history: History) -> Draw:
+    """The losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
+
+    def draw(width: float) -> Figure:
+        figure = new_figure(width, 6.0)
+        places = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
+        loss, rate, norm = (figure.add_subplot(each) for each in (places[0, :], places[1, 0], places[1, 1]))
+        _draw_loss(loss, history)
+        _draw_small(rate, history.series("train/lr"), "learning rate")
+        _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
+        bands = history.bands()
+        colours = shades(recipe for *_, recipe in bands)
+        for axes in (loss, rate, norm):
+            axes.set_xlim(0, right_end(history.last_step))
+            for start, stop, recipe in bands if len(bands) > 1 else ():
+                axes.axvspan(start, stop, color=colours[recipe], alpha=0.45, lw=0, zorder=0)
+        _draw_strip(loss, bands, colours, max(history.last_step, 1))
+        _mark_events(loss, history)
+        figure.suptitle(shortened(history.name, 44), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9, color=INK)
+        return figure
+
+    return draw
 
 
-def first_words(text: str, room: int) -> str:
-    """As many words of `text` as fit into `room` characters; empty if the first does not."""
-    label = shorten(text, room, placeholder="…") if room > 1 else ""
-    return "" if label == "…" else label
-
-
-def right_end(last_step: int) -> float:
-    """Where the x axis ends: far enough behind the last step that no marker on it is cut."""
-    return max(last_step, 1) * 1.012
-
-
-def style(axes: "Axes", title: str, *, height: float | None = None) -> None:
-    """The common style of all panels; `height` is the position of the title, as a share of the panel."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(QUIET)
-    axes.grid(axis="y", color="#c9cdd3", linewidth=0.6, alpha=0.6)
-    axes.set_axisbelow(True)
-    axes.set_title(title, fontsize=9, color=INK, loc="left", pad=5, y=height)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.tick_params(colors=INK, labelsize=8, length=3, color=QUIET)
-
-
-def plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would typeset mathematics."""
-    return text.replace("$", r"\$")
-
-
-def logarithmic(axes: "Axes", *, fine: bool) -> None:
-    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each decade."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(MaxNLocator(9) if fine else LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def shades(spans: list[Span]) -> dict[str, str]:
+def shades(recipes: Iterable[str]) -> dict[str, str]:
     """A background colour for each recipe, in order of appearance."""
-    recipes = list(dict.fromkeys(span.recipe for span in spans))
-    return {recipe: SHADES[i % len(SHADES)] for i, recipe in enumerate(recipes)}
+    return {recipe: SHADES[i % len(SHADES)] for i, recipe in enumerate(dict.fromkeys(recipes))}
 
 
-def loss_limits(curves: list[Floats]) -> tuple[float, float] | None:
-    """Axis limits that leave out the steep fall of the first steps, which would flatten the rest."""
-    finite = [curve[np.isfinite(curve)] for curve in curves]
-    finite = [curve for curve in finite if len(curve)]
-    if not finite:
-        return None
-    low = min(float(curve.min()) for curve in finite)
-    high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
-    margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
-    # The axis is logarithmic if all losses are positive, and then its lower end must be positive too.
-    return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
-
-
-def gap_limits(gaps: list[Floats]) -> tuple[float, float]:
-    """Axis limits that show 0 and all gaps but the outermost hundredth at either end."""
-    everything = np.concatenate([*(each[np.isfinite(each)] for each in gaps), [0.0]])
-    low, high = np.percentile(everything, [1, 99])
-    margin = 0.15 * (high - low) or 1.0
-    return min(low, 0.0) - margin, max(high, 0.0) + margin
-
-
-def _figure(history: History) -> "Figure":
-    figure = new_figure(9.0, 6.0)
-    grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
-    loss, rate, norm = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
-    _draw_loss(loss, history)
-    _draw_small(rate, history.series("train/lr"), "learning rate")
-    _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
-    spans = history.spans()
-    colours = shades(spans)
-    for axes in (loss, rate, norm):
-        axes.set_xlim(0, right_end(history.last_step))
-        if len(spans) > 1:
-            for span in spans:
-                axes.axvspan(_left(span, spans), span.last, color=colours[span.recipe], alpha=0.45, lw=0, zorder=0)
-    _draw_strip(loss, spans, history.last_step)
-    _mark_events(loss, history)
-    figure.suptitle(plain(shortened(history.name, 44)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-    figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9, color=INK)
-    return figure
-
-
-def _draw_loss(axes: "Axes", history: History) -> None:
+def _draw_loss(axes: Axes, history: History) -> None:
     train = history.series("train/loss")
     smooth = train.smoothed()
-    dots = len(train) <= 2
-    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.28, linewidth=0.8, marker="o" if dots else None)
+    marker = "o" if len(train) <= 2 else None
+    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.28, linewidth=0.8, marker=marker)
     axes.plot(smooth.steps, smooth.values, color=TRAIN, linewidth=1.8, label=f"training (mean of {train.window})")
     drawn = [train.values]
     for key, label, colour, line in (
@@ -162,23 +255,10 @@ def _draw_loss(axes: "Axes", history: History) -> None:
         series = history.series(key)
         if len(series):
             marker = "o" if len(series) <= 40 else None
-            axes.plot(
-                series.steps,
-                series.values,
-                line,
-                color=colour,
-                linewidth=1.5,
-                marker=marker,
-                markersize=3.5,
-                label=label,
-            )
+            axes.plot(series.steps, series.values, line, color=colour, lw=1.5, marker=marker, ms=3.5, label=label)
             drawn.append(series.values)
-    style(axes, "loss (nats per token)", height=1.045)
-    if all((values[np.isfinite(values)] > 0).all() for values in drawn):
-        logarithmic(axes, fine=True)
+    loss_axis(axes, "loss (nats per token)", drawn, height=1.045)
     axes.set_xlabel("step", fontsize=9, color=INK)
-    if limits := loss_limits(drawn):
-        axes.set_ylim(*limits)
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 1.045),
@@ -191,7 +271,7 @@ def _draw_loss(axes: "Axes", history: History) -> None:
     )
 
 
-def _draw_small(axes: "Axes", series: Series, title: str, *, log: bool = False) -> None:
+def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) -> None:
     style(axes, title)
     if log and (series.values > 0).any():
         logarithmic(axes, fine=False)
@@ -203,27 +283,21 @@ def _draw_small(axes: "Axes", series: Series, title: str, *, log: bool = False) 
     axes.plot(series.steps, series.values, color=INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
 
 
-def _left(span: Span, spans: list[Span]) -> int:
-    return 0 if span is spans[0] else span.first
-
-
-def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
+def _draw_strip(axes: Axes, bands: Sequence[Band], colours: Mapping[str, str], last: int) -> None:
     """A band above the panel with the recipe of each span; a name wider than its span is written vertically below."""
-    colours = shades(spans)
     free = 0.0  # where the next upright name may begin
-    for span in spans:
-        left, width = _left(span, spans), max(last_step, 1)
-        axes.axvspan(left, span.last, 1.005, 1.045, color=colours[span.recipe], lw=0, clip_on=False)
-        fits = (span.last - left) > 0.0078 * len(span.recipe) * width
-        middle = (left + span.last) / 2
-        if not fits and (middle < free or span.last - left < 0.012 * width):
+    for start, stop, recipe in bands:
+        axes.axvspan(start, stop, 1.005, 1.045, color=colours[recipe], lw=0, clip_on=False)
+        fits = (stop - start) > 0.0078 * len(recipe) * last
+        middle = (start + stop) / 2
+        if not fits and (middle < free or stop - start < 0.012 * last):
             continue
         if not fits:
-            free = middle + 0.02 * width
+            free = middle + 0.02 * last
         axes.text(
             middle,
             1.025 if fits else 0.98,
-            plain(span.recipe if fits else shortened(span.recipe, UPRIGHT)),
+            recipe if fits else shortened(recipe, UPRIGHT),
             transform=axes.get_xaxis_transform(),
             rotation=0 if fits else 90,
             ha="center",
@@ -233,15 +307,15 @@ def _draw_strip(axes: "Axes", spans: list[Span], last_step: int) -> None:
         )
 
 
-def _mark_events(axes: "Axes", history: History) -> None:
+def _mark_events(axes: Axes, history: History) -> None:
     names: dict[int, list[str]] = {}
     for event in history.events():
         if event.name != "recipe":  # the strip shows recipes
             names.setdefault(event.step, []).append(event.name)
     for step, several in names.items():
-        axes.axvline(step, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6, zorder=1)
+        axes.axvline(step, color=INK, linewidth=0.9, linestyle=DASHED, alpha=0.6, zorder=1)
         axes.annotate(
-            plain(" · ".join(dict.fromkeys(several))),
+            " · ".join(dict.fromkeys(several)),
             (step, 0.985),
             xycoords=("data", "axes fraction"),
             xytext=(-2, 0),

@@ -5,7 +5,11 @@ resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a r
 where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows.
 """
 
+import json
+import logging
+from collections import Counter
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train.errors import UserError
+from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import near_miss
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
 
+_log = logging.getLogger(__name__)
+
 Floats = NDArray[np.float64]
+Band = tuple[int, int, str]
+"""First step, step after the last, recipe."""
+
+NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
+"""Sections of a configuration in which runs of another seed may differ."""
 
 MIN_WINDOW = 10
 WINDOW_SHARE = 0.02
@@ -108,6 +120,10 @@ class History:
                 spans.append(Span(first=step, last=step, recipe=recipe))
         return spans
 
+    def bands(self) -> list[Band]:
+        """The spans; the first begins at step 0."""
+        return [(span.first if place else 0, span.last, span.recipe) for place, span in enumerate(self.spans())]
+
     def events(self) -> list[Event]:
         return [
             Event(
@@ -137,3 +153,64 @@ def read_history(run: Path) -> History:
     if not len(history.series("train/loss")):
         raise UserError(f"{run} has no metrics yet: no train/loss in its {METRICS}")
     return history
+
+
+def names_of(histories: list[History]) -> list[str]:
+    """The directory's name; where two runs share it, the path."""
+    count = Counter(history.name for history in histories)
+    return [history.name if count[history.name] == 1 else str(history.path) for history in histories]
+
+
+def common_step(histories: list[History]) -> tuple[str, int]:
+    """The loss that gaps are of, and the last step that all runs have it at.
+
+    Raises:
+        UserError: there is no such step.
+    """
+    for key in ("val/loss", "train/loss"):
+        steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
+        if len(steps):
+            return key, int(steps[-1])
+    ranges = ", ".join(
+        f"{name} {int(steps[0])} to {int(steps[-1])}"
+        for name, history in zip(names_of(histories), histories, strict=True)
+        for steps in [history.series("train/loss").steps]
+    )
+    raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def seed_groups(histories: list[History]) -> list[dict[int, int]]:
+    """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
+
+    A run whose configuration is not known, and a second one of the same seed, is a group of its own.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for index, history in enumerate(histories):
+        seed, same = _identity(history)
+        if same is None or seed in groups.get(same, {}):
+            same = f"run {index}"
+        groups.setdefault(same, {})[seed] = index
+    return list(groups.values())
+
+
+def configuration(history: History) -> dict[str, Any] | None:
+    """The configuration of a run; None: not known."""
+    try:
+        return saved_config(history.path / CONFIG)
+    except UserError as error:
+        if (history.path / CONFIG).exists():
+            _log.warning("%s", error)
+        return None
+
+
+def _identity(history: History) -> tuple[int, str | None]:
+    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+    config = configuration(history)
+    try:
+        assert config is not None
+        seed = int(config["run"]["seed"])
+    except (AssertionError, ValueError, KeyError, TypeError):
+        return 0, None
+    same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
+    spans = [(span.first, span.recipe) for span in history.spans()]
+    return seed, json.dumps([same, config.get("init"), spans], sort_keys=True, default=str)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import html
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
+
+from fp4train.lab.analysis.figure import NARROW, WIDE, Draw, inline_svg, plain
 
 VOID = ("br", "meta", "col")
 LONGEST = 2000
@@ -29,25 +30,31 @@ class Html(str):
     __slots__ = ()
 
 
-def plain(text: object, limit: int = LONGEST) -> str:
-    """`text` on one line, at most `limit` characters, without characters that cannot be seen."""
-    shown = str(text)
-    if len(shown) > limit:
-        shown = f"{shown[: limit - 12]}…{shown[-11:]}"
-    return "".join(
-        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown
+def figure(name: str, draw: Draw, *, alt: str, caption: str) -> Html:
+    """A figure in both widths, with a caption.
+
+    Args:
+        name: unique on the page. alt: what it shows, for who cannot see it.
+    """
+    alt = plain(alt, 1000)
+    return tag(
+        "figure",
+        tag("div", Html(inline_svg(f"{name}-wide", draw, WIDE, alt)), class_="wide"),
+        tag("div", Html(inline_svg(f"{name}-narrow", draw, NARROW, alt)), class_="narrow"),
+        tag("figcaption", caption),
+        id=name,
     )
 
 
 def escaped(child: object) -> Html:
     """Markup as it is, anything else as text."""
-    return child if isinstance(child, Html) else Html(html.escape(plain(child)))
+    return child if isinstance(child, Html) else Html(html.escape(plain(child, LONGEST)))
 
 
 def tag(name: str, /, *children: object, **attributes: str | None) -> Html:
     """An element. A trailing underscore of an attribute is dropped (`class_`); None leaves it out."""
     words = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(plain(value, LONGEST))}"'
         for key, value in attributes.items()
         if value is not None
     )

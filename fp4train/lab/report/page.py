@@ -15,22 +15,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 
 from fp4train import __version__, files
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
-from fp4train.lab.analysis.curves import shortened
-from fp4train.lab.report import facts, sections, study_sections
-from fp4train.lab.report.gaps import common, group
+from fp4train.lab.analysis.figure import shortened
+from fp4train.lab.report import facts, sections
+from fp4train.lab.report.groups import common, group
 from fp4train.lab.report.html import Html, joined, tag
-from fp4train.lab.report.predicted import Predicted, predict
 from fp4train.lab.report.sources import Source, read_sources
-from fp4train.lab.report.style import STYLE
 from fp4train.run.statistics import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"
+STYLE = "page.css"
 
 
 def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
@@ -46,7 +46,7 @@ def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> lis
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
-    predicted, unknown = ({}, []) if gpu is None else predict(sources, gpu)
+    predicted, unknown = ({}, []) if gpu is None else facts.predict(sources, gpu)
     page = render(sources, [*left_out, *unknown], gpu, predicted)
     try:
         files.write(out, page.encode(), sync=False)
@@ -73,7 +73,7 @@ def render(
     sources: Sequence[Source],
     left_out: Sequence[str],
     gpu: Gpu | None = None,
-    predicted: Mapping[Source, Predicted] | None = None,
+    predicted: Mapping[Source, facts.Predicted] | None = None,
 ) -> str:
     """The whole page."""
     groups = group(sources)
@@ -81,8 +81,8 @@ def render(
     parts = [
         sections.results(groups, at),
         sections.curves(groups, at),
-        study_sections.rankings(sources),
-        study_sections.sensitivities(sources),
+        sections.rankings(sources),
+        sections.sensitivities(sources),
         sections.errors(sources),
         facts.differences(sources),
         facts.environment(sources),
@@ -103,7 +103,7 @@ def render(
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("title", title),
-        tag("style", Html(STYLE)),
+        tag("style", Html(resources.files(__package__).joinpath(STYLE).read_text(encoding="utf-8"))),
     )
     body = tag(
         "body",

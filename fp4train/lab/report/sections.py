@@ -7,19 +7,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fp4train.lab.analysis.curves import SHADES
-from fp4train.lab.analysis.picture import COLOURS, LINES
-from fp4train.lab.report.errors import Errors
-from fp4train.lab.report.figures import LAYERS, bands, heat_maps, recipe_names, time_axis, worst_layers
-from fp4train.lab.report.gaps import Group, gap_at, loss_at
-from fp4train.lab.report.html import Html, folded, joined, table, tag
+from fp4train.lab.analysis.curves import Losses, RecipeRow, over_steps, shades
+from fp4train.lab.analysis.figure import COLOURS, LINES, SHADES
+from fp4train.lab.analysis.heatmap import LAYERS, Errors, worst_maps
+from fp4train.lab.report.groups import Group, curve, gap_at, gap_curve, loss_at
+from fp4train.lab.report.html import Html, figure, folded, joined, table, tag
 from fp4train.lab.report.sources import Source
-from fp4train.lab.report.svg import figure
+from fp4train.lab.studies.figures import ranking, sensitivity
+from fp4train.lab.studies.results import VERDICTS, RankedCandidate, RankResult, SensitivityResult
+from fp4train.lab.studies.statistics import Interval
+from fp4train.text import p_value
 
 WORST = 10
 """Layers in the table of the worst."""
+LISTED = 12
+"""Layers in a table, the worst first."""
+WORDS = {**VERDICTS, "reference": "reference"}
 EVENTS = 60
 """Events of a run that are listed."""
+MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
+"""What is marked on the band of a run."""
 _DASHES = ("", "7 3", "2 2", "8 2 2 2")
 
 
@@ -46,7 +53,7 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
             [
                 joined([_sample(index), " ", group.numbers]),
                 group.name,
-                " → ".join(recipe for *_, recipe in bands(first)),
+                " → ".join(recipe for *_, recipe in first.bands),
                 ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
                 f"{math.fsum(train) / len(train):.4f}",
                 "–" if at is None else loss_at(group, *at).show(".4f"),
@@ -78,10 +85,20 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
 def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
     """Losses, gaps and recipes over one axis of steps, with a legend and the stretches as a table."""
     sources = sorted((source for group in groups for source in group.sources), key=lambda source: source.number)
-    recipes = recipe_names(sources)
+    losses = [_losses(group, groups[0] if at is not None and group is not groups[0] else None) for group in groups]
+    rows = [
+        RecipeRow(
+            label=str(source.number),
+            index=next(i for i, group in enumerate(groups) if source in group.sources),
+            bands=source.bands,
+            done=source.done,
+            marks=_marks(source),
+        )
+        for source in sources
+    ]
     drawn = figure(
         "curves-figure",
-        time_axis(groups, None if at is None else at[0]),
+        over_steps(losses, rows, named=False),
         alt=f"Training and validation losses of {len(sources)} runs over steps, the gap of each to the first, and "
         "below them the recipe that each run had at each step. The tables have the numbers.",
         caption="Training losses are smoothed; shaded, or a bar at the end: 95 % interval over seeds; dotted: planned "
@@ -92,12 +109,22 @@ def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
         *(tag("li", _sample(i), " ", group.numbers, " ", group.name) for i, group in enumerate(groups)),
         class_="legend",
     )
-    shades = tag(
-        "ul",
-        *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)),
-        class_="legend",
-    )
-    return section("Curves", drawn, runs, shades, _stretches(sources), _events(sources))
+    recipes = shades(recipe for row in rows for *_, recipe in row.bands)
+    listed = tag("ul", *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)), class_="legend")
+    return section("Curves", drawn, runs, listed, _stretches(sources), _events(sources))
+
+
+def _losses(group: Group, first: Group | None) -> Losses:
+    """The curves of a group, and its gaps to the first one."""
+    train, validation = (curve(group, key) for key in ("train/loss", "val/loss"))
+    gaps = [] if first is None else [gap_curve(first, group, key) for key in ("train/loss", "val/loss")]
+    return Losses(name=group.name, train=train, validation=validation, gaps=gaps)
+
+
+def _marks(source: Source) -> list[tuple[int, str]]:
+    told = [(record.event, record.step) for record in source.records if record.step]
+    told += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
+    return [(step, MARKS[name]) for name, step in told if name in MARKS]
 
 
 def _sample(index: int) -> Html:
@@ -176,7 +203,7 @@ def errors(sources: Sequence[Source]) -> Html:
         left_out = len(found.layers) - LAYERS
         drawn = figure(
             f"errors-{source.number}",
-            heat_maps(found),
+            worst_maps(found),
             alt=f"Heat maps of relative error, underflow, and gradient over noise by layer and step of {source.label}; "
             f"the worst operand of each layer at each step; {len(found.layers)} layers, "
             f"steps {found.steps[0]} to {found.steps[-1]}.",
@@ -189,7 +216,7 @@ def errors(sources: Sequence[Source]) -> Html:
 
 def _worst(found: Errors) -> Html:
     rows, relative = [], found.relative_error
-    for layer in worst_layers(found)[:WORST]:
+    for layer in found.worst_layers[:WORST]:
         seen = np.isfinite(relative[layer]).any(axis=0).nonzero()[0]
         if not len(seen):
             continue
@@ -220,3 +247,94 @@ def _worst(found: Errors) -> Html:
 def _known(value: float, form: str) -> str:
     """A dash where it is not known."""
     return f"{value:{form}}" if math.isfinite(value) else "–"
+
+
+def sensitivities(sources: Sequence[Source]) -> Html:
+    """What every sensitivity study of the runs found."""
+    every = [(source, found) for source in sources for found in source.studies.sensitivities]
+    parts = [_sensitivity(f"sensitivity-{place}", *each) for place, each in enumerate(every, start=1)]
+    return section("Sensitivity", *parts) if parts else Html()
+
+
+def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
+    layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)
+    wholes = [part for whole in ("nothing", "everything") if (part := found.parts.get(whole)) is not None]
+    shown = [*wholes, *found.of_kind("gemm"), *found.of_kind("operand"), *layers[:LISTED]]
+    rows = [
+        [
+            part.name.replace("/", " ", 1),
+            part.nmse.show(".4f"),
+            "–" if part.bias2 is None else part.bias2.show(".4f"),
+            part.loss.show("+.4f"),
+        ]
+        for part in shown
+    ]
+    title = f"{source.label}, step {found.step}: gradients in {found.recipe} against FP32, {found.batches} batches"
+    kept = ", ".join(found.keep) or "nothing"
+    drawn = figure(
+        name,
+        sensitivity(found),
+        alt=f"{title}. Bars: nMSE of the gradient with one layer, or one operand, quantised alone. Curve: predicted "
+        "nMSE against the share of multiply-adds kept in high precision. The table has the numbers.",
+        caption=f"Policy: keep {kept}, {found.chosen.macs:.1%} of the multiply-adds; nMSE {found.chosen.nmse:.4f} "
+        f"predicted, {found.measured.show('.4f')} measured"
+        + ("." if found.gain is None else f" on other batches, {found.gain.show('.4f')} less than with nothing kept."),
+    )
+    header = ["quantised", "nMSE", "bias²", "loss change"]
+    caption = "±: 95 % interval over batches" + ("" if found.batches > 1 else "; a single batch has none")
+    if found.batches > 1 and any(part.bias2 is None for part in shown):
+        caption += "; – of bias²: its denominator |G|² is not told from 0 over so few batches"
+    return tag("div", tag("h3", title), drawn, table(header, rows, caption=caption, right=(1, 2, 3)))
+
+
+def rankings(sources: Sequence[Source]) -> Html:
+    """What every ranking on checkpoints of the runs found; one of several runs is shown once."""
+    every: list[tuple[Source, RankResult]] = []
+    for source in sources:
+        shown = [found for _, found in every]
+        every += [(source, found) for found in source.studies.rankings if found not in shown]
+    parts = [_ranking(f"ranking-{place}", *each) for place, each in enumerate(every, start=1)]
+    return section("Ranking", *parts) if parts else Html()
+
+
+def _ranking(name: str, source: Source, found: RankResult) -> Html:
+    one = len(found.checkpoints) == 1
+    where = found.checkpoints[0] if one else f"{source.label} and others, {len(found.checkpoints)} checkpoints"
+    title = f"{where}: {found.forks} forks of {found.steps} steps for each candidate" + " at each" * (not one)
+    rows = [
+        [
+            each.name,
+            _gap(each, each.gap),
+            _gap(each, each.high),
+            "–" if each.p is None else p_value(each.p),
+            "diverged" if each.diverged else WORDS.get(each.verdict, "no test: too few forks"),
+            each.group,
+        ]
+        for each in found.candidates
+    ]
+    floor = "" if found.floor is None else f"; floor of the noise, FP32 − BF16: {found.floor.show('+.5f')}"
+    header = ["candidate", "gap in the recipe", "gap in high precision", "p", "verdict", "group"]
+    caption = (
+        f"Gap to {found.reference}, nats per token, ± 95 % interval of the gap alone, on these validation tokens; p is "
+        f"corrected{floor}"
+    )
+    body = table(header, rows, caption=caption, right=(1, 2, 3))
+    reach = "One checkpoint: all of this holds for it alone." if one else "; ".join(found.checkpoints)
+    notes = [reach, *(f"{each.name}: {each.diverged}" for each in found.candidates if each.diverged)]
+    notes += [f"{each.name} spikes at {where}" for each in found.candidates for where in each.spikes]
+    troubles = [tag("p", note, class_="note") for note in notes]
+    if not any(each.gap is not None for each in found.candidates):
+        return tag("div", tag("h3", title), body, *troubles)
+    drawn = figure(
+        name,
+        ranking(found, named=False),
+        alt=f"{title}: gap of each candidate to {found.reference} with its 95 % interval. The table has the numbers.",
+        caption="From the reference: orange: told apart; yellow: on these checkpoints; green: alike; blue: not told "
+        "apart. Thin: interval of all pairs together; grey below: in high precision; |: each checkpoint. Grey behind: "
+        "floor of the noise.",
+    )
+    return tag("div", tag("h3", title), drawn, body, *troubles)
+
+
+def _gap(each: RankedCandidate, found: Interval | None) -> str:
+    return "–" if found is None or each.diverged else found.show("+.5f")

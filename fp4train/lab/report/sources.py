@@ -13,20 +13,20 @@ from omegaconf import OmegaConf
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.lab.analysis.compare import names_of
-from fp4train.lab.analysis.curves import shortened
-from fp4train.lab.analysis.history import History, read_history
-from fp4train.lab.report.errors import Errors, read_errors
-from fp4train.lab.report.html import plain
-from fp4train.lab.report.studies import Studies, read_studies
+from fp4train.lab.analysis.figure import plain, shortened
+from fp4train.lab.analysis.heatmap import Errors, errors_of
+from fp4train.lab.analysis.history import Band, History, names_of, read_history
+from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import history as run_history
 from fp4train.run.record.belonging import lost_records
 from fp4train.sealed import identity, saved_config, unlike
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
-from fp4train.track.statistics import STATISTICS
+from fp4train.track.statistics import STATISTICS, read_statistics
 
+RECIPE = 120
+"""Characters of a recipe's name."""
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file that somebody else prepared may raise."""
 
@@ -67,6 +67,12 @@ class Source:
     def done(self) -> int:
         """Steps that were trained."""
         return int(self.metrics.series("train/loss").steps[-1])
+
+    @property
+    def bands(self) -> list[Band]:
+        """Its recipes: from the history, or where there is none from the metrics."""
+        known = [(s.start, s.stop, s.recipe) for s in self.stretches] or self.metrics.bands()
+        return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in known]
 
     def setting(self, key: str) -> Any:
         """The value of a configuration key; None where it is not known."""
@@ -133,10 +139,16 @@ def _source(number: int, name: str, metrics: History) -> Source:
         stretches=run_history.stretches(records),
         config=config,
         environments=environments,
-        errors=None if STATISTICS in lost else _try(partial(read_errors, path, problems), problems, None),
+        errors=None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None),
         studies=_try(lambda: read_studies(path, problems), problems, Studies()),
         problems=problems,
     )
+
+
+def _errors(run: Path, problems: list[str]) -> Errors | None:
+    """The quantisation errors of a run; None where none were measured. What is damaged is added to `problems`."""
+    found = read_statistics(run, problems.append) if (run / STATISTICS).exists() else None
+    return errors_of(found) if found is not None and len(found.operands["step"]) else None
 
 
 def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:

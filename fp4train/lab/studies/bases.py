@@ -17,10 +17,9 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.lab.studies.candidates import SECTIONS, candidates
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
-from fp4train.lab.studies.identity import digest
 from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
-from fp4train.lab.studies.subject import STUDIES, Subject
+from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.lab.studies.workers import Job, Pool, Workplace, here
 from fp4train.run.advice import learning_rate
 from fp4train.run.record import directory as run_directory
@@ -213,7 +212,7 @@ class Forks:
         with ExitStack() as stack:
             for (index, number), found in self._run(jobs, stack):
                 branch = self.base.branches[index]
-                self.record.add(f"{branch.key}/{number}", found.plain())
+                self.record.add(f"{branch.key}/{number}", asdict(found))
                 done += 1
                 ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
                 where = "" if self.base.subject else f"{self.base.title}: "

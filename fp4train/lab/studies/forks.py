@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -27,8 +26,7 @@ from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.lab.studies.candidates import Candidate
-from fp4train.lab.studies.identity import digest
-from fp4train.lab.studies.subject import Subject, open_subject
+from fp4train.lab.studies.subject import Subject, digest, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
@@ -88,10 +86,6 @@ class Fork:
     problem: str | None
     seconds: float
     parts: Sequence[float] = ()
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

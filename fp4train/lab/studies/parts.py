@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.lab.studies.identity import digest
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies.subject import Subject, digest
 from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import LayerPlan, PlannedStretch, make_plan

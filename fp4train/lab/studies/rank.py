@@ -6,7 +6,7 @@ same command once more, which then measures nothing. Forks are made checkpoint b
 candidates of a seed before the next one.
 
 Whatever is asked for, the tests are those of the whole record: all candidates that it holds are compared, with all
-forks that those asked for have, and each new table is counted as a look (`fp4train.lab.studies.looks`).
+forks that those asked for have, and each new table is counted as a look (`fp4train.lab.studies.sequential`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from fp4train.errors import UserError
 from fp4train.lab.studies.bases import Base, Forks, open_bases
-from fp4train.lab.studies.looks import Looks
 from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.ranking import Entry, Ranking
 from fp4train.lab.studies.record import open_record
+from fp4train.lab.studies.sequential import Looks
 from fp4train.run.advice import nothing_quantised
 
 MOST = 10_000

@@ -1,18 +1,14 @@
-"""A ranking as a table on one screen, and as JSON."""
+"""A ranking as a table on one screen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from fp4train.lab.studies.ranking import Entry, Ranking
+from fp4train.lab.studies.ranking import Ranking
+from fp4train.lab.studies.results import VERDICTS
 from fp4train.lab.studies.sequential import ALPHA, needed, share
 from fp4train.lab.studies.statistics import CONFIDENCE, Estimate, quantile
 from fp4train.text import columns, p_value, tabulate
-
-VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
 
 
 def render(found: Ranking) -> str:
@@ -58,7 +54,7 @@ def _table(found: Ranking) -> list[str]:
         gap, tokens = found.gap(entry), found.sampling(entry)
         p, verdict = (p_value(pair.p), VERDICTS[pair.verdict]) if found.tested else ("–", "–")
         sampled = "–" if tokens is None else f"± {tokens:.5f}"
-        cells = [show(gap), sampled, show(found.gap(entry, "high")), _t(gap), p, verdict, found.groups[entry.name]]
+        cells = [_show(gap), sampled, _show(found.gap(entry, "high")), _t(gap), p, verdict, found.groups[entry.name]]
         rows.append([str(place), entry.name, *cells])
     rows += [["–", entry.name, "diverged", *[""] * 6] for entry in found.entries if entry.diverged]
     return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6))
@@ -75,14 +71,14 @@ def _order(found: Ranking) -> list[str]:
     if not found.tested or len(found.ranked) < 2:
         return []
     rows = [
-        [f"{p.first} < {p.second}", show(p.difference), f"t {_t(p.difference)}", p_value(p.p), VERDICTS[p.verdict]]
+        [f"{p.first} < {p.second}", _show(p.difference), f"t {_t(p.difference)}", p_value(p.p), VERDICTS[p.verdict]]
         for p in found.neighbours()
     ]
     return ["neighbours in the order", *columns(rows, right=(1,)), ""]
 
 
 def _floor(found: Ranking) -> list[str]:
-    return [] if found.floor is None else [f"floor of the noise: FP32 − BF16 = {show(found.floor)}"]
+    return [] if found.floor is None else [f"floor of the noise: FP32 − BF16 = {_show(found.floor)}"]
 
 
 def _words(found: Ranking) -> list[str]:
@@ -126,64 +122,10 @@ def _words(found: Ranking) -> list[str]:
     return lines
 
 
-def plain(found: Ranking) -> dict[str, Any]:
-    """Everything, as JSON values; an interval that is not known is null."""
-    return {
-        "checkpoints": [
-            {"run": str(base.source), "step": base.step, "trained": base.trained, "settings": asdict(base.settings)}
-            for base in found.bases
-        ],
-        "units": len(set(found.units)),
-        "reference": found.reference.name,
-        "forks": found.per_base,
-        "look": found.look,
-        "tested": found.tested,
-        "recorded": len(found.compared_entries),
-        "margin": found.margin,
-        "alpha": ALPHA,
-        "validation_tokens": found.bases[0].tokens,
-        "floor": None if found.floor is None else _plain(found.floor),
-        "candidates": [_plain_entry(found, entry) for entry in found.entries],
-        "order": [entry.name for entry in found.ranked],
-        "pairs": [
-            {**_plain(pair.difference), **asdict(pair), "together": _finite(pair.together)} for pair in found.pairs
-        ],
-    }
-
-
-def _plain_entry(found: Ranking, entry: Entry) -> dict[str, Any]:
-    gaps: Mapping[str, Any] = {}
-    if not entry.diverged:
-        each = [at.mean for at in found.by_base(entry)]
-        gaps = {"gap": _plain(found.gap(entry)), "gap_high": _plain(found.gap(entry, "high")), "gaps": each}
-        gaps = {**gaps, "tokens": found.sampling(entry)}
-    return {
-        "name": entry.name,
-        "asked": entry.asked,
-        "same": list(entry.same),
-        "group": found.groups.get(entry.name),
-        "diverged": entry.diverged,
-        "spikes": [found.place(spike.fork) for spike in found.spikes if spike.entry is entry],
-        **gaps,
-        "forks": [fork.plain() for fork in entry.forks if fork is not None],
-    }
-
-
-def show(found: Estimate) -> str:
+def _show(found: Estimate) -> str:
     """ "+0.00092 ± 0.00041", or without an interval where there is none."""
-    half = found.half_width()
-    return f"{found.mean:+.5f}" + (" ± –" if half is None else f" ± {half:.5f}")
+    return found.show("+.5f", " ± –")
 
 
 def _t(found: Estimate) -> str:
     return "–" if found.t is None else f"{found.t:.1f}" if abs(found.t) < 1000 else ">999"
-
-
-def _plain(found: Estimate) -> dict[str, Any]:
-    low, high = found.interval() or (None, None)
-    (t,) = _finite([found.t])
-    return {"mean": found.mean, "error": found.error, "low": low, "high": high, "t": t}
-
-
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None or not math.isfinite(value) else value for value in values]

@@ -15,11 +15,10 @@ from typing import Any
 from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import Gradients
-from fp4train.lab.studies.identity import described
 from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, Part, Parts
 from fp4train.lab.studies.record import StudyRecord, Values
 from fp4train.lab.studies.statistics import estimate
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
 
 GROUP = 4

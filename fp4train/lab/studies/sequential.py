@@ -1,16 +1,30 @@
 """Many comparisons, looked at more than once: p-values and intervals that stay honest however they are asked for.
 
+**Sign flips** assume no distribution. The null of a pair: its two losses of a fork are exchangeable, either could have
+come from either candidate. Then the difference of each fork is as probable with the other sign. All sign patterns of
+the differences that were seen are equally probable, and
+
+    p = the share of the sign patterns whose statistic is at least that of the pattern that was seen
+
+is exact for every distribution, spikes included. Of n forks the least p is 1/2ⁿ⁻¹: six forks are needed for p < .04.
+
+Many pairs: the statistic is Student's t, turned into a normal deviate so that pairs with different numbers of forks
+compare. All pairs of a fork flip together, and each pair is compared with the largest deviate of all pairs that are not
+yet told apart (step-down max-T, Westfall and Young 1993). Pairs that do not contain the reference count with `WEIGHT`
+times their deviate: comparisons with the reference come first, and one test holds for them and all others together.
+Where the losses of three and more equal candidates are skewed, their differences do not flip together exactly;
+scripts/simulate_ranking.py measures what that does: the test errs on the safe side.
+
 A **look** is a table: all candidates that the record of a checkpoint holds, with the forks that there are at that
 moment. More forks and other candidates make another look; the same table, whatever is shown of it, is the same one.
-Looks are counted in the record (`fp4train.lab.studies.looks`), and each has a share of the error probability α:
+Looks are counted in the record (`Looks`), and each has a share of the error probability α:
 
     share(1) = 0.8,   share(i) = 0.2/(i·(i − 1))   for i = 2, 3, …   (they sum to 1)
 
 so that nothing is spent on looks that nobody takes, and who decides on the number of forks beforehand has most of α for
-it. A pair's p over all looks is q = min over looks of p/share, p by sign flips corrected for all pairs of the look
-(`flips.py`). Without a difference P(any q ≤ α) ≤ Σ share·α = α, whenever one stops (error spending as of
-Lan and DeMets, Biometrika 1983, by the union bound). α is that of a checkpoint's record: checkpoints that are looked at
-one by one have α each.
+it. A pair's p over all looks is q = min over looks of p/share, p by sign flips corrected for all pairs of the look.
+Without a difference P(any q ≤ α) ≤ Σ share·α = α, whenever one stops (error spending as of Lan and DeMets, Biometrika
+1983, by the union bound). α is that of a checkpoint's record: checkpoints that are looked at one by one have α each.
 
 That holds for the checkpoints of the table. Whether a difference holds for base runs like these is a second question,
 asked where there are several: Student's t over the means of the base runs (`over_units`), corrected for all pairs by
@@ -23,17 +37,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fp4train.lab.studies.flips import WEIGHT, corrected
+from fp4train.lab.studies.record import StudyRecord
 from fp4train.lab.studies.statistics import Estimate, estimate, holm, over_units
+from fp4train.lab.studies.subject import digest
 
 ALPHA = 0.05
 _FIRST = 0.8
 """The share of the first look."""
+
+WEIGHT = 0.85
+"""Of pairs without the reference."""
+GENERATORS = 13
+"""Of the group of sign patterns: with up to 14 forks all patterns, with more a subgroup of 2¹³, which is exact, too
+(Hemerik and Goeman, TEST 2018)."""
+
+Array = NDArray[np.float64]
+
+_LOOK, _REFERENCE = "look/", "reference"
 
 Verdict = Literal["apart", "here", "alike", "open"]
 Found = tuple[float, float]
@@ -48,6 +75,50 @@ def share(look: int) -> float:
 def needed(look: int) -> int:
     """The fewest forks with which a look can tell anything apart: the least p of n forks is 1/2ⁿ⁻¹."""
     return 1 + math.ceil(-math.log2(ALPHA * share(look)))
+
+
+@lru_cache(maxsize=4)
+def sign_patterns(count: int) -> Array:
+    """Patterns × forks, ±1; the first pattern is all +1. A pattern and its opposite are the same test: the first sign
+    is +1."""
+    free = count - 1
+    basis = np.eye(free)
+    if free > GENERATORS:
+        basis = np.random.default_rng(count).integers(0, 2, size=(GENERATORS, free)).astype(float)
+    chosen = (np.arange(2 ** len(basis))[:, None] >> np.arange(len(basis))) & 1
+    flipped = (chosen @ basis) % 2
+    return 1 - 2 * np.concatenate([np.zeros((len(flipped), 1)), flipped], axis=1)
+
+
+def deviates(differences: Array, signs: Array) -> Array:
+    """Patterns × pairs: Student's t of the differences under each sign pattern as a normal deviate (Wallace 1959).
+
+    Args:
+        differences: forks × pairs; NaN where a pair lacks a fork.
+    """
+    freedom = np.isfinite(differences).sum(axis=0) - 1
+    values = np.nan_to_num(differences)
+    squares = (freedom + 1) * (values**2).sum(axis=0)
+    r2 = (signs @ values) ** 2 / np.where(squares > 0, squares, 1)
+    found: Array = (8 * freedom + 1) / (8 * freedom + 3) * np.sqrt(-freedom * np.log(np.maximum(1 - r2, 1e-15)))
+    return found
+
+
+def corrected(differences: Array, weights: Sequence[float]) -> list[float]:
+    """The p of each pair, corrected for all of them.
+
+    Args:
+        differences: forks × pairs; NaN where a pair lacks a fork; at least two of each.
+        weights: of the pairs.
+    """
+    found = deviates(differences, sign_patterns(len(differences))) * np.asarray(weights)
+    order = np.argsort(-found[0], kind="stable")
+    found = found[:, order]
+    left = np.maximum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+    shares = (left >= found[0] * (1 - 1e-9)).mean(axis=0)
+    result = np.empty(len(order))
+    result[order] = np.maximum.accumulate(shares)
+    return [float(p) for p in result]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +226,76 @@ def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
     letters = "abcdefghijklmnopqrstuvwxyz"
     named = [letters[i] if i < len(letters) else f"({i + 1})" for i in range(len(sets))]
     return {name: "".join(letter for letter, each in zip(named, sets, strict=True) if name in each) for name in order}
+
+
+class Looks:
+    """The looks at a set of checkpoints, so that asking in pieces buys no significance.
+
+    A record is one checkpoint's, and begins with its reference. A look is written into the record of every checkpoint
+    of its table:
+
+        "look/2": {"number": 2, "of": [checkpoints], "table": digest, "candidates": [keys],
+                   "found": {"key key": [p, beyond]}}
+
+    Its number is one more than the largest in any of these records, so that the numbers in a record only rise and the
+    shares of its looks sum to at most 1. A table that was looked at before is the same look, whatever is shown of it.
+
+    Args:
+        records: by the digest of each checkpoint.
+        reference: the key of the reference in each, which is recorded in those that have none yet: what comes first is
+            chosen before there are forks.
+    """
+
+    def __init__(self, records: Mapping[str, StudyRecord], reference: Sequence[str]) -> None:
+        self.records, self.of = records, sorted(records)
+        for record, key in zip(records.values(), reference, strict=True):
+            if _REFERENCE not in record:
+                record.add(_REFERENCE, {"key": key})
+        first = {str(record[_REFERENCE]["key"]) for record in records.values()}
+        self.reference = first.pop() if len(first) == 1 else None
+        self._every = [
+            values for record in records.values() for key, values in record.known.items() if key.startswith(_LOOK)
+        ]
+
+    @property
+    def next(self) -> int:
+        """The number of the next look."""
+        return 1 + max((each["number"] for each in self._every), default=0)
+
+    @property
+    def seen(self) -> set[str]:
+        """The keys of all candidates of these looks."""
+        return {key for each in self._every for key in each["candidates"]}
+
+    @property
+    def earlier(self) -> dict[frozenset[str], Found]:
+        """By the keys of two candidates the least (p, beyond) of all looks at exactly these checkpoints."""
+        found: dict[frozenset[str], Found] = {}
+        for look in (each for each in self._every if each["of"] == self.of):
+            for words, (p, beyond) in look["found"].items():
+                pair = frozenset(words.split())
+                before = found.get(pair, (1.0, 1.0))
+                found[pair] = min(before[0], p), min(before[1], beyond)
+        return found
+
+    def number(self, table: Any, forks: int) -> int | None:
+        """That of the look at a table, which is any description of what is tested; None where its forks are too few to
+        tell anything apart, so that no look is taken."""
+        known = self._known(table)
+        if known is not None:
+            return known
+        return self.next if forks >= needed(self.next) else None
+
+    def take(self, table: Any, candidates: Sequence[str], pairs: Sequence[Pair]) -> None:
+        """Record the look at a table, if it is a new one. The pairs are named by keys."""
+        if self._known(table) is not None:
+            return
+        found = {f"{pair.first} {pair.second}": [pair.p, pair.beyond] for pair in pairs if pair.p < 1}
+        number = self.next
+        look = {"number": number, "of": self.of, "table": digest(table), "candidates": list(candidates), "found": found}
+        for record in self.records.values():
+            record.add(f"{_LOOK}{number}", look)
+
+    def _known(self, table: Any) -> int | None:
+        wanted = self.of, digest(table)
+        return next((int(each["number"]) for each in self._every if (each["of"], each["table"]) == wanted), None)

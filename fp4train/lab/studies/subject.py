@@ -2,11 +2,17 @@
 
 A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing is written into the
 run's own files: the study may stand beside a process that trains in the same directory.
+
+What a record of measurements is of is described in a form that a later version of fp4train reads alike: a dataclass by
+its class and the fields that differ from their defaults. A field that a later version adds is then absent from the
+description until somebody sets it: an object older than an option has that option's default.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +28,6 @@ from fp4train.config import Config
 from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
-from fp4train.lab.studies.identity import described
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble, build_timeline, choose_device
 from fp4train.run.record import directory as run_directory
@@ -33,7 +38,6 @@ from fp4train.run.weights import load_init, load_weights
 
 STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
-
 _NOT_OF_THE_SUBJECT = (
     *run_directory.CONTINUED,
     *("resume_step", "recipe", "policy", "phases", "optim.", "schedule.", "train.steps", "init", "init_step"),
@@ -51,11 +55,10 @@ class Subject:
         source: the run directory; None: a configuration that no run has, and its model as it is initialised.
         run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no tracker, and its saver
             has not begun: `train_step` may be called on it, checkpoints are not written.
-        start: the checkpoint, whose state `restore` puts back; None for a model as it was initialised.
+        start: the checkpoint, whose state `run.restore` puts back; None for a model as it was initialised.
         weights: checksum of the model's weights.
         settings: the keys of the configuration that decide about model, batches and arithmetic, where they differ from
             their defaults.
-        trainable: whether the optimizer's moments were asked for.
     """
 
     source: Path | None
@@ -63,7 +66,6 @@ class Subject:
     start: checkpoint.Checkpoint | None = field(repr=False)
     weights: str
     settings: Mapping[str, Any] = field(repr=False)
-    trainable: bool
 
     @property
     def config(self) -> Config:
@@ -106,21 +108,6 @@ class Subject:
         return (self.config.run.dir.parent if self.source is None else self.source) / STUDIES
 
     @property
-    def fingerprint(self) -> str:
-        """Of the data."""
-        return self.run.fingerprint
-
-    def restore(self) -> None:
-        """Put weights, moments, scales and step of the run back to those of the checkpoint.
-
-        Raises:
-            ValueError: the subject was opened without its optimizer, or there is no checkpoint.
-        """
-        if self.start is None or not self.trainable:
-            raise ValueError("only a subject of a checkpoint that is opened with optimizer=True can be restored")
-        self.run.restore(self.start)
-
-    @property
     def identity(self) -> dict[str, Any]:
         """What a record of measurements on this subject must agree with."""
         return {
@@ -128,7 +115,7 @@ class Subject:
             "step": self.step,
             "weights": self.weights,
             "settings": dict(self.settings),
-            "data": self.fingerprint,
+            "data": self.run.fingerprint,
             "device": str(self.device),
         }
 
@@ -140,7 +127,7 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     Args:
         config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
         fresh: the model as the run initialised it, without a checkpoint.
-        optimizer: keep the moments, and the checkpoint for `Subject.restore`.
+        optimizer: keep the moments, so that `run.restore(start)` puts everything back.
 
     Raises:
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
@@ -169,7 +156,6 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
         start=start,
         weights=_checksum_of_weights(run.model),
         settings=_settings_of(config),
-        trainable=optimizer,
     )
 
 
@@ -201,3 +187,32 @@ def _checksum_of_weights(model: nn.Module) -> str:
 def _settings_of(config: Config) -> dict[str, Any]:
     found = flattened(described(config))
     return {key: value for key, value in found.items() if not key.startswith(_NOT_OF_THE_SUBJECT)}
+
+
+def described(value: Any) -> Any:
+    """A configuration value, or an object made of dataclasses, as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        changed = {
+            field.name: described(getattr(value, field.name))
+            for field in dataclasses.fields(kind)
+            if field.init and getattr(value, field.name) != _default(field)
+        }
+        return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **changed}
+    if isinstance(value, Mapping):
+        return {str(key): described(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def digest(value: Any) -> str:
+    """Checksum of a description, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; where it has none, a value that equals nothing."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING

@@ -1,18 +1,18 @@
-"""The result of a sensitivity study as a table on one screen, as JSON, and as a policy file."""
+"""The result of a sensitivity study as a table on one screen, and as a policy file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import yaml
 
 from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
 from fp4train.lab.studies.parts import GEMM, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE
-from fp4train.lab.studies.statistics import CONFIDENCE, Estimate
+from fp4train.lab.studies.results import KINDS
+from fp4train.lab.studies.statistics import CONFIDENCE
 from fp4train.lab.studies.subject import Subject
-from fp4train.lab.studies.tradeoff import Point, Tradeoff
+from fp4train.lab.studies.tradeoff import Tradeoff
 from fp4train.precision import LayerPolicy
 from fp4train.text import tabulate
 
@@ -21,7 +21,6 @@ LISTED = 8
 NEAR = 0.25
 """The sum of the parts is near the whole within this share of it."""
 _HEADER = ("quantised", "nMSE", "variance", "bias²", "cosine", "loss change", "output error")
-_KINDS = {GEMM: "GEMMs", OPERAND: "operands", LAYER: "layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +66,13 @@ class Report:
             worst = sorted(blocks, key=lambda block: -blocks[block])
             shown = ", ".join(f"{block}: {blocks[block] / total:.0%}" for block in worst[:4])
             lines.append(f"damage by block, of the sum over {layers} layers one at a time: block {shown}")
-        sums = "; ".join(f"{_KINDS[kind]} {_with_error(each, '.0%')}" for kind, each in found.shares.items())
-        far = [_KINDS[kind] for kind, each in found.shares.items() if abs(each.mean - 1) > NEAR]
+        sums = "; ".join(f"{KINDS[kind]} {each.show('.0%')}" for kind, each in found.shares.items())
+        far = [KINDS[kind] for kind, each in found.shares.items() if abs(each.mean - 1) > NEAR]
         verdict = f"within {NEAR:.0%}" if not far else f"the {' and '.join(far)} interact: predictions are rough"
         lines.append(f"the parts sum to {sums} of the whole; {verdict}")
         if found.signal is not None:
             few = "" if found.whole.bias2 is not None else ", not told from 0: no bias² without more batches"
-            lines.append(f"|G|² is {_with_error(found.signal, '.0%')} of the squared gradient of a batch{few}")
+            lines.append(f"|G|² is {found.signal.show('.0%')} of the squared gradient of a batch{few}")
         lines += self._policy()
         if trade.curve[0].time is not None and trade.curve[0].time >= 1:
             lines.append(
@@ -101,55 +100,14 @@ class Report:
         lines = [
             f"policy: keep {', '.join(trade.policy.keep)}: {chosen.macs:.1%} of the multiply-adds{time}; nMSE "
             f"{chosen.nmse:.4f} predicted",
-            f"judged on {same} after those that chose it: nMSE {_with_error(judged.chosen.nmse, '.4f')}, "
-            f"{_with_error(judged.gain, '.4f')} less than with nothing kept"
-            + (
-                ""
-                if judged.over_own is None
-                else f", {_with_error(judged.over_own, '.4f')} less than under the run's policy"
-            ),
+            f"judged on {same} after those that chose it: nMSE {judged.chosen.nmse.show('.4f')}, "
+            f"{judged.gain.show('.4f')} less than with nothing kept"
+            + ("" if judged.over_own is None else f", {judged.over_own.show('.4f')} less than under the run's policy"),
         ]
         ends = judged.gain.interval()
         if ends is None or ends[0] <= 0:
             lines.append("this policy is not told apart from keeping nothing: give more batches, batches=… or budget=…")
         return lines
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values of everything that was found."""
-        found, trade, judged = self.found, self.trade, self.judged
-        cells = {
-            layer: {operand: found.cell(layer, operand) for operand in found.parts.operands}
-            for layer in found.parts.layers
-        }
-        return {
-            "run": self.subject.title,
-            "step": self.subject.step,
-            "recipe": found.parts.recipe.name,
-            "identity": self.subject.identity,
-            "confidence": CONFIDENCE,
-            "batches": found.batches,
-            "tokens_per_batch": self.subject.config.train.tokens,
-            "signal": _plain(found.signal),
-            "parts": {name: _finding(each) for name, each in found.findings.items()},
-            "shares": {_KINDS[kind]: _plain(each) for kind, each in found.shares.items()},
-            "blocks": {str(block): damage for block, damage in found.blocks().items()},
-            "cells": cells if found.has_cells else None,
-            "gpu": None if trade.gpu is None else trade.gpu.name,
-            "pareto": [_point(each) for each in trade.curve],
-            "policy": {
-                **_point(trade.chosen),
-                "keep": list(trade.policy.keep),
-                "measured": _finding(found.whole if judged is None else judged.chosen),
-                "judged": None
-                if judged is None
-                else {
-                    "batches": judged.batches,
-                    "everything": _finding(judged.everything),
-                    "gain": _plain(judged.gain),
-                    "over_the_runs": _plain(judged.over_own),
-                },
-            },
-        }
 
     def policy_file(self) -> str | None:
         """The chosen policy as YAML, which `policy=FILE.yaml` takes; None if it keeps nothing."""
@@ -181,32 +139,10 @@ def policy_yaml(policy: LayerPolicy) -> str:
 def _row(title: str, each: Finding) -> tuple[str, ...]:
     return (
         title,
-        _with_error(each.nmse, ".4f"),
+        each.nmse.show(".4f"),
         "" if each.variance is None else f"{each.variance.mean:.4f}",
-        "" if each.bias2 is None else _with_error(each.bias2, ".4f"),
+        "" if each.bias2 is None else each.bias2.show(".4f"),
         f"{each.cosine.mean:.4f}",
-        _with_error(each.loss, "+.4f"),
+        each.loss.show("+.4f"),
         "" if each.output is None else f"{each.output.mean:.5f}",
     )
-
-
-def _with_error(each: Estimate, form: str) -> str:
-    half = each.half_width()
-    return f"{each.mean:{form}}" if half is None else f"{each.mean:{form}} ± {half:{form.replace('+', '')}}"
-
-
-def _plain(each: Estimate | None) -> dict[str, Any] | None:
-    if each is None:
-        return None
-    interval = each.interval()
-    return {**asdict(each), "interval": None if interval is None else list(interval)}
-
-
-def _finding(each: Finding) -> dict[str, Any]:
-    keys = ("nmse", "variance", "bias2", "cosine", "loss", "output")
-    return {"kind": each.kind, **{key: _plain(getattr(each, key)) for key in keys}}
-
-
-def _point(each: Point) -> dict[str, Any]:
-    kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in each.kept]
-    return {"kept": kept, "macs": each.macs, "nmse": each.nmse, "time": each.time}

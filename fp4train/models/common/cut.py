@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.place import Ranks, local, with_summed_gradient
+from fp4train.nn.ranks import Ranks, local, with_summed_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,26 +23,24 @@ _log = logging.getLogger(__name__)
 _FAILED = re.compile(r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\w+|NCCL error|device-side assert")
 
 
-def check_gpu(name: str) -> None:
-    """Say what is wrong with the GPU that `device=name` would use.
+def warn_of_unseen_gpu(name: str) -> None:
+    """Warn of a driver that does not go with this torch where the CPU is used instead (device=auto)."""
+    if name == "auto" and not torch.cuda.is_available() and driver_version() is not None:
+        _log.warning("the run uses the CPU: %s", why_no_gpu())
 
-    A driver that does not go with this torch is a warning where the CPU can be used instead (device=auto).
+
+def check_gpu(device: torch.device, name: str) -> None:
+    """Refuse a GPU that is too old, which `device=name` would use.
 
     Raises:
-        UserError: the GPU is too old.
+        UserError: it has no BF16 products.
     """
-    if name == "cpu":
-        return
-    if not torch.cuda.is_available():
-        if driver_version() is not None and name == "auto":
-            _log.warning("the run uses the CPU: %s", why_no_gpu())
-        return
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_GPU:
         have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
         raise UserError(
-            f"device={name}: {torch.cuda.get_device_name()} has compute capability {have} and no BF16 products, which "
-            f"need {least}; use device=cpu"
+            f"device={name}: {torch.cuda.get_device_name(device)} has compute capability {have} and no BF16 products, "
+            f"which need {least}; use device=cpu"
         )
 
 

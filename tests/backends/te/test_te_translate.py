@@ -219,6 +219,19 @@ def test_an_older_te_is_refused_where_it_would_compute_something_else(
         to_te(recipe.table())
 
 
+def test_the_metadata_of_the_package_are_read_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take about a millisecond, and each call of a layer asks for TE's modules, which asks for its version."""
+    reads = []
+    monkeypatch.setattr(availability.metadata, "version", lambda name: reads.append(name) or "2.20.2")
+    availability.version.cache_clear()
+    try:
+        for _ in range(3):
+            availability.recipe_module()
+        assert reads == ["transformer_engine"]
+    finally:
+        availability.version.cache_clear()
+
+
 def test_a_field_that_an_older_te_lacks_matters_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Older:

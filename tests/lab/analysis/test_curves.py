@@ -12,7 +12,8 @@ import pytest
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import draw_curves, loss_limits, shades
+from fp4train.lab.analysis.curves import draw_curves, one_run, shades
+from fp4train.lab.analysis.figure import PICTURE, loss_limits
 from fp4train.lab.analysis.history import Series, Span, read_history
 from fp4train.track import MetricsLog
 
@@ -56,7 +57,7 @@ def test_a_whole_run_is_drawn_with_its_recipes_and_swaps(tmp_path: Path) -> None
     path = draw_curves(run)
     assert path == run / "curves.png" and path.read_bytes().startswith(PNG)
     assert sorted(p.name for p in run.iterdir()) == ["curves.png", "metrics.jsonl"]
-    texts = [text.get_text() for axes in curves._figure(read_history(run)).axes for text in axes.texts]
+    texts = [text.get_text() for axes in one_run(read_history(run))(PICTURE).axes for text in axes.texts]
     assert {"nvfp4", "mxfp8", "bf16", "swap"} <= set(texts)
 
 
@@ -85,7 +86,7 @@ def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path
     lines = [
         {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]} for s in range(1, 21)
     ]
-    figure = curves._figure(read_history(write_run(tmp_path / "run", lines)))
+    figure = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE)
     figure.canvas.draw()
     loss = figure.axes[0]
     room, shown = loss.get_window_extent(), [text for text in loss.texts if "hadamard" in text.get_text()]
@@ -102,13 +103,15 @@ def test_spans_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> No
 
     recipes = ["a", "a", "b", "b", "a"]
     lines = [{"step": s, "precision/recipe": r} for s, r in enumerate(recipes, start=1)]
-    spans = History(path=Path("run"), lines=[*lines, lines[2], {"step": 3, "event": "resume"}]).spans()
+    history = History(path=Path("run"), lines=[*lines, lines[2], {"step": 3, "event": "resume"}])
+    spans = history.spans()
     assert spans == [
         Span(first=1, last=3, recipe="a"),
         Span(first=3, last=5, recipe="b"),
         Span(first=5, last=5, recipe="a"),
     ]
-    assert len(set(shades(spans).values())) == 2, "the same recipe has the same colour"
+    assert history.bands() == [(0, 3, "a"), (3, 5, "b"), (5, 5, "a")]
+    assert len(set(shades(span.recipe for span in spans).values())) == 2, "the same recipe has the same colour"
 
 
 def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:

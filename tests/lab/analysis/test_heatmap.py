@@ -1,14 +1,17 @@
-"""RUN/statistics.png is drawn from any statistics that a run can write."""
+"""Statistics become arrays by layer, operand and step, and pictures, whatever a run can write."""
 
-import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from made import LAYERS, write_run, write_statistics
+from matplotlib.colors import LogNorm
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.heatmap import draw_statistics, grid
-from fp4train.track import STATISTICS, Statistics
+from fp4train.lab.analysis.figure import NARROW, WIDE
+from fp4train.lab.analysis.heatmap import RATIO, draw_statistics, errors_of, worst_maps, worst_operand
+from fp4train.track import STATISTICS, Statistics, read_statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
 
@@ -36,13 +39,42 @@ def test_a_picture_is_drawn_of_few_and_of_many_layers_with_gaps(
     assert path == tmp_path / "statistics.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_not_measured_stays_empty() -> None:
-    rows = {"layer": np.array(["a", "b", "b"]), "step": np.array([10, 10, 30])}
-    table = grid(rows, np.array([1.0, 2.0, 3.0]), ["a", "b"], np.array([10, 20, 30]))
-    assert table.tolist()[0][0] == 1 and table[1].tolist()[::2] == [2, 3]
-    assert all(map(math.isnan, [table[0, 1], table[0, 2], table[1, 1]]))
-
-
 def test_a_run_without_statistics_says_how_to_get_some(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="errors_every"):
         draw_statistics(tmp_path)
+
+
+def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> None:
+    found = errors_of(read_statistics(write_run(tmp_path / "a", errors=True)))
+    assert found.steps == [10, 20, 30, 40]
+    assert found.layers == list(LAYERS) and found.operands == ["fprop.x", "wgrad.dy"]
+    assert found.values["sqnr_db"][0, 0].tolist() == [19, 18, 17, 16]
+    assert found.values["sqnr_db"][1, 1].tolist() == [16, 15, 14, 13]
+    assert found.relative_error[0, 0, 0] == pytest.approx(10 ** (-19 / 20))
+    assert worst_operand(found.relative_error)[:, -1].tolist() == pytest.approx([10**-0.75, 10**-0.65])
+    assert found.worst_layers == [1, 0] and (found.gradient_to_noise == 3.0).all()
+
+
+def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp_path: Path) -> None:
+    found = errors_of(read_statistics(write_run(tmp_path / "a", errors=True)))
+    ratios = np.geomspace(0.5, 5000, found.gradient_to_noise.size).reshape(found.gradient_to_noise.shape)
+    ratios.flat[0] = 0.0  # a gradient that vanished has no place on the scale
+    for width in (WIDE, NARROW):
+        figure = worst_maps(replace(found, gradient_to_noise=ratios))(width)
+        figure.canvas.draw()
+        panel = next(axes for axes in figure.axes if axes.get_title(loc="left") == RATIO)
+        assert isinstance(panel.images[0].norm, LogNorm)
+        assert np.ma.count_masked(panel.images[0].get_array()) == 1  # type: ignore[no-untyped-call]
+        bar = panel.images[0].colorbar
+        assert bar is not None and {"10", "1000"} <= {each.get_text() for each in bar.ax.get_yticklabels()}
+    without = worst_maps(replace(found, gradient_to_noise=np.zeros_like(ratios)))(WIDE)
+    assert RATIO not in [axes.get_title(loc="left") for axes in without.axes]
+
+
+def test_what_was_not_measured_is_not_a_number(tmp_path: Path) -> None:
+    write_statistics(tmp_path, [10])
+    write_statistics(tmp_path, [20], ("z", LAYERS[0]))
+    found = errors_of(read_statistics(tmp_path))
+    assert found.layers == [*LAYERS, "z"], "in the order of their first steps"
+    measured = ~np.isnan(worst_operand(found.values["sqnr_db"]))
+    assert measured.tolist() == [[True, True], [True, False], [False, True]]

@@ -23,16 +23,15 @@ from fp4train.config.overrides import compose
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.analysis.curves import first_words
+from fp4train.lab.analysis.figure import VARIABLES, first_words
 from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.costs.table import time_text
+from fp4train.lab.report import page
 from fp4train.lab.report.page import write_report
-from fp4train.lab.report.style import DARK, LIGHT
-from fp4train.lab.report.svg import VARIABLES
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.sealed import sealed, unsealed
-from fp4train.track import MetricsLog
+from fp4train.track import STATISTICS, MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
 """What a name may be; no "/", because one is a folder's name."""
@@ -263,6 +262,13 @@ def test_a_study_that_is_no_study_is_named(tmp_path: Path, file: str, text: str)
     assert f"{path.parent} cannot be read" in report(tmp_path, run).text
 
 
+def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert "None of the runs measured them" in report(tmp_path, run).text
+    (run / STATISTICS).write_bytes(b"torn")
+    assert "None of the runs measured them" in report(tmp_path, run).text
+
+
 def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, level, seed=0) for name, level in (("a", 3.0), ("b", float("nan")))]
     page = report(tmp_path, *runs)
@@ -347,8 +353,9 @@ def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> No
 
 
 def test_the_styles_know_every_colour_of_the_figures() -> None:
+    light, _, dark = (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")
     for variable in VARIABLES.values():
-        assert f"{variable}:" in LIGHT and f"{variable}:" in DARK
+        assert f"{variable}:" in light and f"{variable}:" in dark
 
 
 # -- the command

@@ -1,7 +1,7 @@
 """Forks of a checkpoint: trained as a run trains, equal to the bit whatever ran before them, paired by their seeds."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def candidate(run: Path, *words: str) -> Candidate:
 
 
 def numbers(found: Fork) -> dict[str, Any]:
-    return {key: value for key, value in found.plain().items() if key != "seconds"}
+    return {key: value for key, value in asdict(found).items() if key != "seconds"}
 
 
 def test_a_fork_by_the_runs_own_schedule_seed_and_recipe_is_the_run(

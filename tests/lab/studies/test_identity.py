@@ -11,11 +11,10 @@ from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies.bases import Base
 from fp4train.lab.studies.forks import ForkSettings
-from fp4train.lab.studies.identity import described, digest
 from fp4train.lab.studies.parts import Parts
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sensitivity import Effort, identity_of
-from fp4train.lab.studies.subject import open_subject
+from fp4train.lab.studies.subject import described, digest, open_subject
 from fp4train.precision import MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
 from fp4train.run.record import directory as run_directory

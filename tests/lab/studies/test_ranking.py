@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.lab.analysis.curves import save_figure
+from fp4train.lab.analysis.figure import PICTURE, Draw, save_png
+from fp4train.lab.studies import figures
 from fp4train.lab.studies.bases import Base
 from fp4train.lab.studies.forks import Fork, ForkSettings
 from fp4train.lab.studies.ranking import Entry, Ranking
-from fp4train.lab.studies.ranking_picture import picture
-from fp4train.lab.studies.ranking_text import plain, render
+from fp4train.lab.studies.ranking_text import render
+from fp4train.lab.studies.results import rank_json, read_rank
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}
 
@@ -43,6 +44,11 @@ def ranking(forks: int, gaps: dict[str, float] | None = None, runs: int = 1, **c
     bases = [base(f"runs/{'abcdef'[i]}") for i in range(runs)]
     found = Ranking(bases=bases, entries=entries, margin=5e-4, look=look, first=entries[0].key)
     return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def picture(found: Ranking) -> Draw:
+    """As the command draws it: from what it writes."""
+    return figures.ranking(read_rank(json.loads(json.dumps(rank_json(found)))), named=True)
 
 
 def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:
@@ -84,7 +90,7 @@ def test_a_reference_that_is_not_the_best_has_better_ones_before_it() -> None:
 
 def test_json_has_no_number_that_json_lacks() -> None:
     for forks in (1, 2, 6):
-        values = plain(ranking(forks))
+        values = rank_json(ranking(forks))
         again = json.loads(json.dumps(values, allow_nan=False))
         assert again["pairs"][0]["together"] == ([None, None] if forks < 6 else values["pairs"][0]["together"])
         assert (again["candidates"][1]["gap"]["low"] is None) == (forks == 1)
@@ -110,7 +116,7 @@ def test_several_base_runs_have_their_spread_in_the_interval_and_each_its_gap() 
     assert [pair.verdict for pair in found.pairs] == ["apart"] and [pair.verdict for pair in wide.pairs] == ["here"]
     assert "3 checkpoints of 3 base runs: the spread between runs is in ±" in text and "told apart here" in text
     assert "gap at each checkpoint\nnvfp4  +0.006" in text and "4.3 errors of the mean of 3" in text
-    assert len(plain(wide)["candidates"][1]["gaps"]) == 3
+    assert len(rank_json(wide)["candidates"][1]["gaps"]) == 3
 
 
 def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
@@ -139,8 +145,8 @@ def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(tm
     (spike,) = spiky.spikes
     assert (spike.entry.name, spike.fork) == ("nvfp4", 8) and not found.spikes
     assert "nvfp4 spikes: its loss is +1.1" in render(spiky) and "at runs/b, step 200, seed 2" in render(spiky)
-    assert [each["spikes"] for each in plain(spiky)["candidates"]][2] == ["runs/b, step 200, seed 2"]
-    texts = [text.get_text() for text in picture(spiky).axes[0].texts]
+    assert [each["spikes"] for each in rank_json(spiky)["candidates"]][2] == ["runs/b, step 200, seed 2"]
+    texts = [text.get_text() for text in picture(spiky)(PICTURE).axes[0].texts]
     assert any("spikes at runs/b, step 200, seed 2" in text for text in texts)
 
 
@@ -156,12 +162,13 @@ def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
 
 def test_the_picture_has_a_row_per_candidate_and_intervals_in_view(tmp_path: Path) -> None:
     found = ranking(6)
-    figure = picture(found)
-    (axes,) = figure.axes
+    (axes,) = picture(found)(PICTURE).axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [entry.name for entry in found.ranked]
     low, high = axes.get_xlim()
     for entry in found.ranked:
         interval = found.gap(entry).interval()
         assert interval is not None and low < interval[0] <= interval[1] < high
-    assert save_figure(figure, tmp_path / "rank.png").stat().st_size > 10_000
-    save_figure(picture(ranking(1)), tmp_path / "one.png")
+    save_png(picture(found), PICTURE, tmp_path / "rank.png", tmp_path / "again.png")
+    assert (tmp_path / "rank.png").stat().st_size > 10_000
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "rank.png").read_bytes()
+    save_png(picture(ranking(1)), PICTURE, tmp_path / "one.png")

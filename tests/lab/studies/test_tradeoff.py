@@ -10,6 +10,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
 from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, Parts
+from fp4train.lab.studies.results import sensitivity_json
 from fp4train.lab.studies.statistics import Estimate
 from fp4train.lab.studies.summary import Report
 from fp4train.lab.studies.tradeoff import Unit, as_policy, trade_off
@@ -147,7 +148,7 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(par
     found = sensitivity(parts, {})
     trade = trade_off(found, keep=0.15, cost=None, gpu=None)
     report = Report(subject=parts.subject, found=found, trade=trade, judged=None)
-    assert report.policy_file() is None and report.as_json()["policy"]["judged"] is None
+    assert report.policy_file() is None and sensitivity_json(report)["policy"]["judged"] is None
     said = "\n".join(report._conclusions(len(parts.layers)))
     assert "no policy: no layer's damage is told apart from the floor" in said and "batches=… or budget=…" in said
 

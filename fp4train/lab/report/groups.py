@@ -16,12 +16,11 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.compare import common_step, seed_groups
-from fp4train.lab.analysis.curves import shortened
-from fp4train.lab.analysis.history import Floats, Series
+from fp4train.lab.analysis.curves import Curve
+from fp4train.lab.analysis.figure import shortened
+from fp4train.lab.analysis.history import Floats, Series, common_step, seed_groups
 from fp4train.lab.report.html import ranges
 from fp4train.lab.report.sources import Source
-from fp4train.lab.report.studies import Interval
 from fp4train.lab.studies.statistics import Estimate, estimate
 
 NAMED = 3
@@ -52,19 +51,6 @@ class Group:
     def numbers(self) -> str:
         """ "1–3": those of its runs."""
         return ranges(source.number for source in self.sources)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Mean and interval by step; the bounds are NaN where there is no interval."""
-
-    steps: Floats
-    mean: Floats
-    low: Floats
-    high: Floats
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
 
 def group(sources: Sequence[Source]) -> list[Group]:
@@ -98,17 +84,17 @@ def gap_curve(first: Group, group: Group, key: str) -> Curve:
     return _curve(steps, [_gap(first, group, base[:, i], mine[:, i]) for i in range(len(steps))])
 
 
-def gap_at(first: Group, group: Group, key: str, step: int) -> Interval:
+def gap_at(first: Group, group: Group, key: str, step: int) -> Estimate:
     """The gap in per cent at one step that all runs have."""
     at = np.array([step], dtype=np.float64)
     base, mine = ([float(_series(s, key).at(at)[0]) for s in each.sources] for each in (first, group))
-    return _interval(_gap(first, group, base, mine))
+    return _gap(first, group, base, mine)
 
 
-def loss_at(group: Group, key: str, step: int) -> Interval:
+def loss_at(group: Group, key: str, step: int) -> Estimate:
     """The loss of a group at one step that all its runs have."""
     at = np.array([step], dtype=np.float64)
-    return _interval(_student([float(_series(source, key).at(at)[0]) for source in group.sources]))
+    return _student([float(_series(source, key).at(at)[0]) for source in group.sources])
 
 
 def _gap(first: Group, group: Group, base: Sequence[float] | Floats, mine: Sequence[float] | Floats) -> Estimate:
@@ -157,8 +143,3 @@ def _curve(steps: Floats, found: Sequence[Estimate]) -> Curve:
     mean = np.array([each.mean for each in found], dtype=np.float64)
     low, high = (np.array([each[side] for each in bounds], dtype=np.float64) for side in (0, 1))
     return Curve(steps=steps, mean=mean, low=low, high=high)
-
-
-def _interval(found: Estimate) -> Interval:
-    low, high = found.interval() or (None, None)
-    return Interval(mean=found.mean, low=low, high=high)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
-from fp4train.nn.outliers import NORMS, STEPS
+from fp4train.nn.executors.parts import OutlierNorms
 from fp4train.precision import BF16, MXFP8, NVFP4, OutlierChannels, Recipe, TetraJetV2, TetraJetV2Outliers, recompute
 from fp4train.quantize import RandomKey, quantize
 
 M, N, K = 256, 96, 192
+NORMS, STEPS = "outliers.norms", "outliers.steps"
 CHANNELS = 32
 LARGE = torch.randperm(K, generator=torch.Generator().manual_seed(9))[:CHANNELS]
 """The outlier channels of every input."""
@@ -60,6 +61,15 @@ def step(module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor) 
     return y.detach(), x.grad, weight.grad.clone()
 
 
+def chosen(made: Linear) -> tuple[Tensor, Tensor]:
+    """The other channels and the outlier channels of the last call."""
+    norms = made.states["outliers"]
+    assert isinstance(norms, OutlierNorms) and made.channels is not None
+    rest, top = norms.channels(K - len(made.channels), "cpu")
+    assert torch.equal(rest, made.channels)
+    return rest, top
+
+
 def trained(recipe: Recipe, steps: int) -> Linear:
     """A layer after so many steps on inputs of seeds 0, 1, …."""
     made = layer()
@@ -90,11 +100,10 @@ def test_the_channels_with_the_largest_norms_over_the_recorded_steps_are_chosen(
     for number in range(4):
         x, dy = inputs(number)
         step(made, recipe, number, x, dy)
-        assert (made.outliers.latest is not None) == (number == 3), "step 0 is before the start, 1 and 2 are recorded"
+        assert (made.channels is not None) == (number == 3), "step 0 is before the start, 1 and 2 are recorded"
         if number in (1, 2):
             sums += x.double().square().sum(0).sqrt()
-    assert made.outliers.latest is not None
-    rest, top = made.outliers.latest
+    rest, top = chosen(made)
     assert set(top.tolist()) == set(LARGE.tolist())
     assert torch.cat((top, rest)).tolist() == sums.argsort(descending=True, stable=True).tolist()
     assert torch.allclose(made.scaling_state()[NORMS], sums, rtol=1e-6) and int(made.scaling_state()[STEPS]) == 2
@@ -111,11 +120,10 @@ def test_until_the_choice_a_layer_is_the_plain_recipe_to_the_bit() -> None:
 @pytest.mark.parametrize("backend", ["emulate", "reference"])
 def test_both_parts_multiply_the_operands_of_the_paper(backend: str) -> None:
     recipe, made = tetrajet(), trained(tetrajet(), 3)
-    made.settle(made.layer, backend)
+    made.rename(made.layer, backend)
     x, dy = inputs(7)
     y, dx, dw = step(made, recipe, 7, x, dy)
-    assert made.outliers.latest is not None
-    rest, top = made.outliers.latest
+    rest, top = chosen(made)
     w = made.weight.detach()
     x_rest, w_rest = (double_block(t[:, rest].numpy()).astype(np.float64) for t in (x, w))
     x_top, w_top = (mxfp8(t[:, top].numpy().astype(np.float64)) for t in (x, w))
@@ -153,7 +161,7 @@ def test_the_parts_draw_other_bits() -> None:
     same = TetraJetV2(dtype="float32", outliers=outliers)
     step(made, same, 0, x, dy)
     _, dx, _ = step(made, same, 1, x, dy)
-    rest, top = made.outliers.latest  # type: ignore[misc]
+    rest, top = chosen(made)
     assert sorted((top - K // 2).tolist()) == sorted(rest.tolist()), "the second half is chosen"
     assert not torch.equal(dx[:, rest], dx[:, rest + K // 2])
 
@@ -194,7 +202,7 @@ def test_gradients_of_what_forward_multiplied_are_unbiased() -> None:
     x, dy = (t[:64].contiguous() for t in inputs(6, factor=4.0))
     repeats = 64
     draws = [step(made, recipe, 10 + number, x, dy) for number in range(repeats)]
-    rest, top = made.outliers.latest  # type: ignore[misc]
+    rest, top = chosen(made)
     w = made.weight.detach()
     w_q, x_q = torch.empty(N, K, dtype=torch.float64), torch.from_numpy(double_block(x[:, rest].numpy())).double()
     w_q[:, rest] = torch.from_numpy(double_block(w[:, rest].numpy())).double()
@@ -217,7 +225,7 @@ def test_evaluation_records_nothing_and_uses_the_choice() -> None:
     step(made, recipe, 2, *inputs(2))
     with torch.no_grad(), f4.autocast(recipe, seed=5, step=3):
         made(inputs(3)[0])
-    assert made.outliers.latest is not None
+    assert made.channels is not None
 
 
 def test_recomputation_repeats_the_bits_and_records_once() -> None:
@@ -230,7 +238,7 @@ def test_recomputation_repeats_the_bits_and_records_once() -> None:
             return recompute(self.inner, x)
 
     again, once = Block(), layer()
-    again.inner.settle(once.layer, "emulate")
+    again.inner.rename(once.layer, "emulate")
     for number in range(5):
         x, dy = inputs(number)
         assert all(
@@ -273,7 +281,7 @@ def test_another_recipe_in_between_leaves_the_recording_as_it_is() -> None:
     assert all(torch.equal(value, before[name]) for name, value in made.scaling_state().items())
     step(made, tetrajet(), 3, *inputs(3))
     step(made, tetrajet().with_high_precision("fprop"), 4, *inputs(4))
-    assert made.outliers.latest is not None and set(made.outliers.latest[1].tolist()) == set(LARGE.tolist())
+    assert set(chosen(made)[1].tolist()) == set(LARGE.tolist())
 
 
 def test_weights_are_prepared_once_a_step_and_anew_in_the_next() -> None:

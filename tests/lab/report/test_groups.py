@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made import write_run
 
-from fp4train.lab.report.gaps import common, curve, gap_at, gap_curve, group
+from fp4train.lab.report.groups import common, curve, gap_at, gap_curve, group
 from fp4train.lab.report.sources import read_sources
 
 
@@ -25,7 +25,7 @@ def test_equal_seeds_are_compared_seed_by_seed(tmp_path: Path) -> None:
     )
     assert common([first, second]) == ("val/loss", 40)
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(1.5) and gap.half == pytest.approx(12.706 * 0.5, rel=1e-3)
+    assert gap.mean == pytest.approx(1.5) and gap.half_width() == pytest.approx(12.706 * 0.5, rel=1e-3)
     assert gap.show("+.2f") == "+1.50 ± 6.35"
 
 
@@ -36,13 +36,13 @@ def test_other_seeds_are_compared_by_their_means(tmp_path: Path) -> None:
     )
     gap = gap_at(first, second, "val/loss", 40)
     assert gap.mean == pytest.approx(10.0)
-    assert gap.half == pytest.approx(12.706 * 100 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3)
+    assert gap.half_width() == pytest.approx(12.706 * 100 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3)
 
 
 def test_single_runs_have_no_interval(tmp_path: Path) -> None:
     first, second = groups_of(tmp_path, ("a", 2.0, 0, "A"), ("b", 2.1, 0, "B"))
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(5.0) and gap.half is None
+    assert gap.mean == pytest.approx(5.0) and gap.half_width() is None
     found = gap_curve(first, second, "val/loss")
     assert found.steps.tolist() == [10, 20, 30, 40] and np.isnan(found.low).all()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp4train.nn.place import Cut, Place, Ranks
+from fp4train.nn.executors.cut import Cut, LayerShard
+from fp4train.nn.ranks import Ranks
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
 from fp4train.quantize import QuantSpec
 
@@ -14,8 +15,10 @@ NVFP4_X, ROW = NVFP4().table().fprop.first, FP8Row().table().fprop.first
 assert NVFP4_X is not None and ROW is not None
 
 
-def place(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> Place:
-    return Place(tensor=None if cut is None else TENSOR, cut=cut, first=64, data=DATA, amax=amax, sequence=sequence)
+def shard(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> LayerShard:
+    return LayerShard(
+        tensor=None if cut is None else TENSOR, cut=cut, first=64, data=DATA, amax=amax, sequence=sequence
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,50 +30,50 @@ def place(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> Place:
 )
 def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(cut: Cut, tensor: str, shared: bool) -> None:
     for transposed in (False, True):
-        assert place(cut).holders(tensor, NVFP4_X, transposed=transposed) == ((TENSOR,) if shared else ())
-    assert place(cut, amax="local").holders(tensor, NVFP4_X) == ()
+        assert shard(cut).amax_ranks(tensor, NVFP4_X, transposed=transposed) == ((TENSOR,) if shared else ())
+    assert shard(cut, amax="local").amax_ranks(tensor, NVFP4_X) == ()
 
 
 def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
-    assert place("in").holders("x", ROW) == (TENSOR,)  # a token's features lie on two ranks
-    assert place("in").holders("x", ROW, transposed=True) == ()  # a feature's tokens lie on this one
-    assert place("out").holders("w", ROW) == ()
-    assert place("out").holders("w", ROW, transposed=True) == (TENSOR,)
+    assert shard("in").amax_ranks("x", ROW) == (TENSOR,)  # a token's features lie on two ranks
+    assert shard("in").amax_ranks("x", ROW, transposed=True) == ()  # a feature's tokens lie on this one
+    assert shard("out").amax_ranks("w", ROW) == ()
+    assert shard("out").amax_ranks("w", ROW, transposed=True) == (TENSOR,)
 
 
 @pytest.mark.parametrize("cut", [None, "out", "in"])
 def test_with_amax_data_it_covers_the_tokens_of_all_data_ranks(cut: Cut | None) -> None:
-    assert DATA in place(cut, amax="data").holders("x", NVFP4_X)
-    assert DATA in place(cut, amax="data").holders("x", ROW, transposed=True)
-    assert DATA not in place(cut, amax="data").holders("x", ROW)
-    assert DATA not in place(cut, amax="data").holders("w", NVFP4_X)
-    assert DATA not in place(cut).holders("x", NVFP4_X)
+    assert DATA in shard(cut, amax="data").amax_ranks("x", NVFP4_X)
+    assert DATA in shard(cut, amax="data").amax_ranks("x", ROW, transposed=True)
+    assert DATA not in shard(cut, amax="data").amax_ranks("x", ROW)
+    assert DATA not in shard(cut, amax="data").amax_ranks("w", NVFP4_X)
+    assert DATA not in shard(cut).amax_ranks("x", NVFP4_X)
 
 
 def test_tokens_that_are_gathered_as_codes_share_their_amax() -> None:
-    assert place("out", sequence=True).holders("x", NVFP4_X, tokens=True) == (TENSOR,)
-    assert place("out", "local", sequence=True).holders("x", NVFP4_X, tokens=True) == (TENSOR,)
+    assert shard("out", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
+    assert shard("out", "local", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
 
 
 @pytest.mark.parametrize("spec", [MXFP8().table().fprop.first, FP8Delayed().table().fprop.first])
 def test_scales_of_blocks_and_of_histories_need_no_other_rank(spec: QuantSpec) -> None:
-    assert place("in", amax="data").holders("x", spec) == ()
+    assert shard("in", amax="data").amax_ranks("x", spec) == ()
 
 
 def test_random_bits_begin_at_the_shards_first_element() -> None:
-    assert [place("out").starts(t) for t in ("x", "w", "dy")] == [(0, 0), (64, 0), (0, 64)]
-    assert [place("in").starts(t) for t in ("x", "w", "dy")] == [(0, 64), (0, 64), (0, 0)]
+    assert [shard("out").starts(t) for t in ("x", "w", "dy")] == [(0, 0), (64, 0), (0, 64)]
+    assert [shard("in").starts(t) for t in ("x", "w", "dy")] == [(0, 64), (0, 64), (0, 0)]
 
 
 @pytest.mark.parametrize(("field", "value"), [("amax", "all"), ("gather", "fp4")])
 def test_unknown_choices_are_refused(field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{field}='{value}' is not one of"):
-        Place(tensor=TENSOR, cut="in", **{field: value})  # type: ignore[arg-type]
+        LayerShard(tensor=TENSOR, cut="in", **{field: value})  # type: ignore[arg-type]
 
 
 def test_a_cut_needs_ranks() -> None:
     with pytest.raises(ValueError, match="a layer that is cut has ranks"):
-        Place(cut="in")
+        LayerShard(cut="in")
 
 
 def test_no_collective_has_a_name_that_torch_warns_of() -> None:

@@ -1,0 +1,215 @@
+"""What all figures share: colours, style, limits and labels; a figure as a PNG file, or as SVG inside of a page.
+
+A figure is a function of its width in inches, so that one description serves the picture beside a run and the page. A
+page has every figure twice, 8.4 inches wide and 3.7: a figure that is only scaled down has letters of 4 points on a
+phone. The style of the page shows one of them; paper gets the wide one. There colours become variables of the page's
+style, so that figures follow its dark mode. Text stays text: it can be selected, searched and read aloud.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from fp4train import files
+from fp4train.lab.analysis.history import Floats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE, NARROW, PICTURE = 8.4, 3.7, 9.0
+"""Inches: in a page on a screen, in a page on a phone, of a PNG file."""
+
+INK, QUIET, LINE = "#2b2f36", "#8a8f98", "#c9cdd3"
+TRAIN, VALIDATION, IN_RECIPE = "#2f6db3", "#d9541e", "#1a936f"
+COLOURS = (TRAIN, VALIDATION, IN_RECIPE, "#8b5fbf", "#c43d6b", "#7a6a1f", "#3b3f46", "#17a2b8")
+LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+"""Each colour comes in each of these, so that 32 runs can be told apart."""
+SHADES = ("#dfe9f5", "#fbe7d6", "#dcefe6", "#ece3f4", "#f6e3e6", "#eeeadb")
+VARIABLES: Mapping[str, str] = {
+    **{INK: "--ink", QUIET: "--quiet", LINE: "--line"},
+    **{colour: f"--c{i}" for i, colour in enumerate(COLOURS)},
+    **{shade: f"--s{i}" for i, shade in enumerate(SHADES)},
+}
+"""Colour → variable of a page's style."""
+
+Draw = Callable[[float], "Figure"]
+"""Draws a figure of this width in inches."""
+
+_SVG = "http://www.w3.org/2000/svg"
+_COLOUR = re.compile("|".join(VARIABLES))
+
+
+def colour_of(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def line_of(index: int) -> Any:
+    return LINES[index // len(COLOURS) % len(LINES)]
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure without pyplot's global state: it needs no display and need not be closed."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def save_png(draw: Draw, width: float, *paths: Path) -> None:
+    """Write a figure as PNG files so that a viewer never sees half of one."""
+    picture = io.BytesIO()
+    with _settings():
+        draw(width).savefig(picture, format="png")
+    for path in paths:
+        files.write(path, picture.getvalue(), create=True, sync=False)
+
+
+def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
+    """A figure as an element of a page.
+
+    Args:
+        name: unique on the page. alt: what it shows, for who cannot see it.
+    """
+    file = io.BytesIO()
+    saved = {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify_threshold": 0.3}
+    with warnings.catch_warnings(), _settings(**saved):
+        warnings.simplefilter("ignore")  # the font that matplotlib measures with lacks a letter; a browser finds one
+        drawn = draw(width)
+        drawn.patch.set_visible(False)
+        for axes in drawn.axes:
+            axes.patch.set_visible(False)
+        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    root = ElementTree.fromstring(file.getvalue())
+    *_, shown_width, shown_height = root.attrib["viewBox"].split()
+    root.attrib.update({"role": "img", "aria-label": alt, "width": shown_width, "height": shown_height})
+    for element in list(root.iter()):
+        for child in list(element):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                element.remove(child)
+        if element.tag == f"{{{_SVG}}}g":
+            element.attrib.pop("id", None)  # every figure has the same; those of clips and markers depend on the name
+        if style := element.get("style"):
+            element.set("style", _COLOUR.sub(lambda found: f"var({VARIABLES[found[0]]})", style))
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+@contextmanager
+def _settings(**values: Any) -> Iterator[None]:
+    """Names are text: matplotlib would typeset what stands between two dollar signs as mathematics."""
+    import matplotlib
+
+    settings: Any = {"text.parse_math": False, **values}
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def plain(text: object, limit: int) -> str:
+    """`text` on one line, at most `limit` characters, without characters that cannot be seen."""
+    shown = str(text)
+    if len(shown) > limit:
+        shown = f"{shown[: limit - 12]}…{shown[-11:]}"
+    return "".join(
+        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown
+    )
+
+
+def shortened(text: str, room: int) -> str:
+    """`text` in at most `room` characters: its start and its end, where names of runs differ."""
+    if len(text) <= room:
+        return text
+    end = min(room // 3, 12)
+    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+
+
+def first_words(text: str, room: int) -> str:
+    """As many words of `text` as fit into `room` characters; empty if the first does not."""
+    label = shorten(text, room, placeholder="…") if room > 1 else ""
+    return "" if label == "…" else label
+
+
+def right_end(last_step: int) -> float:
+    """Where the x axis ends: far enough behind the last step that no marker on it is cut."""
+    return max(last_step, 1) * 1.012
+
+
+def style(axes: Axes, title: str, *, height: float | None = None, ticks: int = 10) -> None:
+    """The common style of all panels; `height` is the position of the title, as a share of the panel."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(QUIET)
+    axes.grid(axis="y", color=LINE, linewidth=0.6, alpha=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(title, fontsize=9, color=INK, loc="left", pad=5, y=height)
+    few_ticks(axes, ticks, integer=True)
+    axes.tick_params(colors=INK, labelsize=8, length=3, color=QUIET)
+
+
+def row_style(axes: Axes, title: str, names: Sequence[str], *, ticks: int) -> None:
+    """The style of a panel with a row per name, the first one at the top, and values along x."""
+    style(axes, title)
+    axes.grid(visible=False)
+    axes.grid(axis="x", color=LINE, linewidth=0.6, alpha=0.6)
+    axes.set_yticks(range(len(names)), names, fontsize=7.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    few_ticks(axes, ticks)
+
+
+def few_ticks(axes: Axes, count: int, **options: Any) -> None:
+    """At most `count` ticks along x."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(count, **options))
+
+
+def logarithmic(axes: Axes, *, fine: bool) -> None:
+    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each decade."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(MaxNLocator(9) if fine else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def loss_axis(axes: Axes, title: str, curves: Sequence[Floats], *, height: float | None = None) -> None:
+    """The y axis of losses: logarithmic where all are positive, within `loss_limits`."""
+    style(axes, title, height=height)
+    if all((values[np.isfinite(values)] > 0).all() for values in curves):
+        logarithmic(axes, fine=True)
+    if limits := loss_limits(curves):
+        axes.set_ylim(*limits)
+
+
+def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:
+    """Axis limits that leave out the steep fall of the first steps, which would flatten the rest."""
+    finite = [curve[np.isfinite(curve)] for curve in curves]
+    finite = [curve for curve in finite if len(curve)]
+    if not finite:
+        return None
+    low = min(float(curve.min()) for curve in finite)
+    high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
+    margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
+    # The axis is logarithmic if all losses are positive, and then its lower end must be positive too.
+    return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
+
+
+def gap_limits(gaps: Sequence[Floats]) -> tuple[float, float]:
+    """Axis limits that show 0 and all gaps but the outermost hundredth at either end."""
+    everything = np.concatenate([*(each[np.isfinite(each)] for each in gaps), [0.0]])
+    low, high = np.percentile(everything, [1, 99])
+    margin = 0.15 * (high - low) or 1.0
+    return min(low, 0.0) - margin, max(high, 0.0) + margin

@@ -1,0 +1,213 @@
+"""The figures of studies, drawn from their results: damage by part and what sparing layers buys; gaps of a ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp4train.lab.analysis.figure import (
+    IN_RECIPE,
+    INK,
+    LINE,
+    NARROW,
+    QUIET,
+    TRAIN,
+    VALIDATION,
+    Draw,
+    few_ticks,
+    new_figure,
+    row_style,
+    shortened,
+    style,
+)
+from fp4train.lab.analysis.heatmap import MAP
+from fp4train.lab.studies.results import PartResult, RankResult, SensitivityResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fp4train.lab.studies.findings import Sensitivity
+
+STUDY = 10.5
+"""Inches of the picture of a sensitivity."""
+ROWS, BARS = 96, 16
+"""Layers in the heat map, and as bars; of more, the worst are shown."""
+COLOURS = {"apart": VALIDATION, "here": "#e8a33d", "alike": IN_RECIPE}
+"""By verdict; anything else is not told apart."""
+HIGH = "#b9bec6"
+LABEL = 34
+"""Characters of a candidate's name."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """nMSE above the floor [rows, columns], NaN where there is none; a line is drawn above each row of `cuts`."""
+
+    rows: list[str]
+    columns: list[str]
+    damage: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    cuts: list[int]
+
+
+def damage_grid(found: Sensitivity) -> Grid:
+    """Layers × operands where single cells were measured; else blocks × the layers of a block."""
+    from fp4train.lab.studies.tradeoff import common_prefix
+
+    alone = {each.what: each.nmse.mean - found.floor for each in found.of_kind("layer")}
+    blocks: dict[int, list[str]] = {}
+    for name in alone:
+        blocks.setdefault(found.parts.layers[name].layer.block or 0, []).append(name)
+    if not found.has_cells and all(len(mine) > 1 for mine in blocks.values()):
+        prefixes = [common_prefix(mine) for mine in blocks.values()]
+        kinds = {
+            name: name.removeprefix(f"{p}.") for p, mine in zip(prefixes, blocks.values(), strict=True) for name in mine
+        }
+        columns = list(dict.fromkeys(kinds.values()))
+        damage = np.full((len(blocks), len(columns)), np.nan)
+        for row, mine in enumerate(blocks.values()):
+            for name in mine:
+                damage[row, columns.index(kinds[name])] = alone[name]
+        return Grid(prefixes, columns, damage, [])
+    worst = sorted(alone, key=lambda name: -alone[name])[:ROWS]
+    layers = [name for name in alone if name in worst]
+    operands = found.parts.operands if found.has_cells else []
+    damage = np.array([[*(found.cell(name, operand) or 0.0 for operand in operands), alone[name]] for name in layers])
+    place = [found.parts.layers[name].layer.block for name in layers]
+    cuts = [row for row in range(1, len(layers)) if place[row] != place[row - 1]]
+    return Grid(layers, [*operands, "all"], damage, cuts)
+
+
+def sensitivity(found: SensitivityResult, grid: Grid | None = None) -> Draw:
+    """Damage of every layer (with a grid: a heat map; without: bars of the worst) and of every operand alone, and what
+    sparing layers buys."""
+    layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)[:BARS]
+    operands = found.of_kind("operand")
+
+    def draw(width: float) -> Figure:
+        narrow = width <= NARROW
+        heights = [0.5 + 0.17 * len(layers), 0.5 + 0.17 * len(operands), 1.7]
+        if narrow:
+            figure = new_figure(width, sum(heights) + 0.4)
+            first, second, third = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
+        else:
+            least = max(heights[0], heights[1] + heights[2]) + 0.3 if grid is None else 1.4 + 0.16 * len(grid.rows)
+            figure = new_figure(width, least if grid is None else max(4.6, least))
+            places = figure.add_gridspec(2, 2, height_ratios=heights[1:])
+            first, second, third = (figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1]))
+        if grid is None:
+            _bars(first, layers, "nMSE, one layer at a time", 22 if narrow else 34)
+            _bars(second, operands, "nMSE, one operand at a time", 22)
+        else:
+            _damage(first, grid)
+            _bars(second, operands, "one operand at a time, with intervals", 22, found.parts["nothing"].nmse.mean)
+            title = f"{found.run}, step {found.step}: {found.recipe}, nMSE of the gradient above the floor"
+            figure.suptitle(title, fontsize=10, color=INK)
+        _pareto(third, found, timed=grid is not None and found.gpu is not None)
+        return figure
+
+    return draw
+
+
+def _damage(axes: Axes, grid: Grid) -> None:
+    from matplotlib.colors import LogNorm
+
+    largest = max(float(np.nanmax(grid.damage)), 1e-12)
+    shown = np.clip(grid.damage, largest * 1e-3, None)
+    image = axes.imshow(np.ma.masked_invalid(shown), aspect="auto", cmap=MAP, norm=LogNorm(largest * 1e-3, largest))
+    axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=6 if len(grid.rows) > 24 else 7.5)
+    axes.set_xticks(range(len(grid.columns)), grid.columns, fontsize=7, rotation=30, ha="right")
+    axes.tick_params(length=0, colors=INK)
+    for row in grid.cuts:
+        axes.axhline(row - 0.5, color="white", linewidth=1.2)
+    axes.spines[:].set_visible(False)
+    axes.set_title("one layer at a time", fontsize=9, color=INK, loc="left")
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02)
+    bar.ax.tick_params(labelsize=7, colors=INK)
+    bar.outline.set_visible(False)
+
+
+def _bars(axes: Axes, parts: Sequence[PartResult], title: str, room: int, floor: float = 0.0) -> None:
+    halves = [part.nmse.half or 0.0 for part in parts]
+    values = [part.nmse.mean - floor for part in parts]
+    axes.barh(range(len(parts)), values, xerr=halves, color=TRAIN, alpha=0.85, ecolor=QUIET, height=0.7)
+    row_style(axes, title, [shortened(part.what, room) for part in parts], ticks=4)
+    axes.set_xlim(left=0)
+
+
+def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
+    *xs, x = ((each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen))
+    axes.plot(xs, [each.nmse for each in found.curve], color=TRAIN, linewidth=1.4, marker="o", markersize=3)
+    half = found.measured.half or 0.0
+    axes.errorbar([x], [found.measured.mean], yerr=[half], color=VALIDATION, marker="D", markersize=4, capsize=3)
+    style(axes, "nMSE left, predicted; diamond: measured")
+    few_ticks(axes, 5)
+    axes.set_ylim(bottom=0)
+    label = f"time relative to BF16 on {found.gpu}" if timed else "multiply-adds kept in high precision, %"
+    axes.set_xlabel(label, fontsize=8, color=INK)
+
+
+def ranking(found: RankResult, *, named: bool) -> Draw:
+    """A row per candidate: the gap in the recipe with its 95 % interval (thick) and the interval that holds together
+    with those of all other pairs (thin); a tick for each of several checkpoints; below, in grey, the gap in high
+    precision; behind them the floor of the noise.
+
+    Args:
+        named: the figure says what it is of, and has numbers and spikes beside the rows; otherwise these stand in a
+            table.
+    """
+    shown = [each for each in found.candidates if each.diverged is None]
+
+    def draw(width: float) -> Figure:
+        figure = new_figure(width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown)))
+        axes = figure.subplots()
+        ends = [0.0]
+        for row, each in enumerate(shown):
+            if each.gap is None:
+                axes.plot([0], [row], marker="D", markersize=6, color=INK)
+                continue
+            colour = COLOURS.get(each.verdict, TRAIN)
+            for gap, at, tone, size in ((each.high, row + 0.26, HIGH, 3.5), (each.gap, row, colour, 6.0)):
+                if gap is not None:
+                    axes.plot(gap.ends, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
+                    axes.plot([gap.mean], [at], marker="o", markersize=size, color=tone, mec="white", mew=0.6)
+                    ends += gap.ends
+            if each.together is not None:
+                axes.plot(each.together.ends, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+            if len(each.gaps) > 1:
+                axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=INK)
+                ends += each.gaps
+            numbers = f"{each.gap.show('+.5f', ' ± –')}  {each.group}"
+            if named:
+                axes.annotate(
+                    "\n".join([numbers, *(f"spikes at {place}" for place in each.spikes[:2])]),
+                    (1.01, row),
+                    xycoords=("axes fraction", "data"),
+                    va="center",
+                    fontsize=7.5,
+                    color=INK,
+                    annotation_clip=False,
+                )
+        spread = max(ends) - min(ends) or 1e-3
+        axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
+        if found.floor is not None and found.floor.half is not None:
+            reach = max(map(abs, found.floor.ends))
+            axes.axvspan(-reach, reach, color=LINE, alpha=0.4, zorder=0, linewidth=0)
+        axes.axvline(0, color=QUIET, linewidth=1.0, zorder=1)
+        title = f"gap to {shortened(found.reference, LABEL if named else 18)}"
+        names = [shortened(each.name, 18 if width <= NARROW else LABEL) for each in shown]
+        of = f"{title} (nats per token): {found.forks} forks of {found.steps} steps {found.where}"
+        row_style(axes, of if named else "", names, ticks=4 if width <= NARROW else 7)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        meaning = (
+            "thick: 95 % interval of this gap alone; thin: of all pairs together; grey below: evaluated in high "
+            "precision\nfrom the reference: orange: told apart, yellow: on these checkpoints, blue: not, green: alike; "
+            "band: |FP32 − BF16|; |: each checkpoint"
+        )
+        axes.set_xlabel(meaning if named else f"{title}, nats per token", fontsize=7.5, color=INK)
+        return figure
+
+    return draw
