@@ -12,7 +12,7 @@ NO_PACKAGE = {
     "helpers": "what several tests share",
     "house": "rules of the whole package",
     "oracles": "this package beside code that is not ours",
-    "scripts": "the scripts of the project",
+    "scripts": "the scripts of the project, and its installation",
     "statistics": "errors as published",
 }
 """Folders of tests/ that stand for no folder of the package, and what they hold."""

@@ -137,7 +137,7 @@ def test_a_laptop_shows_the_plan_of_a_gpu_and_not_its_own(cli: Cli) -> None:
 
 
 def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", "phases=none", "schedule=constant").code == 0
+    cli.trained("run.name=a", "train.steps=2", "phases=none", "schedule=constant")
     planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")
     assert "steps 0–1: NVFP4 (recipe)" in planned.out and "steps 2–4: BF16 (swap at step 2)" in planned.out
     assert not Path("runs/a/swaps.json").exists()
@@ -150,7 +150,7 @@ def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
 )
 def test_no_plan_of_a_resumed_run_that_training_would_refuse(cli: Cli, changed: list[str]) -> None:
     for name in ("a", "b"):
-        assert cli(f"run.name={name}", "train.steps=1").code == 0
+        cli.trained(f"run.name={name}", "train.steps=1")
     planned = cli("plan", "resume=runs/a", "train.steps=2", *changed)
     assert planned.code == 1 and planned.out == ""
     assert planned.message == cli("resume=runs/a", "train.steps=2", *changed).message
