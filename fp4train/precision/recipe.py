@@ -31,14 +31,14 @@ _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (i
 _WORDS = {"bool": "True or False", "str": "text", "int": "a whole number", "float": "a number"}
 
 
-def check_kinds(recipe: object) -> None:
+def check_kinds(recipe: object, prefix: str = "") -> None:
     """TypeError for a switch, word or number of a recipe that is none; it names the field, the value and what it is."""
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]
         annotation, value = str(field.type), getattr(recipe, field.name)
         if annotation not in _KINDS:
             continue
         if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation != "bool"):
-            raise TypeError(f"{field.name}={value!r} must be {_WORDS[annotation]}")
+            raise TypeError(f"{prefix}{field.name}={value!r} must be {_WORDS[annotation]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,15 +223,11 @@ class OutlierChannels:
     multiple: int = 32
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
-            raise TypeError(f"outliers.share={self.share!r} must be a number")
+        check_kinds(self, "outliers.")
         if not 0 < self.share < 1:
             raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
         for name, least in (("start", 0), ("steps", 1), ("multiple", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"outliers.{name}={value!r} must be a whole number")
-            if value < least:
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"outliers.{name}={value} must be at least {least}")
 
     def count(self, in_features: int) -> int:

@@ -6,11 +6,9 @@ are then ended, because they would keep the interpreter from exiting.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from fp4train.track.statistics import Statistics
-from fp4train.track.tracker import Tracker
+from fp4train.track.tracker import Relay, Tracker
 from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -18,7 +16,7 @@ _log = logging.getLogger(__name__)
 CAPACITY = 10_000
 
 
-class Queued:
+class Queued(Relay):
     """Carries out a tracker's calls in a thread.
 
     Args:
@@ -58,24 +56,10 @@ class Queued:
             self._worker.leave()
             raise self._raised[0]
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        kept = dict(values)
-        self._put(lambda tracker: tracker.log(step, kept))
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
-        kept = dict(values or {})
-        self._put(lambda tracker: tracker.log_event(step, event, kept))
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._put(lambda tracker: tracker.log_table(name, columns, rows))
-
-    def log_statistics(self, statistics: Statistics) -> None:
-        self._put(lambda tracker: tracker.log_statistics(statistics))
-
     def finish(self, exit_code: int = 0) -> None:
         """Wait for what is queued, within bounds; a second call does nothing."""
         if not self._over:
-            self._put(lambda tracker: tracker.finish(exit_code))
+            self._relay(lambda tracker: tracker.finish(exit_code))
             if not self._worker.leave(self._finish_seconds):
                 _log.warning(
                     "%s does not answer and is left behind after %g s; the metrics log is whole",
@@ -90,7 +74,7 @@ class Queued:
             )
             self._dropped = 0
 
-    def _put(self, call: Callable[[Tracker], None]) -> None:
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
         def act() -> None:
             if self.inner is not None and not self._over:
                 call(self.inner)

@@ -1,10 +1,16 @@
 """What the training loop talks to, and the combination that keeps a failing service away from it."""
 
 import logging
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from fp4train.track.statistics import Statistics
+
+SPREAD = ("sqnr_db", "underflow", "saturation", "kurtosis")
+"""The statistics of operands that are shown as histograms."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,21 +34,45 @@ class Tracker(Protocol):
         """End the run, within seconds; a second call does nothing."""
 
 
-class NullTracker:
+class Relay(ABC):
+    """A tracker that hands all calls on."""
+
+    @abstractmethod
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        kept = dict(values)
+        self._relay(lambda tracker: tracker.log(step, kept))
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        kept = dict(values or {})
+        self._relay(lambda tracker: tracker.log_event(step, event, kept))
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._relay(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        self._relay(lambda tracker: tracker.log_statistics(statistics))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._relay(lambda tracker: tracker.finish(exit_code))
+
+
+def spreads(statistics: Statistics) -> Iterator[tuple[str, Any]]:
+    """The finite values of each statistic of `SPREAD` that has some, over layers and operands."""
+    for name in SPREAD:
+        values = statistics.operands[name]
+        if len(finite := values[np.isfinite(values)]):
+            yield name, finite
+
+
+class NullTracker(Relay):
     """Keeps nothing."""
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None: ...
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
-
-    def log_statistics(self, statistics: Statistics) -> None: ...
-
-    def finish(self, exit_code: int = 0) -> None: ...
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
 
 
-class Trackers:
+class Trackers(Relay):
     """One tracker that matters and others beside it.
 
     What the first raises reaches the caller. One of the others that raises is reported once and left out from then on.
@@ -52,21 +82,9 @@ class Trackers:
         self._first = first
         self._others = list(others)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._first.log(step, values)
-        self._each(lambda tracker: tracker.log(step, values))
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
-        self._first.log_event(step, event, values)
-        self._each(lambda tracker: tracker.log_event(step, event, values))
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._first.log_table(name, columns, rows)
-        self._each(lambda tracker: tracker.log_table(name, columns, rows))
-
-    def log_statistics(self, statistics: Statistics) -> None:
-        self._first.log_statistics(statistics)
-        self._each(lambda tracker: tracker.log_statistics(statistics))
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
+        call(self._first)
+        self._each(call)
 
     def finish(self, exit_code: int = 0) -> None:
         try:
