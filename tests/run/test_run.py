@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,13 +269,3 @@ def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.Monke
     assert "wandb is offline (not logged in" in err and "Traceback" not in err
     assert list(Path("runs/a/wandb").glob("offline-run-*/*.wandb"))
     assert sorted(losses("runs/a")) == [1, 2, 3]
-
-
-def test_what_a_command_does_not_use_is_not_imported() -> None:
-    code = (
-        "import sys, fp4train.cli, fp4train.run.build, fp4train.train\n"
-        "heavy = {'matplotlib', 'wandb', 'datasets', 'transformer_engine', 'triton', 'tokenizers', 'transformers'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("zip", "sdist", "wheel", "editable")
+KINDS = ("wheel", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zip", "sdist", "editable")))
 SMALL = ("model.layers=1", "train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1", "track=jsonl")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
     "OMP_NUM_THREADS": "1",
