@@ -185,8 +185,7 @@ class MeshPlan:
         from fp4train.lab.costs.cluster import cluster_cost
         from fp4train.lab.costs.fit import batch_problem, problems
         from fp4train.lab.costs.shards import find_weights
-        from fp4train.run.advice import divided_blocks
-        from fp4train.run.oscillation import check_oscillation
+        from fp4train.run.checks import check_oscillation, divided_blocks
         from fp4train.run.outliers import check_outliers
 
         mesh = self.mesh()
@@ -224,7 +223,7 @@ class MeshPlan:
         """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
         from fp4train.parallel.stages import cut_of, tied_weights
         from fp4train.parallel.tensor import tensor_cut_of
-        from fp4train.run.cut import check_cut
+        from fp4train.run.checks import check_cut
 
         parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
         train = replace(self.config.train, batch_size=batch, microbatch=sequences)

@@ -1,4 +1,4 @@
-"""The gradient norm over all ranks, and clipping by it.
+"""The gradient norm over all ranks, clipping by it, and the optimizer step that it may hold back.
 
     norm = sqrt(Σ_p Σ_i g_pi²)
 
@@ -43,15 +43,32 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
-    return torch.stack([torch.stack([_square(p) for p in torch.split(g.reshape(-1), _PIECE)]).sum() for g in gradients])
-
-
-def _square(piece: Tensor) -> Tensor:
-    exact = piece.double()
-    return exact.dot(exact)
+    pieces = (map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients)
+    return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
 
 
 def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
     """Scale this rank's parts of the gradients, in place, so that their norm is at most `most`."""
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(list(gradients), factor)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
+    """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step counts stay as they are.
+
+    torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`. For others the host
+    waits until the flag is known.
+
+    Args:
+        optimizer: whose gradients are ready.
+        failed: bool [], on the device of the parameters.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not bool(failed):
+            optimizer.step()
+        return
+    optimizer.found_inf = failed.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

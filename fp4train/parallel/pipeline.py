@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.apply import synchronise
@@ -56,37 +55,6 @@ class Microbatch:
         with self.context():
             loss: Tensor = model(self.tokens_BT, self.targets_BT)
         return loss
-
-
-def train_losses(
-    model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch], weight: float
-) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, whose backward pass has run on the loss times `weight`.
-
-    Of a pipeline the ranks of the last stage get them, the others nothing.
-    """
-    if pipeline is not None:
-        yield from pipeline.train(list(microbatches), weight)
-        return
-    for each in microbatches:
-        synchronise(model, last=each.last)
-        loss = each.loss(model)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        yield loss.detach()
-
-
-def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
-
-    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
-    """
-    if pipeline is not None:
-        yield from pipeline.evaluate(microbatches)
-        return
-    for each in microbatches:
-        with torch.no_grad():
-            loss = each.loss(model)
-        yield loss
 
 
 class Pipeline:
@@ -191,6 +159,7 @@ class Pipeline:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining._backward import stage_backward
 
@@ -242,7 +211,7 @@ def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
     torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
-    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -33,17 +34,22 @@ from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
-from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
-from fp4train.run.cut import check_cut
-from fp4train.run.oscillation import check_oscillation
+from fp4train.run.checks import (
+    check_cut,
+    check_oscillation,
+    divided_blocks,
+    never_chosen,
+    nothing_quantised,
+    warn_of_schedule,
+)
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.belonging import check_belongs, identity_of
 from fp4train.run.record.swaps import as_swap, read_swaps
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
-from fp4train.run.step_graph import StepGraph, check_graph, check_plan
+from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
 from fp4train.run.supervise.gpu import check_gpu, warn_of_unseen_gpu
 from fp4train.run.weights import load_init, load_weights
@@ -90,6 +96,13 @@ def choose_device(name: str, place: Place | None = None) -> torch.device:
     return device
 
 
+class _Undrawn(TorchFunctionMode):
+    """Weights on the meta device have no values, and torch would load its compiler to draw them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
+
+
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
@@ -97,7 +110,8 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     with torch.random.fork_rng(devices=[]), told("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
-        with torch.device("meta" if device.type == "meta" else "cpu"):
+        drawing = _Undrawn() if device.type == "meta" else nullcontext()
+        with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
     with told("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
@@ -231,7 +245,7 @@ def build(
         with world.together():
             if config.train.cuda_graph:
                 check_graph(run)
-                run.graph = StepGraph(run)
+                run.runner = RecordedSteps(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)

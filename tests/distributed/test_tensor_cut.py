@@ -17,7 +17,7 @@ from fp4train.parallel.tensor import copies, cut_tensors
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
 from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.run.advice import divided_blocks
+from fp4train.run.checks import divided_blocks
 
 
 @pytest.fixture

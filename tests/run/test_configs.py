@@ -4,7 +4,7 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train.config import CONFIGS, RECIPES, Config, overrides, plain, to_config
+from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, plain, to_config
 from fp4train.config.binding import bind, complete, unknown_keys
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
@@ -27,7 +27,7 @@ def test_all_yaml_files_of_the_tree_are_covered() -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: str) -> None:
     phases = ["phases=none"] if option == "recipe=fp16" else []
-    composed = overrides.compose([option, *GIVEN.get(option, []), *phases, "run.name=x"])
+    composed = composition.compose([option, *GIVEN.get(option, []), *phases, "run.name=x"])
     node = plain(composed)
     assert list(unknown_keys(node, Config)) == []
     assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
@@ -39,7 +39,7 @@ def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: 
 
 
 def test_defaults_are_written_out_as_the_classes_have_them() -> None:
-    node = plain(overrides.compose(["run.name=x"]))
+    node = plain(composition.compose(["run.name=x"]))
     for section in ("model", "data", "optim", "schedule", "recipe", "policy", "track"):
         node[section] = {"_target_": node[section]["_target_"]}
     written = complete(node, Config)

@@ -13,7 +13,7 @@ import fp4train.run.build as build
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.record import history
-from fp4train.run.step_graph import StepGraph
+from fp4train.run.step_graph import RecordedSteps
 
 RUN = (
     *("recipe=bf16", "model.layers=1", "train.batch_size=2", "train.steps=24", "eval.every=0"),
@@ -159,7 +159,7 @@ def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monke
 
     def recorded(*arguments: Any) -> Any:
         run = assemble(*arguments)
-        run.graph = StepGraph(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
+        run.runner = RecordedSteps(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
         return run
 
     monkeypatch.setattr(build, "assemble", recorded)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from command_line import Cli, losses
 
-import fp4train.train as loop
 from fp4train import checkpoint, hardware
 from fp4train.backends.te import availability
 from fp4train.errors import UserError
@@ -26,7 +25,9 @@ from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
+from fp4train.run import step
 from fp4train.run.build import choose_device
+from fp4train.run.run import Run
 from fp4train.run.supervise import gpu, rescue
 
 STEADY = ("phases=none", "schedule=constant", "checkpoint.every=2", "eval.every=0")
@@ -40,18 +41,17 @@ LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kern
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool], None]:
     """`fail_at(3, error, dead)`: the backward pass of step 3 raises; `dead`: so does all that touches the GPU after."""
-    backward, scaling = loop.forward_and_backward, loop.Run.load_scaling
+    original, scaling = step.train_losses, Run.load_scaling
 
-    def set_up(step: int, error: Exception, dead: bool) -> None:
+    def set_up(number: int, error: Exception, dead: bool) -> None:
         failed = False
 
-        def forward_and_backward(run: Any, recipe: Any, rows: Any) -> Any:
+        def train_losses(run: Any, *arguments: Any) -> Any:
             nonlocal failed
-            found = backward(run, recipe, rows)
-            if run.step == step:
+            yield from original(run, *arguments)
+            if run.step == number:
                 failed = True
                 raise error
-            return found
 
         def touch(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
@@ -61,8 +61,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool],
 
             return call
 
-        monkeypatch.setattr(loop, "forward_and_backward", forward_and_backward)
-        monkeypatch.setattr(loop.Run, "load_scaling", touch(scaling))
+        monkeypatch.setattr(step, "train_losses", train_losses)
+        monkeypatch.setattr(Run, "load_scaling", touch(scaling))
         monkeypatch.setattr(rescue, "finite_weights", touch(rescue.finite_weights))
 
     return set_up

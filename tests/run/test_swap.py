@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import PATIENCE, Cli, StopAt, events, lines, losses, wait_for
 
-import fp4train.train as loop
+import fp4train.run.supervise.agreement as agreement
 from fp4train.files import Folder
 
 STEADY = ("phases=none", "schedule=constant")
@@ -17,13 +17,13 @@ STEADY = ("phases=none", "schedule=constant")
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
     """`before_step(3, act)`: `act` is called while the loop stands before step 3, from "another terminal"."""
-    original, acts = loop.pick_up_swaps, {}
+    original, acts = agreement.pick_up_swaps, {}
 
     def pick_up_swaps(run: Any) -> None:
         acts.pop(run.step, lambda: None)()
         original(run)
 
-    monkeypatch.setattr(loop, "pick_up_swaps", pick_up_swaps)
+    monkeypatch.setattr(agreement, "pick_up_swaps", pick_up_swaps)
     return acts.__setitem__
 
 

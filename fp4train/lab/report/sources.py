@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
+class RunSource:
     """One run.
 
     Args:
@@ -79,7 +79,7 @@ class Source:
         return None if self.config is None else self.config.get(key)
 
 
-def read_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     """The runs, and a sentence for each directory that is left out.
 
     Raises:
@@ -109,21 +109,19 @@ def _metrics(path: Path) -> History:
     history = read_history(path)
     for key in ("train/loss", "val/loss", "train/tokens", "perf/tokens_per_s"):
         history.series(key)  # numbers that are none are found here
-    history.spans()
+    history.bands()
     history.events()
     return history
 
 
-def _source(number: int, name: str, metrics: History) -> Source:
+def _source(number: int, name: str, metrics: History) -> RunSource:
     problems: list[str] = []
     path = metrics.path
-    none: list[run_history.Record] = []
-    records = _try(lambda: run_history.read_history(path), problems, none)
+    records = _try(lambda: run_history.read_history(path), problems, list[run_history.Record]())
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
     config = _try(lambda: _config(path, records, problems), problems, None)
-    no_loss: dict[str, str] = {}
-    lost = _try(lambda: _lost(path, records), problems, no_loss)
+    lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
     problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
     records = [] if run_directory.HISTORY in lost else records
     environments = [
@@ -131,7 +129,7 @@ def _source(number: int, name: str, metrics: History) -> Source:
         for record in records
         if isinstance(record.values.get("environment"), dict)
     ]
-    return Source(
+    return RunSource(
         number=number,
         name=plain(name, 120),
         metrics=metrics,

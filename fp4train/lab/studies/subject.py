@@ -150,12 +150,13 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     if not optimizer:
         run.optimizer.state.clear()
     run.model.train()
+    settings = flattened(described(config))
     return Subject(
         source=source,
         run=run,
         start=start,
         weights=_checksum_of_weights(run.model),
-        settings=_settings_of(config),
+        settings={key: value for key, value in settings.items() if not key.startswith(_NOT_OF_THE_SUBJECT)},
     )
 
 
@@ -182,11 +183,6 @@ def _checksum_of_weights(model: nn.Module) -> str:
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _settings_of(config: Config) -> dict[str, Any]:
-    found = flattened(described(config))
-    return {key: value for key, value in found.items() if not key.startswith(_NOT_OF_THE_SUBJECT)}
 
 
 def described(value: Any) -> Any:

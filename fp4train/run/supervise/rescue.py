@@ -37,7 +37,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         run.saver.wait()
         report(run)
         return f"{error}. Before that {rise(run)}"
-    if run.torn or not finite or error.of_state:
+    if run.mid_update or not finite or error.of_state:
         run.saver.wait()
         report(run)
         there = steps_saved(run)
@@ -135,7 +135,7 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
         ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
     except Exception as second:  # the first error is the one to tell
         _log.error("%s", second)
-    if run.torn or (watch.look() is not None and watch.lost):
+    if run.mid_update or (watch.look() is not None and watch.lost):
         _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
     else:
         try:

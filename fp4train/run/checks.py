@@ -1,4 +1,5 @@
-"""What is said of a run that is possible and may not be what was meant: its rate, its schedule, its plan."""
+"""Checks of a configuration and its plan before a run begins: errors where it is impossible, and warnings about valid
+but probably unintended settings."""
 
 from __future__ import annotations
 
@@ -7,10 +8,60 @@ from pathlib import Path
 
 from fp4train import checkpoint
 from fp4train.config import Config
+from fp4train.errors import UserError
+from fp4train.optim.oscillation import why_not
+from fp4train.parallel.config import Mesh
+from fp4train.parallel.stages import check_microbatches
 from fp4train.precision.plan import Plan
 from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)
+
+
+def check_cut(config: Config, mesh: Mesh) -> None:
+    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline, or
+    where something needs whole what the ranks share."""
+    batch, ranks, rows = config.train.batch_size, mesh.data, config.train.microbatch
+    if batch % (ranks * (rows or 1)):
+        each = "" if rows is None else f" × train.microbatch={rows}"
+        raise UserError(
+            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
+            "number of sequences and microbatches"
+        )
+    sequences = rows or batch // ranks
+    if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:
+        raise UserError(
+            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
+            f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
+        )
+    if config.eval.errors_every and mesh.tensor > 1:
+        raise UserError(
+            f"eval.errors_every={config.eval.errors_every} measures whole operands, and parallel.tp={mesh.tensor} "
+            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one rank (fp4train sensitivity)"
+        )
+    if config.oscillation.every and mesh.shard * mesh.tensor * mesh.pipeline > 1:
+        raise UserError(
+            f"oscillation.every={config.oscillation.every}: weights are watched whole, and this run cuts them over "
+            "ranks; use parallel.dp_shard=1 with dp_replicate, or leave it out"
+        )
+    if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
+        raise UserError(reason)
+    try:
+        check_microbatches(batch // ranks // sequences, config.parallel)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_oscillation(config: Config, plan: Plan) -> None:
+    """Raises UserError where `oscillation.every` would do nothing."""
+    settings = config.oscillation
+    if not settings.every:
+        return
+    specs = [part.fprop.operands.second for each in plan.stretches for part in each.layers.values()]
+    reasons = {why_not(spec) for spec in specs if spec is not None}
+    if reasons and None not in reasons:  # a run in high precision may have it: it is one of a sweep
+        why = "; ".join(sorted(filter(None, reasons)))
+        raise UserError(f"oscillation.every={settings.every} would reset nothing: {why}; leave it out")
 
 
 def learning_rate(config: Config, step: int) -> float:
