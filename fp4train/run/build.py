@@ -45,8 +45,8 @@ from fp4train.run.checks import (
 )
 from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs, identity_of
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
@@ -214,7 +214,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_cut(config, world.mesh)
-        run_directory.config_text(cfg)
+        config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
@@ -268,7 +268,7 @@ def build(
         abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 
