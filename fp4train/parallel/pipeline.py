@@ -211,7 +211,7 @@ def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
     torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
-    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 

@@ -32,6 +32,8 @@ LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are read."""
+LARGEST = 1e100
+"""A larger number is none of a study."""
 NAME = 300
 """Characters of a name in a study."""
 
@@ -351,8 +353,8 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
 
 def _number(value: Any) -> float:
     found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{value} is no finite number")
+    if not abs(found) < LARGEST:
+        raise ValueError(f"{value} is no number of a study")
     return found
 
 
