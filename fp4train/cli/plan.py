@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Start, launch
 from fp4train.cli.mesh import GpuCount, MeshPlan, as_json, gpu_count
 from fp4train.config import overrides
-from fp4train.config.schema import Config, to_config
+from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.parallel.config import Mesh
@@ -60,8 +59,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
         return 0
-    given = overrides.changed_keys([a for a in rest if "=" in a and not a.startswith("-")])
-    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, given=given, command=rest))
+    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, words=rest))
 
 
 def _of_run(run: Path, *, full: bool) -> str:
@@ -102,7 +100,7 @@ def _state(stretch: history.Stretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: list[str], command: list[str]) -> int:
+def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: list[str]) -> int:
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.build import (
@@ -123,9 +121,8 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step
 
-    chosen, swap, named = settings(cfg)
-    check_paths(chosen, named)
-    config = to_config(chosen)
+    config, chosen, swap = command.config, command.cfg, command.swap
+    check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)
     source = find_source(config, chosen) if config.resume else None
@@ -139,8 +136,8 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, given)
-        return _search(mesh_plan, command, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
+        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, command.named)
+        return _search(mesh_plan, words, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())

@@ -19,6 +19,7 @@ from pathlib import Path
 from fp4train import checkpoint
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
+from fp4train.config.composition import composed
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
@@ -56,18 +57,18 @@ def main(arguments: list[str]) -> int:
         if not [a for a in rest if not a.startswith("plugins=")]:
             print(_listed(run))
             return 0
-        return _swap(run, flags, wanted, folders, at, wait)
+        return _swap(run, flags, wanted, at, wait)
 
 
-def _swap(run: Path, flags: list[str], wanted: list[str], folders: list[Path], at: int | None, wait: float) -> int:
+def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: float) -> int:
     names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
     others = [a for a in wanted if not a.startswith(("recipe=", "recipe.", "plugins="))]
     if others:
         raise UserError(f"swap changes the recipe only, not {others[0]!r}")
-    overrides.check([*flags, *wanted])
-    recipe = plain(overrides.compose(overrides.with_defaults(wanted, folders), folders).recipe)
+    (made,) = composed([*flags, *wanted])
+    recipe = plain(made.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     as_swap(0, recipe, names[0])
     steps = run_directory.read_config(run).train.steps

@@ -12,9 +12,9 @@ backend allow, all others as values. What lies outside of the blocks is gathered
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
@@ -23,9 +23,11 @@ from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
 from fp4train.parallel.reduce import RoundedReduceScatter
-from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
@@ -34,6 +36,8 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
+    from fp4train.parallel.tensor import cut_tensors, set_data_ranks
+
     data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)
@@ -56,6 +60,8 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
             layer.joined = True
     if world.data_mesh is None or world.mesh.data == 1:
         return
+    from torch.distributed.fsdp import fully_shard
+
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.mesh.shard > 1
     blocks = find_blocks(model)
@@ -77,9 +83,10 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
 
 def synchronise(model: nn.Module, last: bool) -> None:
     """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
+        unit = cast("FSDPModule", model)
+        unit.set_requires_gradient_sync(last)
+        unit.set_is_last_backward(last)
 
 
 def join_scales(model: nn.Module, world: World) -> None:
@@ -93,4 +100,6 @@ def _layers(module: nn.Module) -> Iterator[Linear]:
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
     return (each for each in model.modules() if isinstance(each, FSDPModule))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -95,6 +96,13 @@ def choose_device(name: str, place: Place | None = None) -> torch.device:
     return device
 
 
+class _Undrawn(TorchFunctionMode):
+    """Weights on the meta device have no values, and torch would load its compiler to draw them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
+
+
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
@@ -102,7 +110,8 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     with torch.random.fork_rng(devices=[]), told("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
-        with torch.device("meta" if device.type == "meta" else "cpu"):
+        drawing = _Undrawn() if device.type == "meta" else nullcontext()
+        with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
     with told("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)

@@ -17,7 +17,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
 from fp4train.config.binding import bind
-from fp4train.data import Feed, Loader
+from fp4train.data.loader import Feed, Loader
 from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder

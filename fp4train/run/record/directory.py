@@ -34,8 +34,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files, sealed
+from fp4train.config.plugins import check_targets
 from fp4train.config.schema import plain
-from fp4train.config.targets import check_targets
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
