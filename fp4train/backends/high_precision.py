@@ -9,7 +9,7 @@ from fp4train.backends.emulate import matmul
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey
+from fp4train.quantize import Quantized, QuantSpec
 
 
 class HighPrecision:
@@ -20,13 +20,6 @@ class HighPrecision:
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
-
-    def prepare(
-        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-    ) -> Decoded:
-        if spec is not None:
-            raise ValueError(f"{spec} is quantised; torch's GEMM takes operands in high precision")
-        return Decoded(x_RC, None)
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
