@@ -34,7 +34,7 @@ from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.swaps import as_swap
+from fp4train.run.record.journal import as_swap
 from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
@@ -172,7 +172,7 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.lab.studies.summary import SensitivityReport
     from fp4train.lab.studies.tradeoff import trade_off
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
 
     options = command.options
     budget = _seconds(options, "budget")

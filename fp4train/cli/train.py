@@ -34,7 +34,7 @@ from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.launch import Place, find_place
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
+from fp4train.run.record import journal
 from fp4train.text import tabulate
 from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
@@ -143,7 +143,7 @@ def _train(command: Start, world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_start
     from fp4train.run.supervise.divergence import Rewind
 
@@ -151,7 +151,7 @@ def _train(command: Start, world: World) -> int:
     config, chosen, swap = command.config, command.cfg, command.swap
     directory = config.run.dir
     if world.size > 1:
-        check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+        check_same(world, {**journal.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named)

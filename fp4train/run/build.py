@@ -43,10 +43,9 @@ from fp4train.run.checks import (
     nothing_quantised,
     warn_of_schedule,
 )
-from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs, identity_of
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
@@ -165,21 +164,29 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
 
 
 def build_plan(
-    config: Config, layers: Mapping[str, Layer], timeline: Timeline, device: Device, data_ranks: int = 1
+    config: Config,
+    layers: Mapping[str, Layer],
+    timeline: Timeline,
+    device: Device,
+    data_ranks: int = 1,
+    *,
+    stages: int = 1,
 ) -> Plan:
     """What will run where, and why.
 
     Args:
         layers: of the whole model, by name (`find_layers`).
         data_ranks: parts that a batch is cut into.
+        stages: of a pipeline.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
-            be recorded and a recipe depends on the host.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device` or over so many
+            stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
             check_plan(plan)
         return plan
@@ -214,7 +221,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_cut(config, world.mesh)
-        run_directory.config_text(cfg)
+        config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
@@ -268,7 +275,7 @@ def build(
         abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 
@@ -287,9 +294,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model, born = _unborn(config, data.vocab_size, world)
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
-        plan = build_plan(config, layers, timeline, Device.of(world.device), world.mesh.data)
+        mesh = world.mesh
+        plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
         check_oscillation(config, plan)
-        check_outliers(plan, stages=world.mesh.pipeline)
         cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)

@@ -31,7 +31,7 @@ from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble, build_timeline, choose_device
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs
+from fp4train.run.record.trust import check_belongs
 from fp4train.run.resume import check_source, find_start
 from fp4train.run.run import Run
 from fp4train.run.weights import load_init, load_weights
