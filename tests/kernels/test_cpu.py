@@ -13,7 +13,7 @@ from fp4train.kernels import cpu
 from fp4train.kernels.cpu import Kernels, Machine, Scheme
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 NVFP4 = Scheme(
     element="e2m1",
