@@ -22,7 +22,7 @@ from fp4train.nn.executors import join_states
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
-from fp4train.parallel.reduce import RoundedReduceScatter
+from fp4train.parallel.gradients import RoundedReduceScatter
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 

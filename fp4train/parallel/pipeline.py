@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.apply import synchronise
 from fp4train.parallel.config import Parallel
-from fp4train.parallel.held import Inventory
-from fp4train.parallel.tied import TiedWeight
+from fp4train.parallel.held import Inventory, TiedWeight
 from fp4train.parallel.world import World
 
 _FULL = ("stage_output", "output_grads", "input_values")

@@ -15,8 +15,7 @@ from torch import nn
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose
 from fp4train.hardware import Device
-from fp4train.precision.cut import misaligned
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import Layer, find_layers, misaligned
 from fp4train.precision.phases import Phase, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
@@ -118,7 +117,7 @@ def resolve(
 ) -> LayerPlan:
     """What `layer` runs while `recipe` is in force.
 
-    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`precision.cut`).
+    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`misaligned`).
 
     Args:
         policy: which layers follow the recipe; None: every one.

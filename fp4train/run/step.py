@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4train.data.loader import Rows
 from fp4train.parallel.apply import join_scales, synchronise
-from fp4train.parallel.norm import clip, gradient_norms, step_unless
+from fp4train.parallel.gradients import clip, gradient_norms, step_unless
 from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.tensor import copies
 from fp4train.precision import Recipe

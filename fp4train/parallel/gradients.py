@@ -1,17 +1,23 @@
-"""The gradient norm over all ranks, clipping by it, and the optimizer step that it may hold back.
+"""Gradients of all ranks: their norm, clipping by it, the optimizer step that it may hold back, their sum in BF16.
 
     norm = sqrt(Σ_p Σ_i g_pi²)
 
 Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how the gradients are
 cut, in the last bits, and training amplifies them: two runs of 4-bit training part within a few steps. In float64 the
 rounding to float32 at the end removes the difference. One rank sums as many do: two ranks are two microbatches.
+
+Where shards send gradients in BF16, what is sent is rounded once, and summed in float32; a reduce-scatter in BF16 would
+round each partial sum. Each rank sends each other one that rank's part of its own gradient, as many bytes as a
+reduce-scatter, and adds what it got in float32 in the order of ranks. Microbatches are summed in float32 before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.parallel.world import World
@@ -72,3 +78,21 @@ def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
         optimizer.step()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+class RoundedReduceScatter:
+    """FSDP's `ReduceScatter` over ranks that send BF16."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum the parts of `input_tensor` that are this rank's into `output_tensor`."""
+        assert op == dist.ReduceOp.SUM
+        rounded = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(rounded)
+        dist.all_to_all_single(received, rounded, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
