@@ -185,8 +185,7 @@ class MeshPlan:
         from fp4train.lab.costs.cluster import cluster_cost
         from fp4train.lab.costs.fit import batch_problem, problems
         from fp4train.lab.costs.shards import find_weights
-        from fp4train.run.checks import check_oscillation, divided_blocks
-        from fp4train.run.outliers import check_outliers
+        from fp4train.run.checks import check_oscillation, check_outliers, divided_blocks
 
         mesh = self.mesh()
         for problem in problems(self.model, find_weights(self.model, {}), mesh):
@@ -239,7 +238,7 @@ class MeshPlan:
     def search(self) -> tuple[list[Candidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
         from fp4train.lab.costs.search import candidates
-        from fp4train.run.outliers import check_outliers
+        from fp4train.run.checks import check_outliers
 
         assert self.gpus is not None
         # It also tries meshes with tensor parallelism and pipelines.

@@ -109,17 +109,17 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
         build_model,
         build_plan,
         build_timeline,
-        choose_device,
         with_swap,
     )
     from fp4train.run.checks import (
         check_cut,
         check_oscillation,
+        check_outliers,
         never_chosen,
         nothing_quantised,
         warn_of_schedule,
     )
-    from fp4train.run.outliers import check_outliers
+    from fp4train.run.device import choose_device
     from fp4train.run.record.belonging import check_paths
     from fp4train.run.resume import find_source, start_step
 

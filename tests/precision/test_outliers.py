@@ -31,8 +31,7 @@ from fp4train.precision import (
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, plan, resolve, split_outliers
-from fp4train.run.checks import never_chosen
-from fp4train.run.outliers import check_outliers
+from fp4train.run.checks import check_outliers, never_chosen
 from fp4train.run.record import history
 from fp4train.run.step_graph import check_plan
 

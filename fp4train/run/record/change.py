@@ -14,7 +14,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
-from fp4train.run.outliers import check_outliers
+from fp4train.run.checks import check_outliers
 from fp4train.run.record import history
 from fp4train.run.record.swaps import Entry, as_swap, read_entries, sealed_entries, with_entry, write_entries
 from fp4train.run.run import Run
