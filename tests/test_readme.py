@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp4train.cli.main import VERBS
-from fp4train.config import overrides
+from fp4train.config import composition, overrides
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,7 +42,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
         assert verb in {*VERBS, "help"}
         words += ["-m"] * (verb == "rank")  # it sweeps
     flags, words = overrides.flags_and_words(words)
-    overrides.check([*flags, *(word for word in words if "=" in word and not word.startswith(("resume=", "at=")))])
+    composition.check([*flags, *(word for word in words if "=" in word and not word.startswith(("resume=", "at=")))])
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4train.backends.emulate.matmul import matmul
+from fp4train.backends.emulate import matmul
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device

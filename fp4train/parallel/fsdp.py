@@ -16,12 +16,11 @@ reduce-scatter, and adds what it got in float32 in the order of ranks. Microbatc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
@@ -33,6 +32,9 @@ from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 
 def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers whose amaxes they take.
@@ -40,6 +42,7 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
+
     data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)
@@ -62,6 +65,8 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
             layer.joined = True
     if world.data_mesh is None or world.mesh.data == 1:
         return
+    from torch.distributed.fsdp import fully_shard
+
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.mesh.shard > 1
     blocks = find_blocks(model)
@@ -83,9 +88,10 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
 
 def synchronise(model: nn.Module, last: bool) -> None:
     """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
+        unit = cast("FSDPModule", model)
+        unit.set_requires_gradient_sync(last)
+        unit.set_is_last_backward(last)
 
 
 def join_scales(model: nn.Module, world: World) -> None:
@@ -99,6 +105,8 @@ def _layers(module: nn.Module) -> Iterator[Linear]:
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
     return (each for each in model.modules() if isinstance(each, FSDPModule))
 
 

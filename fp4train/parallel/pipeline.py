@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.models.common.cut import StageCut, TokenRanks
 from fp4train.parallel.config import Parallel
@@ -167,6 +166,7 @@ class Pipeline:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining._backward import stage_backward
 
@@ -218,7 +218,7 @@ def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
     torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
-    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import adapter
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
@@ -25,12 +24,12 @@ from fp4train.quantize.transform import Hadamard, hadamard_signs
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "element": tuple(adapter.ELEMENTS),
-    "scale": tuple(adapter.SCALES),
-    "scale_rounding": tuple(adapter.SCALE_ROUNDINGS),
-    "formula": tuple(adapter.FORMULAS),
-    "rounding": tuple(adapter.ROUNDINGS),
-    "global_scale": tuple(adapter.EXTENTS),
+    "element": tuple(cpu.ELEMENTS),
+    "scale": tuple(cpu.SCALES),
+    "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
+    "formula": tuple(cpu.FORMULAS),
+    "rounding": tuple(cpu.ROUNDINGS),
+    "global_scale": tuple(cpu.EXTENTS),
     "four_over_six": (None,),
 }
 """The values of each spec field that the kernels support."""

@@ -6,7 +6,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from fp4train import checkpoint
@@ -51,8 +52,8 @@ from fp4train.run.checks import (
 from fp4train.run.device import choose_device
 from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs, identity_of
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
@@ -71,6 +72,13 @@ VALIDATION_SEED = 0
 """Chooses the validation sequences of every run, whatever its run.seed."""
 
 
+class _Undrawn(TorchFunctionMode):
+    """Weights on the meta device have no values, and torch would load its compiler to draw them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
+
+
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
@@ -78,7 +86,8 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     with torch.random.fork_rng(devices=[]), _told("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
-        with torch.device("meta" if device.type == "meta" else "cpu"):
+        drawing = _Undrawn() if device.type == "meta" else nullcontext()
+        with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
     with _told("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
@@ -210,7 +219,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_cut(config, world.mesh)
-        run_directory.config_text(cfg)
+        config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
@@ -264,7 +273,7 @@ def build(
         abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fp4train import backends
-from fp4train.config import overrides
+from fp4train.config import composition
 from fp4train.config.binding import bind
 from fp4train.config.folders import own_options
 from fp4train.data.huggingface import HuggingFace
@@ -81,7 +81,7 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
     found = [words for words in commands(page) if not words[0].startswith("--")]
     assert found
     for words in found:
-        overrides.check(words)
+        composition.check(words)
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
@@ -93,7 +93,7 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
     choices = re.search(r"^\| `backend=` \|.*$", page, re.MULTILINE)
     assert choices and set(backends.CHOICES) <= set(re.findall(r"\w+", choices[0]))
     keys = [key for key in first_cells("configuration.md", "key") if re.fullmatch(r"[\w.]+=", key)]
-    overrides.check([f"{key}null" for key in keys if "." in key])
+    composition.check([f"{key}null" for key in keys if "." in key])
 
 
 def test_data_names_every_key_of_a_source_and_every_source() -> None:

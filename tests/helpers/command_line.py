@@ -20,6 +20,7 @@ import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
+from fp4train.run.record.journal import read_journal, swaps
 from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import shard_of
 
@@ -182,6 +183,11 @@ def reseal_config(run: Path | str, change: Callable[[dict[str, Any]], None]) -> 
     body = yaml.safe_dump(values)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     path.write_text(f"{' '.join(head.split()[:4])} sha256 {checksum}\n{body}")
+
+
+def recorded(run: Path | str) -> list[tuple[int, str]]:
+    """Step and name of the swaps that a run's journal has."""
+    return [(swap["step"], swap["name"]) for swap in swaps(read_journal(Path(run)))]
 
 
 def left(run: str) -> list[str]:

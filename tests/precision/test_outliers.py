@@ -10,6 +10,7 @@ from torch import nn
 
 import fp4train as f4
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.estimate import layer_costs
 from fp4train.nn import Linear
@@ -32,7 +33,7 @@ from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, plan, resolve, split_outliers
 from fp4train.run.checks import check_outliers, never_chosen
-from fp4train.run.record import history
+from fp4train.run.record.journal import Journal, read_journal
 from fp4train.run.step_graph import check_plan
 
 CPU = Device.of(torch.device("cpu"))
@@ -144,8 +145,11 @@ def test_the_plan_says_what_is_multiplied_apart_from_which_step_on() -> None:
 
 
 def test_the_record_of_a_run_keeps_both_parts(tmp_path: Path) -> None:
-    history.append(tmp_path, event="start", step=0, plan=small())
-    (record,) = history.read_history(tmp_path)
+    with Folder.open(tmp_path) as folder:
+        written = Journal(folder, None)
+        written.add("start", 0, small())
+        written.write()
+    (record,) = read_journal(tmp_path)
     assert [len(each.rows) for each in record.stretches] == [6, 9]
     assert record.stretches[1].shares == small().shares(15)
 

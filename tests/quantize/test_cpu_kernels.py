@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.kernels.cpu import adapter as kernels
 from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, RandomKey, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 

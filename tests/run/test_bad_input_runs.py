@@ -15,8 +15,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.history import chained_sum
-from fp4train.run.record.swaps import read_swaps
+from fp4train.run.record.journal import chained_sum, read_swaps
 
 WRONG = {
     "an unknown recipe": (

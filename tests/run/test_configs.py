@@ -4,7 +4,7 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train.config import CONFIGS, RECIPES, Config, overrides, plain, to_config
+from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, plain, to_config
 from fp4train.config.binding import bind, complete, unknown_keys
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
@@ -19,7 +19,7 @@ OPTIONS = [f"{group}={option}" for group, options in overrides.groups().items() 
 
 
 def config(*arguments: str) -> Config:
-    return to_config(overrides.compose([*arguments, "run.name=x"]))
+    return to_config(composition.compose([*arguments, "run.name=x"]))
 
 
 def test_all_yaml_files_of_the_tree_are_covered() -> None:
@@ -42,13 +42,13 @@ def test_it_is_planned(option: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_it_means_the_same_with_its_defaults_written_out(option: str) -> None:
-    node = plain(overrides.compose([option, *GIVEN.get(option, []), "run.name=x"]))
+    node = plain(composition.compose([option, *GIVEN.get(option, []), "run.name=x"]))
     assert list(unknown_keys(node, Config)) == []
     assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
 
 
 def test_defaults_are_written_out_as_the_classes_have_them() -> None:
-    node = plain(overrides.compose(["run.name=x"]))
+    node = plain(composition.compose(["run.name=x"]))
     for section in ("model", "data", "optim", "schedule", "recipe", "policy", "track"):
         node[section] = {"_target_": node[section]["_target_"]}
     written = complete(node, Config)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli, StopAt, events, losses
 
+from fp4train.run.record.journal import read_journal, swaps
+
 LAB = '''
 from dataclasses import dataclass
 
@@ -92,7 +94,7 @@ def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) ->
     assert cli.raw("swap", "runs/a", "recipe=own", *OWN).code == 0
     assert cli(*OWN, "resume=runs/a").code == 0
     assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4", "Recipe", "Recipe"]
-    assert json.loads(Path("runs/a/swaps.json").read_text())[0]["recipe"]["_target_"] == "ownlab.Recipe"
+    assert swaps(read_journal(Path("runs/a")))[0]["recipe"]["_target_"] == "ownlab.Recipe"
     assert "add plugins=[ownlab]" in cli("resume=runs/a", "train.steps=4").message
 
 

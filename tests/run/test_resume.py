@@ -1,11 +1,10 @@
 """A run that was interrupted equals one that was not, to the bit."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Cli, StopAt, events, losses
+from command_line import Cli, StopAt, events, losses, recorded
 
 CASES = {
     "nvfp4 through its cooldown phase": [],
@@ -118,14 +117,14 @@ def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(cli: Cli
     stop_at(4)
     command = ["resume=runs/a", "recipe=mxfp8"]
     assert cli(*command).code == 137
-    assert [(s["step"], s["name"]) for s in json.loads(Path("runs/a/swaps.json").read_text())] == [(2, "mxfp8")]
+    assert recorded("runs/a") == [(2, "mxfp8")]
     assert [e["recipe"] for e in events("runs/a", "swap")] == ["mxfp8"]
     stop_at(5)
     assert cli(*command).code == 137, "the same command again goes on and records nothing more"
     stop_at(-1)
     assert cli("resume=runs/a").code == 0
     assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 2 + ["MXFP8"] * 4
-    assert [s["step"] for s in json.loads(Path("runs/a/swaps.json").read_text())] == [2]
+    assert recorded("runs/a") == [(2, "mxfp8")]
     assert "_target_: fp4train.precision.NVFP4" in Path("runs/a/config.yaml").read_text()
     assert "steps 2–5: MXFP8 (swap at step 2)" in Path("runs/a/plan.txt").read_text()
 
@@ -133,7 +132,7 @@ def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(cli: Cli
 def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=2").code == 0
     assert "is finished" in cli("resume=runs/a", "recipe=mxfp8").out
-    assert not Path("runs/a/swaps.json").exists()
+    assert recorded("runs/a") == []
 
 
 def test_a_new_name_makes_a_branch_and_leaves_the_run_alone(cli: Cli, stop_at: StopAt) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import PATIENCE, Cli, events, lines, losses
+from command_line import PATIENCE, Cli, events, lines, losses, recorded
 
 import fp4train.train as loop
 from fp4train import checkpoint
@@ -139,7 +139,7 @@ def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=2", "phases=none", "schedule=constant").code == 0
     planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")
     assert "steps 0–1: NVFP4 (recipe)" in planned.out and "steps 2–4: BF16 (swap at step 2)" in planned.out
-    assert not Path("runs/a/swaps.json").exists()
+    assert recorded("runs/a") == []
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     """`recorded(True)`: the steps of the next run are recorded on the CPU; what recorded them."""
     # The C kernels are no operators of torch: a recorder of operators would not see them.
     monkeypatch.setattr(cpu, "why_not", lambda spec, device: "not seen by the recorder")
-    monkeypatch.setattr("fp4train.backends.emulate.widening.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
+    monkeypatch.setattr("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     quantizer.cache_clear()
     assemble, on, made = build.assemble, [False], []
 

@@ -14,7 +14,7 @@ import torch
 from recorded_products import Recorder
 
 from fp4train.backends.native import blocks
-from fp4train.config import overrides
+from fp4train.config import composition
 from fp4train.quantize import triton as kernels
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -52,7 +52,7 @@ def test_a_dry_run_prints_commands_that_exist_and_writes_nothing(tmp_path: Path)
         if words[0].startswith("scripts/"):
             assert (SCRIPTS.parent / words[0]).is_file()
         elif words[:2] == ["-m", "fp4train"] and words[2] not in ("doctor", "compare"):
-            overrides.check(words[2:])
+            composition.check(words[2:])
     assert sum("train.compile=true" in words for words in commands) == 1
 
 
@@ -222,7 +222,7 @@ def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is
 
 def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu_graph")
-    overrides.check(list(script.OPTIONS))
+    composition.check(list(script.OPTIONS))
     lines = [
         {
             "step": i,

@@ -139,7 +139,7 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
 ) -> None:
     log, go_on, write = MetricsLog(path), threading.Event(), os.write
     monkeypatch.setattr(metrics, "WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(metrics.os, "write", lambda *rest: go_on.wait(60) and write(*rest))
+    monkeypatch.setattr(os, "write", lambda *rest: go_on.wait(60) and write(*rest))
     began = time.monotonic()
     for step in range(1, 200):
         log.log(step, {})
@@ -248,7 +248,7 @@ def test_a_full_disk_is_reported_once_and_no_line_is_lost(
         return write(descriptor, data[:-4])
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.os, "write", part_of_it)
+        patch.setattr(os, "write", part_of_it)
         for step in (2, 3, 4):
             log.log(step, {})
     assert path.read_bytes().count(b"\n") == 1 and path.read_bytes().endswith(b"\n"), (
@@ -269,7 +269,7 @@ def test_lines_that_never_got_a_place_are_counted_at_the_end(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     log = MetricsLog(path)
-    monkeypatch.setattr(metrics.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     log.log(1, {})
     log.log(2, {})
     log.finish()

@@ -15,7 +15,7 @@ from fp4train import checkpoint
 from fp4train.config import plain
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import SECTIONS, candidates
+from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
 from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
@@ -131,9 +131,10 @@ def open_bases(request: RankRequest) -> list[Base]:
     """
     wanted = [(source, step) for source in map(run_directory.require_run, request.runs) for step in request.steps_at]
     places = [(source, _step(source, step)) for source, step in wanted]
+    axes = sweep_axes(request.sweep, request.folders)
     bases: dict[str, Base] = {}
     for source, step in places:
-        base = _open(request, source, step, keep=len(places) == 1)
+        base = _open(request, axes, source, step, keep=len(places) == 1)
         if (same := bases.setdefault(base.mark, base)) is not base:
             raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
     return list(bases.values())
@@ -148,14 +149,14 @@ def _step(source: Path, wanted: int | None) -> int:
     return have[-1] if wanted is None else wanted
 
 
-def _open(request: RankRequest, source: Path, step: int, *, keep: bool) -> Base:
+def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool) -> Base:
     subject = open_checkpoint(source, step, request.paths)
     settings = _settings(request, subject.config, step)
     saved = plain(run_directory.read_config(source))
     sections = {name: saved[name] for name in SECTIONS}
     if settings.schedule == "linear":
         sections["phases"] = {}  # those of the run belong to its own schedule
-    asked = candidates(request.sweep, sections, request.folders)
+    asked = candidates(axes, sections)
     train, batches = subject.config.train, min(settings.batches, max(1, subject.val_data.batches_per_epoch))
     return Base(
         source=source,

@@ -34,7 +34,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan, build_timeline
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_paths
+from fp4train.run.record.trust import check_paths
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Step, Values

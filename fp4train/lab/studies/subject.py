@@ -33,7 +33,7 @@ from fp4train.run.build import assemble, build_timeline
 from fp4train.run.device import choose_device
 from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs
+from fp4train.run.record.trust import check_belongs
 from fp4train.run.resume import check_source, find_start
 from fp4train.run.run import Run
 
