@@ -73,7 +73,20 @@ class Emulate:
         return True
 
 
-EMULATE = Emulate()
+class TorchGemm(Emulate):
+    """torch's GEMM, for operands that are not quantised, in their dtype."""
+
+    name = "torch"
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
+        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+
+EMULATE, TORCH = Emulate(), TorchGemm()
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

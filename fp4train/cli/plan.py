@@ -113,7 +113,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     from fp4train.run.checks import (
         check_cut,
         check_oscillation,
-        check_outliers,
         never_chosen,
         nothing_quantised,
         warn_of_schedule,
@@ -142,7 +141,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
-    check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)

@@ -42,7 +42,6 @@ from fp4train.run.checks import (
     check_cut,
     check_memory,
     check_oscillation,
-    check_outliers,
     divided_blocks,
     never_chosen,
     nothing_quantised,
@@ -170,21 +169,29 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
 
 
 def build_plan(
-    config: Config, layers: Mapping[str, Layer], timeline: Timeline, device: Device, data_ranks: int = 1
+    config: Config,
+    layers: Mapping[str, Layer],
+    timeline: Timeline,
+    device: Device,
+    data_ranks: int = 1,
+    *,
+    stages: int = 1,
 ) -> Plan:
     """What will run where, and why.
 
     Args:
         layers: of the whole model, by name (`find_layers`).
         data_ranks: parts that a batch is cut into.
+        stages: of a pipeline.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
-            be recorded and a recipe depends on the host.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device` or over so many
+            stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
             check_plan(plan)
         return plan
@@ -292,9 +299,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model, born = _unborn(config, data.vocab_size, world)
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
-        plan = build_plan(config, layers, timeline, Device.of(world.device), world.mesh.data)
+        mesh = world.mesh
+        plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
         check_oscillation(config, plan)
-        check_outliers(plan, stages=world.mesh.pipeline)
         cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)

@@ -126,13 +126,21 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     own = run.world.data_rank * run.share
     for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
-        yield microbatch(run, recipe, *each, token_offset=first * run.config.train.seq_len, last=last)
+        offset = first * run.config.train.seq_len
+        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True)
 
 
 def microbatch(
-    run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0, last: bool = True
+    run: Run,
+    recipe: Recipe,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    *,
+    token_offset: int = 0,
+    last: bool = True,
+    applied: bool = False,
 ) -> Microbatch:
-    """Rows to be run in `recipe`."""
+    """Rows to be run in `recipe`; `applied`: its plan is that of the model's layers, else they resolve it."""
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -143,6 +151,7 @@ def microbatch(
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
+            applied=applied,
         )
         with use(now), run.region():
             yield

@@ -115,7 +115,7 @@ def backends_by_identity(source: Source) -> list[str]:
     """A backend is known by its protocol: outside of backends/ nobody asks which one it is."""
     if source.within("backends/"):
         return []
-    names = {"EMULATE", "NATIVE", "REFERENCE", "HIGH", "TRANSFORMER_ENGINE"}
+    names = {"EMULATE", "NATIVE", "REFERENCE", "TORCH", "TRANSFORMER_ENGINE"}
     return [f"{line}: {n}" for line, n in imported(source.tree) if n.rpartition(".")[2] in names]
 
 
