@@ -14,8 +14,8 @@ from torch import nn
 
 from fp4train.models.common.cut import Pipelined, Stage, StageCut
 from fp4train.parallel.config import Parallel
-from fp4train.parallel.held import Inventory, TiedWeight
-from fp4train.parallel.pipeline import Pipeline
+from fp4train.parallel.held import Inventory
+from fp4train.parallel.pipeline import Pipeline, TiedWeight
 from fp4train.parallel.world import World
 
 

@@ -8,18 +8,21 @@ and none is outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4train.backends import OPERANDS, Operands
+from fp4train.backends.table import OPERANDS, Operands
 from fp4train.precision.blocks import block_paths, features, is_linear
 from fp4train.quantize import why_not_cut
 
 _BLOCK = 16
 """Elements of the smallest block that shares a scale: that of NVFP4."""
+
+_CUT_BLOCKS = {("x", "in"): "fprop", ("dy", "out"): "dgrad", ("w", "in"): "fprop", ("w", "out"): "dgrad"}
+"""(operand, features that are cut) → the GEMM whose blocks of the operand lie along them; without one it is whole."""
 
 _HARMLESS = {
     *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # construction and printing
@@ -149,26 +152,12 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
     found: dict[str, str] = {}
     if layer.cut is None:
         return found
+    extent = layer.out_features if layer.cut == "out" else layer.in_features
     for gemm, operands in table.items():
         for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
-            for extent, columns in _cuts(layer, gemm, name):
-                reason = None if spec is None else why_not_cut(spec, extent, columns=columns)
-                if reason is not None:
-                    found.setdefault(gemm, f"{_whole(layer)} over {layer.parts} ranks: {reason} ({name})")
+            along = _CUT_BLOCKS.get((name, layer.cut))
+            reason = None if spec is None or along is None else why_not_cut(spec, extent, columns=gemm == along)
+            if reason is not None:
+                whole = f"{extent * layer.parts} {layer.cut} features"
+                found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
     return found
-
-
-def _whole(layer: Layer) -> str:
-    size = layer.out_features if layer.cut == "out" else layer.in_features
-    return f"{size * layer.parts} {layer.cut} features"
-
-
-def _cuts(layer: Layer, gemm: str, name: str) -> Iterator[tuple[int, bool]]:
-    """(size of a shard, whether it lies along the blocked axis) of an operand that the cut divides."""
-    extent = layer.out_features if layer.cut == "out" else layer.in_features
-    if name == "x" and layer.cut == "in":
-        yield extent, gemm == "fprop"
-    if name == "dy" and layer.cut == "out":
-        yield extent, gemm == "dgrad"
-    if name == "w":
-        yield extent, (layer.cut == "in") == (gemm == "fprop")
