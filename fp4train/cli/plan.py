@@ -108,7 +108,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         build_model,
         build_plan,
         build_timeline,
-        choose_device,
         with_swap,
     )
     from fp4train.run.checks import (
@@ -118,6 +117,7 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         nothing_quantised,
         warn_of_schedule,
     )
+    from fp4train.run.device import choose_device
     from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_source, start_step
 

@@ -13,7 +13,7 @@ from fp4train import checkpoint
 from fp4train.config import plain
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
-from fp4train.run.environment import environment
+from fp4train.run.host import environment
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import (
     Journal,
