@@ -47,12 +47,12 @@ from fp4train.run.outliers import check_outliers
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import as_swap, read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
+from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 from fp4train.run.size import check_memory, told
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
 from fp4train.run.supervise.gpu import check_gpu, warn_of_unseen_gpu
-from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
