@@ -109,7 +109,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         build_model,
         build_plan,
         build_timeline,
-        choose_device,
         with_swap,
     )
     from fp4train.run.checks import (
@@ -119,7 +118,7 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         nothing_quantised,
         warn_of_schedule,
     )
-    from fp4train.run.outliers import check_outliers
+    from fp4train.run.device import choose_device
     from fp4train.run.record.trust import check_paths
 
     config, chosen, swap = command.config, command.cfg, command.swap
@@ -142,7 +141,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
-    check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)

@@ -1,5 +1,4 @@
-"""The host of a training run: Python's garbage collector, glibc's allocator, the memory that is used, and for the
-journal what it is: machine, device, versions, and the data's fingerprint.
+"""The host process of a run: Python's garbage collector, glibc's allocator, its memory, and the record of its machine.
 
 Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
 Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
@@ -30,8 +29,6 @@ import torch
 from fp4train import __version__
 from fp4train.hardware import Device, driver_version
 
-PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
-"""Whose versions change what a run computes, or how fast."""
 STEPS: int = 10
 """Steps between two collections."""
 
@@ -90,6 +87,10 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return all([bool(mallopt(parameter, value)) for parameter, value in _SETTINGS])
+
+
+PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
+"""Whose versions change what a run computes, or how fast."""
 
 
 def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import fp4train as f4
-from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.estimate import layer_costs
@@ -31,9 +30,8 @@ from fp4train.precision import (
 )
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, plan, resolve, split_outliers
+from fp4train.precision.plan import Plan, plan, resolve
 from fp4train.run.checks import never_chosen
-from fp4train.run.outliers import check_outliers
 from fp4train.run.record.journal import Journal, read_journal
 from fp4train.run.step_graph import check_plan
 
@@ -102,7 +100,7 @@ def test_a_recipe_shows_both_tables() -> None:
 
 def stretches(recipe: Recipe, steps: int, *swaps: Swap) -> list[tuple[int, int, bool | None]]:
     found = Timeline(recipe=recipe, steps=steps, swaps=swaps).stretches()
-    return [(each.start, each.stop, each.outliers) for each in found]
+    return [(each.start, each.stop, each.split) for each in found]
 
 
 def test_the_timeline_counts_recorded_steps_through_swaps() -> None:
@@ -167,7 +165,7 @@ def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend
 
 def test_the_cost_is_that_of_both_parts() -> None:
     gpu = find_gpu("B200")
-    rows = layer_costs(split_outliers(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu))), gpu, 4096, 1)
+    rows = layer_costs(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096, 1)
     assert [row.size[2] for row in rows if row.gemm_name == "fprop"] == [288, 32]
     assert all(row.emulated for row in rows)
 
@@ -184,12 +182,12 @@ def test_layers_that_are_cut_and_recorded_steps_are_refused() -> None:
         resolve(cut, RECIPE, None, "auto", CPU)
     with pytest.raises(ValueError, match=r"cuda_graph=true cannot record.*the host counts the steps"):
         check_plan(small())
-    with pytest.raises(UserError, match=r"parallel.pp"):
-        check_outliers(small(), stages=2)
-    check_outliers(small(), stages=1)
+    with pytest.raises(ValueError, match=r"parallel.pp"):
+        small().check_ranks(stages=2)
+    small().check_ranks(stages=1)
     narrow = plan(nn.Sequential(nn.Linear(32, 64)), RECIPE, steps=100)
-    with pytest.raises(UserError, match=r"leaves no other channel of any layer \(the widest has 32 input channels\)"):
-        check_outliers(narrow, stages=1)
+    with pytest.raises(ValueError, match=r"leaves no other channel of any layer \(the widest has 32 input channels\)"):
+        narrow.check_ranks(stages=1)
 
 
 def test_a_run_that_ends_before_the_choice_is_told() -> None:

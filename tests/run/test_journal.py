@@ -145,7 +145,7 @@ def test_the_tokenizer_comes_with_the_weights(cli: Cli) -> None:
 
 
 def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     path = Path("runs/a/config.yaml")
     whole = path.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     path.write_text(whole.replace("seed: 0", "seed: 5"))
@@ -160,7 +160,7 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
 
 
 def test_an_edited_record_of_swaps_is_noticed(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     swap = {"step": 2, "name": "bf16", "recipe": {"_target_": "fp4train.precision.BF16"}}
     Path("runs/a/swaps.json").write_text(json.dumps([swap]))
     ended = cli("resume=runs/a", "train.steps=3")
@@ -170,7 +170,7 @@ def test_an_edited_record_of_swaps_is_noticed(cli: Cli) -> None:
 
 @pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ('"step": 0', '"step": 1'), ("{", "")])
 def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, str]) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     path = Path("runs/a/history.jsonl")
     path.write_text(path.read_text().replace(*damage, 1))
     for command in (["resume=runs/a", "train.steps=3"], ["plan", "runs/a"]):

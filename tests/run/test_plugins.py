@@ -110,7 +110,7 @@ def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(cli:
 
 
 def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     Path("evil.py").write_text("open('hit', 'w')\n" + LAB)
     monkeypatch.syspath_prepend(str(cli.folder))
     config = Path("runs/a/config.yaml")
@@ -145,7 +145,7 @@ def test_a_yaml_file_cannot_name_plugins(cli: Cli) -> None:
 
 
 def test_a_plugin_without_a_use_changes_nothing(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2").code == 0
+    cli.trained("run.name=a", "train.steps=2")
     assert cli(*OWN, "run.name=b", "train.steps=2").code == 0
     assert losses("runs/a") == losses("runs/b")
     again = cli(*OWN, "run.name=a", "train.steps=2")

@@ -233,13 +233,13 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
 
 
 def test_a_swap_that_the_resumed_run_would_refuse_is_refused_at_once(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     assert "a float16 run has a loss scale" in cli.raw("swap", "runs/a", "recipe=fp16").message
     assert not Path("runs/a/swap_requests").exists()
 
 
 def test_pending_requests_are_listed_and_cancelled(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     assert cli.raw("swap", "runs/a").out == "runs/a: no swap is recorded, none is pending\n"
     for recipe in ("bf16", "mxfp8"):
         assert cli.raw("swap", "runs/a", f"recipe={recipe}").code == 0
@@ -274,7 +274,7 @@ def test_nobody_waits_longer_than_asked(cli: Cli, before_step: Callable[[int, Ca
 
 
 def test_a_request_that_a_killed_process_had_taken_is_taken_again(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     assert cli.raw("swap", "runs/a", "recipe=bf16").code == 0
     (request,) = Path("runs/a/swap_requests").iterdir()
     request.rename(request.with_suffix(".taken"))

@@ -6,8 +6,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import forked
 
 import fp4train.track.metrics as metrics
 from fp4train.errors import UserError
@@ -283,14 +282,11 @@ def test_an_unwritable_folder_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_a_kill_loses_nothing_that_was_logged(path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom fp4train.track import MetricsLog\n"
-        "log = MetricsLog(Path(sys.argv[1]))\nfor step in range(1, 51): log.log(step, {})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    root = Path(metrics.__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", code, str(path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
-    assert child.returncode == -signal.SIGKILL
+    def logs() -> None:
+        log = MetricsLog(path)
+        for step in range(1, 51):
+            log.log(step, {})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked(logs) == -signal.SIGKILL
     assert [line["step"] for line in read_metrics(path)] == list(range(1, 51))

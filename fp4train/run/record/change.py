@@ -14,7 +14,6 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
-from fp4train.run.outliers import check_outliers
 from fp4train.run.record.journal import Entry, as_swap, swaps
 from fp4train.run.run import Run
 
@@ -97,9 +96,8 @@ def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
-    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.mesh.data)
-    check_outliers(plan, stages=run.world.mesh.pipeline)
-    return plan.since(run.step)
+    mesh, device = run.world.mesh, Device.of(run.device)
+    return build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline).since(run.step)
 
 
 def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
