@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, ra
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
-    patch = f"import os\nimport fp4train.parallel.meeting as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
+    patch = f"import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
     ended = ranks(2, "run.name=a", patch=patch)
     assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
     assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(ended, by=1 - rank)
@@ -223,9 +223,9 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
             "original = loop.train_step",
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.inbox import request_swap",
+            "        from fp4train.run.record.inbox import ask",
             "        body = {'_target_': 'fp4train.precision.MXFP8'}",
-            "        request_swap(run.directory, body, 'mxfp8', 3)",
+            "        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})",
             "    return original(run, recipe)",
             "loop.train_step = step",
         )

@@ -70,7 +70,7 @@ class Record:
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on; empty: as before.
-        values: what else the line holds: config, environment (`fp4train.run.environment`), from, name, at, recipe,
+        values: what else the line holds: config, environment (`fp4train.run.host`), from, name, at, recipe,
             request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
             (`fp4train.run.supervise.divergence`).
         sum: its checksum and that of all lines before.
