@@ -25,12 +25,10 @@ from typing import Final
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.links import Group, Interconnect
+from fp4train.lab.costs.links import Collective, Flow, Group, Interconnect, Wire
 from fp4train.lab.costs.memory import USABLE, RankMemory, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
-from fp4train.lab.costs.shards import Weight, stages
-from fp4train.lab.costs.traffic import Collective, Flow, Wire
-from fp4train.lab.costs.workload import Kind, Workload
+from fp4train.lab.costs.workload import Kind, ModelWeight, Workload, stages
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan, part_of
@@ -231,7 +229,7 @@ class _Estimate:
             return whole
         return self._form(whole, row) + self._form(whole, column)
 
-    def weights(self, weights: Sequence[Weight], *, kept: bool = False) -> Wire:
+    def weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
         """What it takes to gather some weights and to reduce their gradients; `kept`: from forward to backward."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         repeats = self.load.recomputed > 0
