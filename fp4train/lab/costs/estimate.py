@@ -121,8 +121,10 @@ class CostEstimate:
         return sum(s.steps * s.total for s in self.stretches)
 
     def render(self) -> str:
-        """The estimate as text: one table per stretch with equal blocks folded into one line ("blocks.0–11.mlp.up"), with
-        the times of one block; totals, and GEMMs that do not pay."""
+        """The estimate as text: one table per stretch, totals, and GEMMs that do not pay.
+
+        Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
+        """
         parts = [f"estimated time of the linear layers on {_describe(self.gpu)}, each line is one layer in one step"]
         parts += [_render(stretch) for stretch in self.stretches]
         if len(self.stretches) > 1:

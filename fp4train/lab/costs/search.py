@@ -1,9 +1,8 @@
-"""The cheapest mesh that fits: every mesh of a number of GPUs, ranked by tokens per second; why a model or a batch cannot
-be cut as a mesh asks, with what to do.
+"""The cheapest mesh that fits: every mesh of a number of GPUs, ranked by tokens per second.
 
 Tried are tensor parallelism inside of an NVLink domain, pipelines whose stages have equal numbers of blocks, all ways
 to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
-off.
+off. Where a model or a batch cannot be cut as a mesh asks, the problem says what to do.
 """
 
 from __future__ import annotations

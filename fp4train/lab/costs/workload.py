@@ -171,12 +171,9 @@ def stages(mesh: Mesh, blocks: int) -> list[range]:
 
 def aligned_shard(weights: Iterable[ModelWeight], mesh: Mesh) -> Mesh:
     """The mesh with the most shards that keeps no weight from being gathered as codes, the rest being replicas."""
-    weights = list(weights)
-    fewer = (
-        replace(mesh, shard=n, replicate=mesh.replicate * mesh.shard // n)
-        for n in range(mesh.shard, 0, -1)
-        if mesh.shard % n == 0
-    )
+    weights, ranks = list(weights), mesh.shard * mesh.replicate
+    counts = (n for n in range(mesh.shard, 0, -1) if mesh.shard % n == 0)
+    fewer = (replace(mesh, shard=n, replicate=ranks // n) for n in counts)
     return next(other for other in fewer if not any(weight.misaligned(other) for weight in weights))
 
 
