@@ -33,7 +33,7 @@ from torch import Tensor
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize_dequantize, quantizer
+from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
@@ -54,11 +54,6 @@ class Emulate:
         """None: every spec can be emulated on every device."""
         return None
 
-    def prepare(
-        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-    ) -> Decoded:
-        return Decoded(x_RC, None) if spec is None else quantize_dequantize(x_RC, spec, key=key, amax=amax)
-
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if isinstance(a, Quantized):
             a = quantizer(a.spec, a.codes.device.type).decode(a)
@@ -73,7 +68,20 @@ class Emulate:
         return True
 
 
-EMULATE = Emulate()
+class TorchGemm(Emulate):
+    """torch's GEMM, for operands that are not quantised, in their dtype."""
+
+    name = "torch"
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
+        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+
+EMULATE, TORCH = Emulate(), TorchGemm()
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

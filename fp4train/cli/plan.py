@@ -31,8 +31,9 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.parallel.config import Mesh
 from fp4train.precision.report import render, summarise
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
-from fp4train.run.record.swaps import as_swap
+from fp4train.run.record import journal
+from fp4train.run.record.journal import as_swap
+from fp4train.run.record.stretches import RecordedStretch
 from fp4train.text import columns, tabulate
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def main(arguments: list[str]) -> int:
 
 def _of_run(run: Path, *, full: bool) -> str:
     """What a run was told, what it ran, and what is planned for the rest."""
-    records = history.read_history(run)
+    records = journal.read_journal(run)
     if not records:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
-    done, known = history.steps_done(run), history.stretches(records)
+    done, known = journal.steps_done(run), journal.stretches(records)
     steps = known[-1].stop if known else 0
     told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]
@@ -90,13 +91,13 @@ def _of_run(run: Path, *, full: bool) -> str:
     return "\n".join([*head, *table])
 
 
-def _split(stretch: history.Stretch, done: int) -> list[history.Stretch]:
+def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
     if not stretch.start < done < stretch.stop:
         return [stretch]
     return [replace(stretch, stop=done), replace(stretch, start=done)]
 
 
-def _state(stretch: history.Stretch, done: int) -> str:
+def _state(stretch: RecordedStretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
@@ -107,7 +108,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         build_model,
         build_plan,
         build_timeline,
-        choose_device,
         with_swap,
     )
     from fp4train.run.checks import (
@@ -117,8 +117,8 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         nothing_quantised,
         warn_of_schedule,
     )
-    from fp4train.run.outliers import check_outliers
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.device import choose_device
+    from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_source, start_step
 
     config, chosen, swap = command.config, command.cfg, command.swap
@@ -141,7 +141,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
-    check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
@@ -149,7 +148,7 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
         print(as_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
         return 0
     if source is not None and start:
-        past = [s for each in history.stretches(history.read_history(source)) for s in _split(each, start)]
+        past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")

@@ -23,9 +23,8 @@ from fp4train.config.composition import composed
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.history import steps_done
-from fp4train.run.record.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.inbox import cancel_request, pending, request_cancel, request_swap, wait_for_answer
+from fp4train.run.record.journal import as_swap, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
@@ -97,9 +96,10 @@ def _report(run: Path, request: str, wait: float, what: str) -> int:
             f"fp4train swap {run} shows what became of it, cancel={request} takes it back"
         )
         return NO_ANSWER
-    if not answer.accepted:
-        raise UserError(f"{run} refuses {what}: {answer.text}")
-    print(f"{run}: accepted, {answer.text}")
+    accepted, text = answer
+    if not accepted:
+        raise UserError(f"{run} refuses {what}: {text}")
+    print(f"{run}: accepted, {text}")
     return 0
 
 

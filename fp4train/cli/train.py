@@ -32,9 +32,9 @@ from fp4train.cli.launch import Start, Swapped, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
-from fp4train.parallel.launch import Place, find_place
+from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
+from fp4train.run.record import journal
 from fp4train.text import tabulate
 from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
-    from fp4train.run.determinism import determinism
+    from fp4train.run.device import determinism
 
     jobs: list[list[Any]] = []
 
@@ -85,10 +85,10 @@ def _jobs(jobs: list[list[Any]]) -> str:
     return "\n".join(tabulate([("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3)))
 
 
-def _as_rank(arguments: list[str], place: Place) -> int:
+def _as_rank(arguments: list[str], place: ProcessRank) -> int:
     """Train as one rank of several. What all of them have to say, the lead alone says."""
     from fp4train.parallel.world import AgreedError
-    from fp4train.run.determinism import determinism
+    from fp4train.run.device import determinism
 
     # Before the ranks have met, each machine speaks for itself.
     speaks = place.local_rank == 0
@@ -131,10 +131,10 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     return code if world is None else world.end(code)
 
 
-def _world(config: Config, place: Place) -> World:
+def _world(config: Config, place: ProcessRank) -> World:
     """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is asked anything."""
     from fp4train.parallel.world import World
-    from fp4train.run.build import choose_device
+    from fp4train.run.device import choose_device
 
     return World.start(place, config.parallel, choose_device(config.device, place))
 
@@ -143,7 +143,7 @@ def _train(command: Start, world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
     from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_start
     from fp4train.run.supervise.divergence import Rewind
 
@@ -151,7 +151,7 @@ def _train(command: Start, world: World) -> int:
     config, chosen, swap = command.config, command.cfg, command.swap
     directory = config.run.dir
     if world.size > 1:
-        check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+        check_same(world, {**journal.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named)
@@ -195,7 +195,7 @@ def _to_its_end(
     from fp4train.precision.report import summarise
     from fp4train.run.build import build
     from fp4train.run.supervise.divergence import DivergedError
-    from fp4train.run.supervise.gpu import explain
+    from fp4train.run.supervise.rescue import explain
     from fp4train.train import train
 
     run, code = build(config, chosen, start, swap, world, rewind), 1

@@ -146,14 +146,8 @@ def digests(ids: Ids) -> list[str]:
     """SHA-256 of each chunk, shortened to 64 bits: against faults, not against people."""
     data: Any = np.ascontiguousarray(ids).view(np.uint8).reshape(-1) if len(ids) else np.empty(0, dtype=np.uint8)
     found: list[str] = []
-    shown = tqdm(
-        desc="checking",
-        total=len(data),
-        unit="B",
-        unit_scale=True,
-        disable=None if len(data) >= LARGE else True,
-        leave=False,
-    )
+    quiet = None if len(data) >= LARGE else True
+    shown = tqdm(desc="checking", total=len(data), unit="B", unit_scale=True, disable=quiet, leave=False)
     with ThreadPoolExecutor(READERS) as pool, shown as bar:
         for each in pool.map(lambda start: _digest(data[start : start + CHUNK]), range(0, len(data), CHUNK)):
             found.append(each)

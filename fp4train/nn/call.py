@@ -137,6 +137,8 @@ class Call:
         weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories; None: no operand has delayed scaling.
         training: whether amaxes enter their histories.
+        shared: the context's cache of forms that several layers read; None: a compiled graph, which reuses the memory
+            of its tensors, or a part of the channels.
         counters: `step` on the device, where it is read from there (`RandomKey.counters`).
         parameter: the parameter whose shard or part w is, if w is new in each call.
         amaxes: the delayed amaxes of this call, by tensor.
@@ -151,6 +153,7 @@ class Call:
     weights: PreparedWeights
     scaling: DelayedScaling | None
     training: bool
+    shared: dict[str, Any] | None
     counters: Tensor | None = None
     parameter: Tensor | None = None
     amaxes: dict[str, Tensor] | None = None

@@ -31,7 +31,7 @@ from fp4train.quantize import Quantized
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_opaque`
+Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_context`
 register_opaque_type(
     Handle, typ="reference", guard_fn=lambda handle: [handle.route()], members={"route": MemberType.USE_REAL}
 )
@@ -78,7 +78,7 @@ def linear(
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     gradients = gradient_dtypes(x_MK, w_NK, bias_N, tuple(wanted))
-    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call, gradients, None)
+    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
     return y_MN, SavedCall(call, gradients, x if isinstance(x, Quantized) else None, calls)
 
 
@@ -93,6 +93,7 @@ def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK
         return calls[0]
     executor = layer.executor_in(context, x_MK.device)
     call = once(layer, lambda: layer.new_call(context, executor, x_MK.shape[0], training=training))
+    call.shared = None
     own = layer._parameters.get("weight")
     if own is None or not own.is_set_to(w_NK):  # not the parameter itself: the compiler may overwrite it
         call.weights = PreparedWeights()

@@ -275,6 +275,7 @@ class Linear(nn.Linear):
             weights,
             self.states.get("scaling"),  # type: ignore[arg-type]
             training,
+            context.shared,
             context.counters,
             self.weight if self.transposed else None,
         )

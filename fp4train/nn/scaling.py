@@ -9,7 +9,7 @@ batch is split. If the history gives 0 or a non-finite value, the amax used last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,10 @@ class DelayedScaling:
         joined: the loop joins the newest entries of all layers over the ranks (`join`); else each call of a
             layer takes the maximum over the default process group by itself.
     """
+
+    name: ClassVar = "scaling"
+    tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
+    """What is saved, by the beginnings of names: (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32 master.
 
-Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`WeightGathers.begin`),
-over the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
+Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`begin`), over
+the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
 with the amax of the whole weight, and FSDP gathers codes and scales: for forward what fprop multiplies, for backward
 what dgrad does. The codes of the shards together are the codes of the whole weight, so training equals that of one rank
 in every bit. What is sent of a weight `precision.gather.wire_form` says.
@@ -149,9 +149,9 @@ class WeightGather:
             values if way.column is None else (Payload(way.column, way.turned),),
         )
 
-    def missing(self) -> Iterator[tuple[object, Tensor]]:
-        """The amaxes of this rank's shard that are needed of the whole weight and not yet known: each among zeros, at
-        its place in those of the whole."""
+    def missing(self) -> Iterator[tuple[object, int, Tensor]]:
+        """The keys of the amaxes that are needed of the whole weight and not yet known; those of this rank's shard
+        among zeros, at their place in those of the whole, which is the number."""
         needed = {self._key(part): part for part in (*self.forward, *self.backward)}
         for key, part in needed.items():
             if part.spec is not None and key is not None and key not in self.amaxes:
@@ -160,13 +160,7 @@ class WeightGather:
                 vector = own.new_zeros(size)
                 vector[start : start + own.numel()] = own.reshape(-1)
                 self.amaxes[key] = own
-                yield key, vector
-
-    def take(self, key: object, whole: Tensor) -> None:
-        """Keep this rank's part of the joined amaxes."""
-        own = self.amaxes[key]
-        start, _ = self._slot(key if isinstance(key, Payload) else None, own.numel())
-        self.amaxes[key] = whole[start : start + own.numel()].view(own.shape)
+                yield key, start, vector
 
     def _key(self, part: Payload) -> object:
         """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
@@ -179,9 +173,9 @@ class WeightGather:
             return None
         return part if part.column or self.cut == "in" else None
 
-    def _slot(self, part: Payload | None, count: int) -> tuple[int, int]:
+    def _slot(self, part: Payload, count: int) -> tuple[int, int]:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
-        if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
+        if part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
             return 0, count
         place = self.layer.layer_shard
         assert place is not None and place.tensor is not None
@@ -263,55 +257,52 @@ class WeightGather:
     def _codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
         sent = self._received.get(part)
-        return _whole(sent, part, self.shape) if sent and self._is_here(sent, (call.seed, call.step)) else None
+        here = sent is not None and self._received_at == (call.seed, call.step) and _is_here(sent)
+        return _whole(sent, part, self.shape) if sent is not None and here else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.weights.GatheredSource`."""
-        for wanted in (dtype, torch.bfloat16 if self.rounds else torch.float32):
-            sent = self._received.get(Payload(None, dtype=wanted))
-            if sent is not None and self._is_here(sent, self._received_at):
-                return sent.tensors[0].to(dtype)
-        return self.master().to(dtype)
+        found = self._arrived(dtype, torch.bfloat16 if self.rounds else torch.float32)
+        return (self.master() if found is None else found).to(dtype)
 
     def master(self) -> Tensor:
         """See `nn.weights.GatheredSource`."""
-        for dtype in (torch.float32, torch.bfloat16) if self.rounds else (torch.float32,):
-            sent = self._received.get(Payload(None, dtype=dtype))
-            if sent is not None and self._is_here(sent, self._received_at):
-                return sent.tensors[0].to(torch.float32, copy=True)
+        found = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
+        if found is not None:
+            return found.to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         ranks = Ranks(group=self.group, rank=self.group.rank(), size=self.group.size())
         return ranks.gather_rows(self.shard.detach())
 
-    def _is_here(self, sent: Sent, position: Position | None) -> bool:
-        """Whether what was received is that of the step, and not freed since."""
-        return position == self._received_at and bool(sent.tensors[0].untyped_storage().size())
+    def _arrived(self, *dtypes: torch.dtype) -> Tensor | None:
+        """The weight's values in the first of `dtypes` in which they were received, and not freed since."""
+        found = (self._received.get(Payload(None, dtype=dtype)) for dtype in dtypes)
+        return next((sent.tensors[0] for sent in found if sent is not None and _is_here(sent)), None)
 
 
-class WeightGathers:
-    """The gathered weights of a model."""
+def _is_here(sent: Sent) -> bool:
+    return bool(sent.tensors[0].untyped_storage().size())
 
-    def __init__(self, gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
-        self.gathers, self.largest = gathers, largest
 
-    def begin(self) -> None:
-        """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
-        if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
-            return
-        context, training = current(), torch.is_grad_enabled()
-        position = None if context is None or context.step is None else (context.seed, context.step)
-        for each in self.gathers:
-            plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
-            each.begin(plan, position, training)
-        found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
-        if found:
-            joined = self.largest(torch.cat([amax for _, _, amax in found]))
-            parts = torch.split(joined, [amax.numel() for _, _, amax in found])
-            for (each, key, _), whole in zip(found, parts, strict=True):
-                each.take(key, whole)
-        for each in self.gathers:
-            each.enter(training)
+def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
+    """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
+    if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
+        return
+    context, training = current(), torch.is_grad_enabled()
+    position = None if context is None or context.step is None else (context.seed, context.step)
+    for each in gathers:
+        plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
+        each.begin(plan, position, training)
+    found = [(each.amaxes, *missing) for each in gathers for missing in each.missing()]
+    if found:
+        joined = largest(torch.cat([vector for *_, vector in found]))
+        parts = torch.split(joined, [vector.numel() for *_, vector in found])
+        for (amaxes, key, start, _), whole in zip(found, parts, strict=True):
+            own = amaxes[key]
+            amaxes[key] = whole[start : start + own.numel()].view(own.shape)
+    for each in gathers:
+        each.enter(training)
 
 
 def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, mode: str) -> None:
@@ -343,13 +334,8 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         return amaxes
 
-    every = WeightGathers(gathers, largest)
-
-    def before(*_: object) -> None:
-        every.begin()
-
     # Before FSDP's own hook, which gathers.
-    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
 
 
 def _sent(q: Quantized, part: Payload) -> Sent:

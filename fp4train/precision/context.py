@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
-    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_opaque` replaces
+    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_context` replaces
     this metaclass with torch's when a graph is traced. A process that compiles nothing uses no private part of torch.
     """
 
@@ -238,9 +238,9 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
     graph.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision import untraced
+        from fp4train.precision import compile_context
 
-        result: torch.Tensor = untraced.recompute(function, *args)
+        result: torch.Tensor = compile_context.recompute(function, *args)
         return result
     return recompute_eagerly(function, *args)
 

@@ -98,6 +98,16 @@ class Recipe:
         part = self.outliers.recipe
         return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
+    @property
+    def splits(self) -> bool:
+        """Whether it multiplies some input channels apart."""
+        return self.outliers is not None and self.quantised
+
+    def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
+        """`OutlierChannels.split_from` of its outlier channels."""
+        assert self.outliers is not None
+        return self.outliers.split_from(start, stop, recorded)
+
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
         return dict.fromkeys(GEMMS, HIGH_PRECISION)
@@ -236,14 +246,14 @@ class OutlierChannels:
         count = math.ceil(self.share * in_features / self.multiple - 1e-9) * self.multiple
         return count if count < in_features else 0
 
-    def apart_from(self, start: int, recorded: int) -> int:
-        """The first step that multiplies them apart, of steps from `start` on.
-
-        Args:
-            recorded: steps that were recorded before.
-        """
+    def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
+        """(the first of the steps [start, stop) that multiplies them apart, which may be after the last one; the steps
+        recorded then), where `recorded` steps were recorded before."""
         missing = self.steps - recorded
-        return start if missing <= 0 else max(start, self.start) + missing
+        if missing <= 0:
+            return start, recorded
+        first = max(start, self.start) + missing
+        return first, recorded + max(0, min(first, stop) - max(start, self.start))
 
     def __str__(self) -> str:
         return f"{self.share:.0%} in {self.recipe.name}"

@@ -4,7 +4,9 @@ but probably unintended settings."""
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -16,6 +18,32 @@ from fp4train.precision.plan import Plan
 from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)
+
+
+BYTES = 4
+"""Of a weight: masters are float32."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """An architecture that knows its size."""
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model that `build` gives; tied ones once."""
+        ...
+
+
+def check_memory(shape: object, vocab_size: int) -> None:
+    """Raises UserError where the weights of a model are larger than the main memory of this machine."""
+    if not isinstance(shape, Counted):
+        return
+    count, memory = shape.parameter_count(vocab_size=vocab_size), _main_memory()
+    if count * BYTES > memory:
+        raise UserError(
+            f"{type(shape).__name__} has {short(count)} parameters, which are drawn in main memory: "
+            f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. Choose a smaller model, or "
+            "share it between several ranks, each of which draws its part alone (docs/scale.md)"
+        )
 
 
 def check_cut(config: Config, mesh: Mesh) -> None:
@@ -146,3 +174,17 @@ def warn_of_schedule(config: Config) -> None:
         start = phase.step(steps, cooldown)
         if start is not None and start >= steps:
             _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)
+
+
+def _main_memory() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def short(number: float) -> str:
+    """Three digits and a prefix: "1.23 M"."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5 or prefix == "P":
+            break
+        number /= 1000
+    return f"{number:,.3g} {prefix}".rstrip() if number < 999.5 else f"{number:,.0f} {prefix}"

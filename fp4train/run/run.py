@@ -17,7 +17,7 @@ from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
 from fp4train.config.binding import bind
-from fp4train.data import Feed, Loader
+from fp4train.data.loader import Feed, Loader
 from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -32,8 +32,8 @@ from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.observe import reset_oscillating
-from fp4train.run.record.requests import Inbox
-from fp4train.run.record.swaps import Entry
+from fp4train.run.record.inbox import Inbox
+from fp4train.run.record.journal import Entry, Journal
 from fp4train.run.restored import restored
 from fp4train.run.step import EagerSteps, StepRunner
 from fp4train.run.supervise.divergence import Divergence
@@ -50,8 +50,7 @@ class Run:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         identity: the random number that the run's parts carry.
-        history: the sum of the last record of its history.
-        swaps: the record of swaps.
+        swaps: those that the journal has.
         mid_update: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
@@ -78,7 +77,6 @@ class Run:
     fingerprint: str
     folder: Folder
     identity: str = ""
-    history: str = ""
     swaps: list[Entry] = field(default_factory=list)
     mid_update: bool = False
     failed: torch.Tensor | None = None
@@ -91,6 +89,8 @@ class Run:
     def __post_init__(self) -> None:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
+        self.journal = Journal(self.folder, None)
+        """The lead's; empty on other ranks, and before the run begins."""
         self.feed = Feed(self.train_data, self.device)
         self.divergence = Divergence()
         self.runner: StepRunner = EagerSteps(self)
@@ -215,7 +215,7 @@ class Run:
             "good_steps": self.good_steps,
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
-            "history": self.history,
+            "history": self.journal.last,
             "swaps": self.swaps,
             "divergence": asdict(self.divergence),
         }

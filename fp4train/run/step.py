@@ -2,11 +2,19 @@
 
 A step is queued as a whole, and the host waits for nothing. Two runners queue it: `EagerSteps` here, kernel by kernel,
 and `RecordedSteps` (`step_graph.py`), which replays what it recorded of these.
+
+The gradient norm is that over all ranks,
+
+    norm = sqrt(Σ_p Σ_i g_pi²)
+
+Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how the gradients are
+cut, in the last bits, and training amplifies them: two runs of 4-bit training part within a few steps. In float64 the
+rounding to float32 at the end removes the difference. One rank sums as many do: two ranks are two microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,10 +22,10 @@ import torch
 from torch import Tensor
 
 from fp4train.data.loader import Rows
-from fp4train.parallel.apply import join_scales, synchronise
-from fp4train.parallel.norm import clip, gradient_norms, step_unless
+from fp4train.parallel.fsdp import join_scales, synchronise
 from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.tensor import copies
+from fp4train.parallel.world import World
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context, use
 from fp4train.shards import local
@@ -33,6 +41,8 @@ RANK_SPREAD = 0x9E3779B97F4A7C15
 """Between the dropout seeds of two data ranks: far more than there are steps."""
 STAGE_SPREAD = 0xD1B54A32D192ED03
 """Between those of two stages of a pipeline."""
+_PIECE = 1 << 16
+"""Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
 
 
 class Queued(NamedTuple):
@@ -116,13 +126,21 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     own = run.world.data_rank * run.share
     for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
-        yield microbatch(run, recipe, *each, token_offset=first * run.config.train.seq_len, last=last)
+        offset = first * run.config.train.seq_len
+        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True)
 
 
 def microbatch(
-    run: Run, recipe: Recipe, tokens_BT: Tensor, targets_BT: Tensor, *, token_offset: int = 0, last: bool = True
+    run: Run,
+    recipe: Recipe,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    *,
+    token_offset: int = 0,
+    last: bool = True,
+    applied: bool = False,
 ) -> Microbatch:
-    """Rows to be run in `recipe`."""
+    """Rows to be run in `recipe`; `applied`: its plan is that of the model's layers, else they resolve it."""
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -133,6 +151,7 @@ def microbatch(
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
+            applied=applied,
         )
         with use(now), run.region():
             yield
@@ -178,3 +197,57 @@ def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
         with torch.no_grad():
             loss = microbatch.loss(run.model)
         yield loss
+
+
+def gradient_norms(
+    gradients: Sequence[Tensor], world: World, copies: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32 [N]).
+
+    They are NaN or infinite if a gradient is.
+
+    Args:
+        gradients: this rank's parts (`shards.local`), at least one.
+        copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
+    """
+    squares = _squares(gradients)
+    once = squares if copies is None else squares / torch.tensor(copies, device=squares.device)
+    return world.summed_over_parts(once.sum()).sqrt().float(), squares.sqrt().float()
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each, float64 [N].
+
+    One kernel for all of them on a GPU. On a CPU torch would make a float64 copy of each tensor.
+    """
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
+    pieces = (map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients)
+    return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
+
+
+def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
+    """Scale this rank's parts of the gradients, in place, so that their norm is at most `most`."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(list(gradients), factor)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
+    """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step counts stay as they are.
+
+    torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`. For others the host
+    waits until the flag is known.
+
+    Args:
+        optimizer: whose gradients are ready.
+        failed: bool [], on the device of the parameters.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not bool(failed):
+            optimizer.step()
+        return
+    optimizer.found_inf = failed.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

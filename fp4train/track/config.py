@@ -4,17 +4,15 @@ Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume,
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
-from fp4train.track.queued import Queued
 from fp4train.track.tensorboard import TensorBoardTracker
-from fp4train.track.tracker import NullTracker, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
 from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
@@ -51,12 +49,25 @@ class JsonlTracking:
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Tracker:
-        """Lines after `resume_step` are dropped."""
-        return MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+        """Lines after `resume_step` are dropped.
+
+        A service beside the metrics may fail to start: not installed, a broken setting, no answer.
+        """
+        metrics = MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+        try:
+            service = self._service(run_dir, run_name, config, resume_step)
+        except Exception as error:
+            _log.warning("%s is switched off: %s", type(self).__name__.removesuffix("Tracking").lower(), error)
+            return metrics
+        return metrics if service is None else Trackers(metrics, service)
+
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker | None:
+        """What receives the numbers beside the metrics log."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandbTracking:
+class WandbTracking(JsonlTracking):
     """RUN/metrics.jsonl, and Weights & Biases beside it.
 
     Args:
@@ -78,58 +89,32 @@ class WandbTracking:
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
-    def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
-    ) -> Tracker:
-        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
-        start = partial(
-            WandbTracker,
-            run_dir,
-            run_name,
-            config,
-            project=self.project,
-            entity=self.entity,
-            group=self.group,
-            tags=self.tags,
-            offline=self.mode == "offline",
-            timeout=self.timeout,
-            resumed=resume_step is not None,
-        )
-        return _beside(
-            metrics,
-            "wandb",
-            partial(
-                Queued,
-                start,
-                WandbTracker.__name__,
-                start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
-                finish_seconds=2 * self.timeout + PROBE_SECONDS,
-                abandon=end_service,
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
+        named: dict[str, Any] = {
+            name: getattr(self, name) for name in ("project", "entity", "group", "tags", "timeout")
+        }
+        return Queued(
+            lambda: WandbTracker(
+                run_dir, run_name, config, offline=self.mode == "offline", resumed=step is not None, **named
             ),
+            WandbTracker.__name__,
+            start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
+            finish_seconds=2 * self.timeout + PROBE_SECONDS,
+            abandon=end_service,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBoardTracking:
+class TensorBoardTracking(JsonlTracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
 
-    def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
-    ) -> Tracker:
-        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
-        start = partial(TensorBoardTracker, run_dir, config, resume_step=resume_step)
-        name = TensorBoardTracker.__name__
-        queued = partial(Queued, start, name, start_seconds=IMPORT_SECONDS, finish_seconds=FLUSH_SECONDS)
-        return _beside(metrics, "tensorboard", queued)
-
-
-def _beside(metrics: Tracker, name: str, start: Callable[[], Tracker]) -> Tracker:
-    """The metrics, and a service that may fail to start: not installed, a broken setting, no answer."""
-    try:
-        return Trackers(metrics, start())
-    except Exception as error:
-        _log.warning("%s is switched off: %s", name, error)
-        return metrics
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
+        return Queued(
+            lambda: TensorBoardTracker(run_dir, config, resume_step=step),
+            TensorBoardTracker.__name__,
+            start_seconds=IMPORT_SECONDS,
+            finish_seconds=FLUSH_SECONDS,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

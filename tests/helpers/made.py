@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4train.lab.studies.statistics import quantile
-from fp4train.run.record.history import chained_sum
+from fp4train.run.record.journal import chained_sum
 from fp4train.sealed import sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
@@ -145,6 +145,7 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
         "batches": 8,
         "parts": {
             "everything": part("everything", 0.1),
+            "nothing": part("nothing", 0.001),
             f"layer/{layer}": part("layer", 0.08),
             "layer/blocks.1.mlp.up": part("layer", 0.01),
             "operand/fprop.x": part("operand", 0.09),

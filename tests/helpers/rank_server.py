@@ -30,10 +30,10 @@ FOR_THE_FORKS = (
     "fp4train.kernels.cpu",
     "fp4train.models.llama",
     "fp4train.optim.adamw",
-    "fp4train.parallel.apply",
+    "fp4train.parallel.fsdp",
     "fp4train.quantize.cpu",
     "fp4train.run.build",
-    "fp4train.run.determinism",
+    "fp4train.run.device",
     "fp4train.run.resume",
     "fp4train.train",
 )

@@ -8,8 +8,6 @@ any more fails, too.
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,7 +113,7 @@ def backends_by_identity(source: Source) -> list[str]:
     """A backend is known by its protocol: outside of backends/ nobody asks which one it is."""
     if source.within("backends/"):
         return []
-    names = {"EMULATE", "NATIVE", "REFERENCE", "HIGH", "TRANSFORMER_ENGINE"}
+    names = {"EMULATE", "NATIVE", "REFERENCE", "TORCH", "TRANSFORMER_ENGINE"}
     return [f"{line}: {n}" for line, n in imported(source.tree) if n.rpartition(".")[2] in names]
 
 
@@ -190,7 +188,7 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     },
     run_directory_by_path: {
         "run/supervise/agreement.py": "opens /dev/null for a terminal that is gone",
-        "run/environment.py": "reads /proc/cpuinfo",
+        "run/host.py": "reads /proc/cpuinfo",
     },
 }
 
@@ -216,13 +214,6 @@ def test_rules_allow_what_they_should() -> None:
     assert not code_from_data(Source("x.py", "model.eval()\nyaml.safe_load(text)")), "methods are not the built-ins"
     assert not triton_outside_of_its_folders(Source("nn/x.py", "from fp4train.quantize import triton"))
     assert transformer_engine_outside_of_te(Source("x.py", "importlib.import_module('transformer_engine.common')"))
-
-
-def test_importing_the_package_loads_nothing_that_a_user_may_lack_or_not_want() -> None:
-    code = "import sys, fp4train; print(*{m.partition('.')[0] for m in sys.modules})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    loaded = {"transformer_engine", "triton", "wandb", "datasets", "hydra", "omegaconf"} & set(run.stdout.split())
-    assert not loaded, f"import fp4train loads {', '.join(sorted(loaded))}: import it where it is used"
 
 
 def test_the_contract_of_the_imports_places_every_module() -> None:

@@ -13,7 +13,7 @@ from fp4train.kernels import cpu
 from fp4train.kernels.cpu import Kernels, Machine, Scheme
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 NVFP4 = Scheme(
     element="e2m1",
@@ -38,17 +38,17 @@ MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instr
 def codes(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
     """(codes, scales, amax), or None where x is not finite."""
     kernels = Kernels(scheme, machine)
-    made = kernels.codes(x, None, amax)
+    made = kernels.job(x, None, amax, True)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:4]
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
 
 
-def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor, ...] | None:
+def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
     """(values, factor), or None where x is not finite."""
     kernels = Kernels(scheme, machine)
-    made = kernels.values(x, None, amax)
+    made = kernels.job(x, None, amax, False)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:3]
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -90,11 +90,11 @@ def test_a_measured_amax_is_that_of_an_amax_given(machine: Machine) -> None:
 def test_what_the_extension_does_not_take_is_refused_before_it_is_called() -> None:
     kernels = Kernels(NVFP4)
     refused = [torch.ones(16), torch.ones(2, 16).double(), torch.ones(0, 16), torch.ones(16, 0)]
-    for make in (kernels.codes, kernels.values):
-        assert all(make(x, None, None) is None for x in refused)
-        assert make(torch.ones(2, 16), None, torch.ones(2)) is None, "an amax of another size"
-        assert getattr(Kernels(replace(NVFP4, stochastic=True)), make.__name__)(torch.ones(2, 16), None, None) is None
-        assert getattr(Kernels(replace(NVFP4, measures=False)), make.__name__)(torch.ones(2, 16), None, None) is None
+    for as_codes in (True, False):
+        assert all(kernels.job(x, None, None, as_codes) is None for x in refused)
+        assert kernels.job(torch.ones(2, 16), None, torch.ones(2), as_codes) is None, "an amax of another size"
+        for scheme in (replace(NVFP4, stochastic=True), replace(NVFP4, measures=False)):
+            assert Kernels(scheme).job(torch.ones(2, 16), None, None, as_codes) is None
 
 
 @pytest.mark.parametrize("field", ["element", "scale", "scale_rounding", "formula"])

@@ -85,11 +85,6 @@ print("equal")
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
 
 
-def test_importing_the_backend_does_not_import_triton() -> None:
-    code = "import sys, fp4train.quantize.triton; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 @needs_triton
 def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails in the midst of a kernel there; compiled kernels are not concerned."""

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 POLICY = LayerPolicy(last=1)
-needs_inductor = pytest.mark.skipif(  # test_skips.py fails where that must not be
+needs_inductor = pytest.mark.skipif(  # tests/house/test_skips.py fails where that must not be
     shutil.which("g++") is None, reason="inductor needs a C++ compiler, which no package brings"
 )
 

@@ -16,7 +16,7 @@ from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, Quant
 from fp4train.quantize.cpu import CpuQuantizer
 
 if (missing := kernels.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 KEY = RandomKey(seed=0x123456789ABCDEF, step=7, layer=99, operand=3, row_offset=5, col_offset=24)
 NVFP4 = QuantSpec()

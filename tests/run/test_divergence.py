@@ -12,7 +12,7 @@ from recorder_on_cpu import RecorderOnCpu
 import fp4train.run.build as build
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.run.record import history
+from fp4train.run.record import journal
 from fp4train.run.step_graph import RecordedSteps
 
 RUN = (
@@ -54,8 +54,8 @@ def state(run: str) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items()}
 
 
-def rewinds(run: str) -> list[history.Record]:
-    return [record for record in history.read_history(Path(run)) if record.event == "rewind"]
+def rewinds(run: str) -> list[journal.Record]:
+    return [record for record in journal.read_journal(Path(run)) if record.event == "rewind"]
 
 
 def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(cli: Cli) -> None:

@@ -69,7 +69,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     quantizer.cache_clear()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_current", "fp8_delayed", "nvfp4"])
+LONG = [pytest.param(recipe, marks=pytest.mark.long) for recipe in ("bf16", "mxfp8", "fp8_current")]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", *LONG])  # of state, and of random bits
 def test_a_recorded_run_equals_an_eager_one_in_every_bit(
     cli: Cli, recorded: Callable[[bool], Recorders], recipe: str
 ) -> None:

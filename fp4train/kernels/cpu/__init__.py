@@ -182,13 +182,7 @@ class Scheme:
 
 
 class Kernels:
-    """The kernels of one scheme on one machine: they make jobs, which `run` and `run_decode` execute.
-
-    The makers return None for calls that the extension does not support: not two dimensions, another dtype, no
-    elements, no random words where some are drawn, an amax of the wrong size, or none where it must be given.
-    Besides the job they return the tensors that it fills and, last, x as it is read, which must stay alive until the
-    job is done.
-    """
+    """The kernels of one scheme on one machine: `job` and `decode` make jobs, which `run` and `run_decode` execute."""
 
     def __init__(self, scheme: Scheme, machine: Machine = HERE) -> None:
         extension, name = _loaded(), machine.instruction_set or instruction_sets()[-1]
@@ -212,12 +206,18 @@ class Kernels:
         self.reads_columns = scheme.block[0] == 1 and scheme.block[1] in COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
 
-    def values(
-        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
-    ) -> tuple[bytes, Tensor, Tensor | None, Tensor] | None:
-        """A job, the values BF16 or float32 [R, C], and their factor (float32, 0-d or [R, 1]) or None.
+    def job(
+        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool
+    ) -> tuple[bytes, tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None], Tensor] | None:
+        """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
 
-        With a transform C is rounded up to whole groups, since the transform fills the padding.
+        The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole groups, since it
+        fills the padding; and their factor (float32, 0-d or [R, 1]) or None. As codes: uint8 [R, Cp] or, packed, [R,
+        Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and the amax (float32, 0-d, [R, 1], or one
+        per outer block) or None.
+
+        None for calls that the extension does not support: not two dimensions, another dtype, no elements, no random
+        words where some are drawn, an amax of the wrong size, or none where it must be given.
         """
         shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
         if len(shape) != 2 or dtype is None:
@@ -230,101 +230,66 @@ class Kernels:
         if across != 1 and (down != 1 or not self.reads_columns):
             x_RC = x_RC.detach().contiguous()
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
-        address = factor_address = scale_address = 0
+        measures = self._amax and amax is None
         if amax is not None:
             amax = self._given(amax, rows)
             if amax is None:
                 return None
-            address = amax.data_ptr()
         elif not self._measures:
             return None
         width = self._width
-        values = self._new_values(rows, -(-cols // width) * width)
-        factor = None
-        if self._amax:
-            factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
-            factor_address = factor.data_ptr()
+        wide = -(-cols // width) * width
+        values_address = codes_address = scale_address = factor_address = 0
+        made: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None]
+        if as_codes:
+            if measures:
+                amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+            elif self._outer:
+                amax = _new_float32(rows, -(-cols // OUTER_COLUMNS))
             if self._whole:
-                scale_address, factor_address = factor_address, 0
+                coded = cols + cols % 2 if self._packed else cols
+                scales = _new_float32(rows if self._row_amax else 1, 1)
+            else:
+                blocks = -(-wide // self._block_cols)
+                coded = blocks * self._block_cols
+                scales = self._new_scales(-(-rows // self._block_rows), blocks)
+            codes = _new_uint8(rows, coded // 2 if self._packed else coded)
+            codes_address, scale_address = codes.data_ptr(), scales.data_ptr()
+            made = codes, scales, amax
+        else:
+            values, factor = self._new_values(rows, wide), None
+            values_address = values.data_ptr()
+            if self._amax:
+                factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+                if self._whole:
+                    scale_address = factor.data_ptr()
+                else:
+                    factor_address = factor.data_ptr()
+            made = values, factor
         job = _pack_job(
             self._scheme,
             random,
             x_RC.data_ptr(),
-            values.data_ptr(),
-            0,
+            values_address,
+            codes_address,
             scale_address,
-            address,
+            0 if amax is None else amax.data_ptr(),
             factor_address,
             rows,
             cols,
             down,
             across,
             dtype,
-            self._amax and not address,
+            measures,
         )
-        return job, values, factor, x_RC
-
-    def codes(
-        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None
-    ) -> tuple[bytes, Tensor, Tensor, Tensor | None, Tensor] | None:
-        """A job, the codes uint8 [R, Cp] or, packed, [R, Cp/2], the scales, uint8 or float32, one per block, row
-        or tensor, and the amax (float32, 0-d, [R, 1], or one per outer block) or None."""
-        shape, dtype = x_RC.shape, INPUTS.get(x_RC.dtype)
-        if len(shape) != 2 or dtype is None:
-            return None
-        rows, cols = shape
-        random = random or self._no_random
-        if not rows or not cols or random is None:
-            return None
-        down, across = x_RC.stride()
-        if across != 1 and (down != 1 or not self.reads_columns):
-            x_RC = x_RC.detach().contiguous()
-            down, across = cols, 1  # a single column counts as contiguous whatever its strides are
-        measure = False
-        if amax is not None:
-            amax = self._given(amax, rows)
-            if amax is None:
-                return None
-        elif not self._measures:
-            return None
-        elif self._amax:
-            amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
-            measure = True
-        elif self._outer:
-            amax = _new_float32(rows, -(-cols // OUTER_COLUMNS))
-        if self._whole:
-            coded = cols + cols % 2 if self._packed else cols
-            scales = _new_float32(rows if self._row_amax else 1, 1)
-        else:
-            width, block = self._width, self._block_cols
-            blocks = -(-(-(-cols // width) * width) // block)
-            coded = blocks * block
-            scales = self._new_scales(-(-rows // self._block_rows), blocks)
-        codes = _new_uint8(rows, coded // 2 if self._packed else coded)
-        job = _pack_job(
-            self._scheme,
-            random,
-            x_RC.data_ptr(),
-            0,
-            codes.data_ptr(),
-            scales.data_ptr(),
-            0 if amax is None else amax.data_ptr(),
-            0,
-            rows,
-            cols,
-            down,
-            across,
-            dtype,
-            measure,
-        )
-        return job, codes, scales, amax, x_RC
+        return job, made, x_RC
 
     def decode(
         self, codes: Tensor, scales: Tensor, amax: Tensor | None, cols: int
     ) -> tuple[bytes, Tensor, Tensor | None]:
-        """A job for `run_decode`, the values [R, C] of a tensor of `cols` columns as in `values`, and their factor.
+        """A job for `run_decode`, the values [R, C] of a tensor of `cols` columns and their factor, both as in `job`.
 
-        codes, scales and amax: as `codes` gives them, with contiguous rows.
+        codes, scales and amax: as `job` gives them, with contiguous rows.
         """
         rows, code_bytes = codes.shape
         width = self._width
@@ -355,7 +320,7 @@ class Kernels:
         return job, values, factor
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
-        """A given amax in the shape that `codes` returns; None if its size does not fit the scheme."""
+        """A given amax in the shape that `job` returns; None if its size does not fit the scheme."""
         if not self._amax or amax.numel() != (rows if self._row_amax else 1):
             return None
         amax = amax.detach().to("cpu", torch.float32)

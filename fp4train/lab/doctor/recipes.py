@@ -18,7 +18,7 @@ from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, resolve, split_outliers
+from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 from fp4train.quantize import QuantSpec, RandomKey, quantizer
@@ -77,7 +77,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     problem, codes, distance = None, None, None
     kernels: tuple[str, ...] = ()
     try:
-        if specs := [spec for part in split_outliers(plan).parts for spec in part.table.specs()]:
+        if specs := [spec for part in plan.split_channels().parts for spec in part.table.specs()]:
             kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
             codes = not wrong

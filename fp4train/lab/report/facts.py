@@ -22,8 +22,8 @@ from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_paths
-from fp4train.run.record.history import UNRECORDED
+from fp4train.run.record.journal import UNRECORDED
+from fp4train.run.record.trust import check_paths
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""

@@ -36,7 +36,7 @@ MOST = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """What is asked for.
+    """The question that a ranking answers.
 
     Args:
         runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
@@ -107,18 +107,18 @@ class Base:
 
     @property
     def mark(self) -> str:
-        """Names the folder of its rankings: forks of another checkpoint, or with other settings, have another one."""
+        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
         subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
         return digest([{**subject, "settings": None}, self.settings])[:8]
 
     @property
     def folder(self) -> Path:
-        """Of its rankings."""
+        """The folder of its rankings."""
         return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
 
     @property
     def elsewhere(self) -> int:
-        """Other rankings of the run at this step, with other settings."""
+        """The number of other rankings of the run at this step, with other settings."""
         found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
         return sum(path.parent != self.folder for path in found)
 
@@ -203,7 +203,7 @@ class Forks:
         self.threads = self._threads(request.processes)
 
     def _threads(self, processes: int) -> int:
-        """In each process; a ranking that goes on keeps those that it began with."""
+        """The threads of each process; a ranking that goes on keeps those that it began with."""
         now = max(1, torch.get_num_threads() // processes)
         if _THREADS not in self.record:
             self.record.add(_THREADS, {_THREADS: now})

@@ -38,7 +38,7 @@ Gram = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was measured of one part.
+    """The measurements of one part.
 
     Args:
         name, kind, what: as of the part.
@@ -176,7 +176,7 @@ def summarise(
 
 
 def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
-    """Of one part; `reference` has the same groups of batches, and may have more."""
+    """The finding of one part; `reference` has the same groups of batches, and may have more."""
 
     def of(key: str) -> Estimate | None:
         values = [value for group in groups for value in group[key]]

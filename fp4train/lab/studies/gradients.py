@@ -106,7 +106,7 @@ class GradientMeter:
         return {**values, "gram": _gram(means)}
 
     def of_reference(self, batches: range) -> Values:
-        """Of the reference itself: squared norms and products of its gradients, losses, and each layer's share."""
+        """The reference's own values: squared norms and products of its gradients, losses, and each layer's share."""
         passes = [self._true(batch) for batch in batches]
         norms = [_squared(each.gradient) for each in passes]
         layers = [

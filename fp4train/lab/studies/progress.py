@@ -1,4 +1,4 @@
-"""What a person sees while a study measures: a bar on a terminal, lines elsewhere, with the time that is left."""
+"""The progress of a study: a bar on a terminal, lines elsewhere, with the time that is left."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
 
 Shown = Callable[[int, int | None, str], None]
-"""Told before each measurement: how many are done, how many there will be (None: as many as the budget allows), and
+"""Receives before each measurement how many are done, how many there will be (None: as many as the budget allows), and
 what is measured next."""
 
 
@@ -56,7 +56,7 @@ class Effort:
 
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
-    """What the record of the study must agree with."""
+    """The identity with which the record of the study must agree."""
     return {"study": "sensitivity", **subject.identity, "recipe": described(recipe), "repeats": effort.repeats}
 
 

@@ -66,9 +66,9 @@ def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     torch.compile breaks the graph here: the backward pass adds the gradients of the ranks.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision import untraced
+        from fp4train.precision import compile_context
 
-        result: Tensor = untraced.call(shared_eagerly, tensor, parameter)
+        result: Tensor = compile_context.call(shared_eagerly, tensor, parameter)
         return result
     return shared_eagerly(tensor, parameter)
 

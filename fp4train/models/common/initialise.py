@@ -225,8 +225,7 @@ def fill_normal(into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], 
     if not into.numel():
         return
     if not shape:
-        into.copy_(_draw(key, torch.zeros(1, dtype=torch.int64, device=into.device), 0, 1)[0, 0] * std)
-        return
+        into, shape, offsets = into.view(1), (1,), (0,)
     columns, first = into.shape[-1], offsets[-1]
     chunk = _CHUNK if into.device.type == "cpu" else _CHUNK_ON_A_GPU
     wide = min(columns, chunk)

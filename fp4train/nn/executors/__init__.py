@@ -3,7 +3,7 @@
     whole_layer   torch in high precision; a backend's kernels of a whole layer (Transformer Engine)
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
-    parts         the same of outlier channels and of the others
+    parts         the same of parts of the in features, each in a recipe of its own
 
 `make_executor` alone decides between them. What an executor carries from step to step are states of its layer, because
 it outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own.
@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.nn.call import Executor, LayerState
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.executors.parts import NORMS, STEPS, OutlierNorms, Parts
+from fp4train.nn.executors.parts import ChannelNorms, Parts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.scaling import DataRanks, DelayedScaling
 from fp4train.precision.plan import LayerPlan
@@ -29,18 +27,12 @@ if TYPE_CHECKING:
     from fp4train.nn.linear import Linear
 
 
-_STATES: Final[Mapping[str, type[DelayedScaling | OutlierNorms]]] = {
-    "scaling": DelayedScaling,
-    "outliers": OutlierNorms,
+_STATES: Final[Mapping[str, type[DelayedScaling | ChannelNorms]]] = {
+    each.name: each for each in (DelayedScaling, ChannelNorms)
 }
 
-STATE_TENSORS: Final = {
-    "history": (torch.float32, 1, False),
-    "used": (torch.float32, 0, False),
-    f"outliers.{NORMS}": (torch.float64, 1, True),
-    f"outliers.{STEPS}": (torch.int64, 0, True),
-}
-"""Name of a saved state, or what it begins with → (dtype, dimensions, whether it must be finite)."""
+STATE_TENSORS: Final = DelayedScaling.tensors | {f"{ChannelNorms.name}.{k}": v for k, v in ChannelNorms.tensors.items()}
+"""Name of a saved tensor, or what it begins with → (dtype, dimensions, whether it must be finite)."""
 
 
 def _kind(plan: LayerPlan) -> type[Executor]:
@@ -49,7 +41,7 @@ def _kind(plan: LayerPlan) -> type[Executor]:
         return TorchLayer
     if plan.layer_backend is not None:
         return BackendLayer
-    return Gemms if plan.recipe.outliers is None else Parts
+    return Parts if plan.recipe.splits else Gemms
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
@@ -66,7 +58,7 @@ def why_no_graph(plan: LayerPlan) -> str | None:
 
 
 def make_state(layer: Linear, name: str) -> LayerState:
-    """A state of `layer` that has seen nothing: "scaling", "outliers", or that of a backend."""
+    """A state of `layer` that has seen nothing, by name."""
     if name in LAYER_BACKENDS:
         return LAYER_BACKENDS[name].kernels(
             in_features=layer.in_features,

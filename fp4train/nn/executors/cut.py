@@ -185,7 +185,7 @@ class CutGemms(Gemms):
             return self._shape_of(x_MK, w_NK).to(self.dtype)
         call = layer.call_in(now, self, x_MK.shape[0] * self.tokens)
         call.parameter = weights[0]
-        y_MN: Tensor = GemmsFunction.apply(x_MK, w_NK, bias_N, call, now.context)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = GemmsFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def _shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -201,7 +201,6 @@ class CutGemms(Gemms):
         bias_N: Tensor | None,
         call: Call,
         gradients: GradientDtypes,
-        context: Context | None,
         prepare: Any = None,
     ) -> tuple[Tensor, Saved]:
         own = x_MK = x_MK.to(self.dtype)
@@ -209,19 +208,19 @@ class CutGemms(Gemms):
             if self.sent is not None and whole_blocks(self.sent.column.spec, x_MK.shape[0]):
                 prepare = self._send_x
             else:
-                x_MK = self._gathered(x_MK, context)
-        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, gradients, context, prepare)
+                x_MK = self._gathered(x_MK, call.shared)
+        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, gradients, prepare)
         return y_MN, (own,) if self.keeps_x and gradients.w is not None else saved
 
-    def _gathered(self, x_MK: Tensor, context: Context | None) -> Tensor:
+    def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
-        seen = None if context is None else context.shared.get("gathered")
+        seen = None if shared is None else shared.get("gathered")
         if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
             whole: Tensor = seen[2]
             return whole
         whole = self.ranks.gather_rows(x_MK)
-        if context is not None and not x_MK.is_inference():
-            context.shared["gathered"] = (x_MK._version, x_MK, whole)
+        if shared is not None and not x_MK.is_inference():
+            shared["gathered"] = (x_MK._version, x_MK, whole)
         return whole
 
     def _send_x(self, x_MK: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:

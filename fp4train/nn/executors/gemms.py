@@ -25,7 +25,7 @@ from fp4train.backends import BACKENDS, OPERANDS, Prepared
 from fp4train.nn.call import Call, Executor, Route
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
-from fp4train.precision.context import Context, State
+from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
 
@@ -114,7 +114,7 @@ class Gemms(Executor):
         self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
     ) -> Tensor:
         call = layer.call_in(now, self, x_MK.shape[0])
-        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call, now.context)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def forward(
@@ -124,34 +124,31 @@ class Gemms(Executor):
         bias_N: Tensor | None,
         call: Call,
         gradients: GradientDtypes,
-        context: Context | None,
         prepare: Prepare | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the recipe's dtype or, of a term, in float32; what backward needs of x).
 
         Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
-        so one copy is saved for backward. The context keeps a reference to the tensor, so that its memory is not reused
+        so one copy is saved for backward. The cache keeps a reference to the tensor, so that its memory is not reused
         meanwhile.
 
         Args:
-            context: cache of the shared forms; None: no sharing. Calls from compiled graphs pass None, because a graph
-                reuses the memory of its tensors.
             prepare: what makes both forms of x; None: `Operand.prepare`.
         """
         x_MK = x_MK.to(self.dtype)
         keeps_codes = gradients.w is not None and not self.keeps_x
         made: Any = None
-        shares = context is not None and self.x.pure and not x_MK.is_inference()
-        if shares and context is not None:
+        shared = call.shared if self.x.pure and not x_MK.is_inference() else None
+        if shared is not None:
             row, column = self.x.row, self.x.column
             wants = (row.spec, row.codes, column.spec if keeps_codes else None, row.amax_ranks, column.amax_ranks)
-            seen = context.shared.get("input")
+            seen = shared.get("input")
             if seen is not None and seen[0] == wants and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
                 made = seen[3]
         if made is None:
             made = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
-            if shares and context is not None:
-                context.shared["input"] = (wants, x_MK._version, x_MK, made)
+            if shared is not None:
+                shared["input"] = (wants, x_MK._version, x_MK, made)
         b = call.weights.form(w_NK, self.w_row, call)
         y_MN = self.fprop.product(made[0], b, out_dtype=self.y_dtype, bias=bias_N)
         return y_MN, (x_MK if gradients.w is not None and self.keeps_x else made[1],)
@@ -189,13 +186,13 @@ class Gemms(Executor):
 
 
 class GemmsFunction(torch.autograd.Function):
-    """y of (x_MK, w_NK, bias_N, call, context). Tensors are saved through autograd, so its hooks and checks apply."""
+    """y of (x_MK, w_NK, bias_N, call). Tensors are saved through autograd, so its hooks and checks apply."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, context: Context) -> Tensor:
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
         gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
-        y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call, gradients, context)
+        y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
         tensors: list[Tensor | None] = [w_NK if gradients.x is not None else None]
         ctx.quantised = []
         for x in saved:
@@ -216,6 +213,6 @@ class GemmsFunction(torch.autograd.Function):
             x = tensors[3 * number : 3 * number + 3]
             saved.append(x[0] if head is None else Quantized(*head, *x))
         if not torch_autocasts(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None, None)
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)
         with without_torchs_autocast(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None, None)
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)

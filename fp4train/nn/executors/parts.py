@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, GradientDtypes, Saved
 from fp4train.nn.scaling import DataRanks, Position
 from fp4train.nn.weights import Gathered, PreparedWeights
-from fp4train.precision.context import Context, State, once
-from fp4train.precision.plan import LayerPlan, split_outliers
+from fp4train.precision.context import State, once
+from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 
 if TYPE_CHECKING:
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
 
-NORMS, STEPS = "norms", "steps"
-"""Names in a checkpoint: float64 [in_features], and int64 0-d."""
 
-
-class OutlierNorms:
+class ChannelNorms:
     """The norms of one layer's input channels, and the channels chosen by them.
 
     Attributes:
         joined: the loop sums the squares of all layers over the ranks (`join`); else each call does so over the
             default process group by itself.
     """
+
+    name: ClassVar = "outliers"
+    tensors: ClassVar = {"norms": (torch.float64, 1, True), "steps": (torch.int64, 0, True)}
+    """What is saved: (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.joined = False
@@ -95,17 +96,17 @@ class OutlierNorms:
 
     def state(self) -> dict[str, Tensor]:
         """The sums and the number of steps, for a checkpoint between two steps."""
-        return {} if self._norms is None else {NORMS: self._sums(), STEPS: torch.tensor(self._steps)}
+        return {} if self._norms is None else {"norms": self._sums(), "steps": torch.tensor(self._steps)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no call of the coming step is recorded yet."""
-        self._norms, self._squares = state.get(NORMS), None
-        self._steps = int(state[STEPS]) if STEPS in state else 0
+        self._norms, self._squares = state.get("norms"), None
+        self._steps = int(state["steps"]) if "steps" in state else 0
         self._position, self._open = None, False
         self._channels.clear()
 
     @staticmethod
-    def join(each: Sequence[OutlierNorms], ranks: DataRanks) -> None:
+    def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
         """Sum the squares of a step over the data ranks, in one collective; nothing where no call was recorded.
 
         Args:
@@ -144,7 +145,6 @@ class SplitGemms(Gemms):
         bias_N: Tensor | None,
         call: Call,
         gradients: GradientDtypes,
-        context: Context | None,
         prepare: Any = None,
     ) -> tuple[Tensor, Saved]:
         terms, w = [], _values(w_NK)
@@ -152,7 +152,7 @@ class SplitGemms(Gemms):
         for channels, part in call.parts:
             part.parameter = w_NK
             x_part, w_part = x_MK.index_select(1, channels), w.index_select(1, channels)
-            y_MN, x = part.executor.forward(x_part, w_part, None, part, gradients, None)
+            y_MN, x = part.executor.forward(x_part, w_part, None, part, gradients)
             terms.append(y_MN)
             saved += x
         y_MN = terms[0] + terms[1]
@@ -191,12 +191,12 @@ class Parts(Executor):
     parts, unless the layer is too narrow for any.
     """
 
-    states = ("outliers",)
+    states = (ChannelNorms.name,)
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.whole = Gemms(plan, device, shard, sums=sums)
-        split = split_outliers(plan)
+        split = plan.split_channels()
         self.split = None if split.outliers is None else SplitGemms(split, device, shard, sums=sums)
 
     @staticmethod
@@ -207,8 +207,8 @@ class Parts(Executor):
     def __call__(
         self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
     ) -> Tensor:
-        norms, outliers, context = layer.states["outliers"], self.plan.recipe.outliers, now.context
-        assert isinstance(norms, OutlierNorms) and outliers is not None and context is not None
+        norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
+        assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
         training, tokens = torch.is_grad_enabled(), x_MK.shape[0]
 
         def make() -> Call:
@@ -219,10 +219,10 @@ class Parts(Executor):
         position = (call.seed, call.step)
         if not call.parts and training and now.replaying is None and norms.due(outliers, position):
             norms.record(x_MK, position)
-        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call, context)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def _begin(self, call: Call, layer: Linear, norms: OutlierNorms, outliers: OutlierChannels, *, keep: bool) -> Call:
+    def _begin(self, call: Call, layer: Linear, norms: ChannelNorms, outliers: OutlierChannels, *, keep: bool) -> Call:
         """`call`, in parts if the outlier channels are chosen.
 
         Args:
@@ -234,7 +234,12 @@ class Parts(Executor):
         channels = norms.channels(split.count, self.device)
         layer.channels = channels[0]
         calls = (
-            replace(call, executor=each, weights=layer.prepared((split.count, number)) if keep else PreparedWeights())
+            replace(
+                call,
+                executor=each,
+                weights=layer.prepared((split.count, number)) if keep else PreparedWeights(),
+                shared=None,
+            )
             for number, each in enumerate(split.of_parts)
         )
         return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))

@@ -140,11 +140,6 @@ def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
         draw_curves(tmp_path)
 
 
-def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import sys; from fp4train.lab.analysis import compare, curves; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(curves.__file__).parents[3])
-
-
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from fp4train.lab.analysis.curves import draw_curves\n"

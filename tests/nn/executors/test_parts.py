@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
-from fp4train.nn.executors.parts import OutlierNorms
+from fp4train.nn.executors.parts import ChannelNorms
 from fp4train.precision import BF16, MXFP8, NVFP4, OutlierChannels, Recipe, TetraJetV2, TetraJetV2Outliers, recompute
 from fp4train.quantize import RandomKey, quantize
 
@@ -64,7 +64,7 @@ def step(module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor) 
 def chosen(made: Linear) -> tuple[Tensor, Tensor]:
     """The other channels and the outlier channels of the last call."""
     norms = made.states["outliers"]
-    assert isinstance(norms, OutlierNorms) and made.channels is not None
+    assert isinstance(norms, ChannelNorms) and made.channels is not None
     rest, top = norms.channels(K - len(made.channels), "cpu")
     assert torch.equal(rest, made.channels)
     return rest, top

@@ -7,14 +7,20 @@ give the bits of two microbatches.
 
 Weights of the blocks' layers are gathered as `precision.gather` says: as codes, scales and amax where their recipe and
 backend allow, all others as values. What lies outside of the blocks is gathered in float32.
+
+Gradients may be reduced in BF16: what is sent is rounded once, and summed in float32. A reduce-scatter in BF16 would
+round each partial sum. Instead each rank sends each other one that rank's part of its own gradient, as many bytes as a
+reduce-scatter, and adds what it got in float32 in the order of ranks. Microbatches are summed in float32 before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fp4train.errors import UserError
 from fp4train.nn import Linear
@@ -22,7 +28,6 @@ from fp4train.nn.executors import join_states
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
-from fp4train.parallel.reduce import RoundedReduceScatter
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
@@ -103,3 +108,21 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return (each for each in model.modules() if isinstance(each, FSDPModule))
+
+
+class RoundedReduceScatter:
+    """FSDP's `ReduceScatter` over ranks that send BF16."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum the parts of `input_tensor` that are this rank's into `output_tensor`."""
+        assert op == dist.ReduceOp.SUM
+        rounded = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(rounded)
+        dist.all_to_all_single(received, rounded, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)

@@ -9,7 +9,7 @@ import pytest
 from fp4train.cli.main import VERBS
 from fp4train.config import composition, overrides
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

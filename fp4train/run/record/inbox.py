@@ -1,7 +1,8 @@
-"""RUN/swap_requests/: how the process that trains in a run directory is asked to change the recipe, and answers.
+"""RUN/swap_requests/, the inbox: how the process that trains in a run directory is asked to change the recipe.
 
 `fp4train swap` writes one file per request, ID.json. The training process takes it between two steps: it renames it to
-ID.taken, so that it can no longer be cancelled, records the swap with its step and the ID, and writes ID.answer.
+ID.taken, so that it can no longer be cancelled, records the swap with its step and the ID in the journal, and writes
+ID.answer.
 
 A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not begun; requests and
 answers carry a checksum.
@@ -12,17 +13,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record.directory import REQUESTS, is_running
-from fp4train.run.record.swaps import Entry
+from fp4train.run.record.journal import Journal
 from fp4train.sealed import sealed, unsealed
 from fp4train.worker import Worker
 
@@ -42,29 +42,18 @@ POLL = 0.05
 """Seconds between two looks for an answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class SwapRequest(NamedTuple):
     """A request that the training process has taken.
 
     Args:
         id: its file's name without the suffix; empty where no request can be read at all.
         body: what it asks for; None where it cannot be read.
         problem: why it cannot be read.
-        answer: takes whether it is accepted, and a text for whoever waits.
     """
 
     id: str
     body: dict[str, Any] | None
     problem: str
-    answer: Callable[[bool, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the training process made of a request."""
-
-    accepted: bool
-    text: str
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -103,8 +92,8 @@ def _ask(run: Path, body: dict[str, Any]) -> str:
     return key
 
 
-def wait_for_answer(run: Path, request: str, seconds: float) -> Answer | None:
-    """The answer of the process that trains in `run`; None: it gave none in time, or ended."""
+def wait_for_answer(run: Path, request: str, seconds: float) -> tuple[bool, str] | None:
+    """Whether the process that trains in `run` accepts, and its text; None: it gave no answer in time, or ended."""
     deadline = time.monotonic() + seconds
     while True:
         running = is_running(run)
@@ -113,7 +102,7 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> Answer | None:
                 found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))[0]
                 with suppress(OSError):
                     requests.remove(f"{request}.answer")
-            return Answer(accepted=bool(found["accepted"]), text=str(found["text"]))
+            return bool(found["accepted"]), str(found["text"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, RecursionError):
@@ -170,10 +159,10 @@ def cancel_request(run: Path, request: str) -> bool:
 class Inbox:
     """The requests to the process that trains in a run directory.
 
-    A thread looks for them, records what is carried out, and writes the answers. The loop waits for it up to
-    `WAIT_SECONDS`; a disk that takes longer is reported and left behind, and requests are taken again when it answers.
-    A swap that is recorded late takes effect at its step all the same: no checkpoint is written before its record
-    (`sync`), so that a run that is killed in between goes on from before the swap and finds the request again.
+    A thread looks for them, writes the journal, and writes the answers. The loop waits for it up to `WAIT_SECONDS`; a
+    disk that takes longer is reported and left behind, and requests are taken again when it answers. A swap that is
+    recorded late takes effect at its step all the same: no checkpoint is written before its record (`sync`), so that a
+    run that is killed in between goes on from before the swap and finds the request again.
 
     Args:
         folder: the run's directory.
@@ -183,68 +172,75 @@ class Inbox:
         self._folder = folder
         self._worker = Worker("requests", self._failed)
         self._behind = False
-        self._found: list[tuple[str, dict[str, Any] | None, str]] = []
+        self._found: list[SwapRequest] = []
         self._problem = ""
-        self._unrecorded: Callable[[], None] | None = None
 
-    def take(self, done: Sequence[Entry]) -> Iterator[Request]:
+    def take(self, done: Collection[object]) -> Iterator[SwapRequest]:
         """Take each pending request, oldest first, and those that a killed process had taken.
 
         A request is removed when the caller asks for the next one.
 
         Args:
-            done: the recorded swaps: a request that one of them answers was carried out before a kill, and only goes.
+            done: IDs of requests that are on record: each was carried out before a kill, and only goes.
         """
         if self._behind and not self._worker.wait(0):
             return
         if not self._behind:
-            answered = {entry.get("request") for entry in done}
-            self._worker.put(lambda: self._look(answered))
+            self._worker.put(lambda: self._look(done))
         if not self._in_time():
             return
         while self._found and not self._behind:
-            key, body, problem = self._found.pop(0)
-            yield Request(id=key, body=body, problem=problem, answer=partial(self._answer, key))
-            self._worker.put(partial(self._remove, key))
+            request = self._found.pop(0)
+            yield request
+            self._worker.put(partial(self._remove, request.id))
             self._in_time()
 
-    def record(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
-        """Have a swap recorded by `write`, and then told by `tell`; waits for both, within bounds.
+    def answer(self, request: SwapRequest, accepted: bool, text: str) -> None:
+        """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
 
-        A `write` that fails after the loop has gone on is tried again by `sync`.
+        def write() -> None:
+            with self._folder.folder(REQUESTS) as requests:
+                requests.write(f"{request.id}.answer", sealed({"accepted": accepted, "text": text}))
+                for old in [name for name in requests.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
+                    requests.remove(old)
+
+        if request.id:
+            self._worker.put(write)
+
+    def record(self, journal: Journal, tell: Callable[[], None]) -> None:
+        """Have the record that was added to `journal` last written, and then `tell` called; waits within bounds.
+
+        One that cannot be written after the loop has gone on is tried again by `sync`.
 
         Raises:
-            UserError: `write` failed in time.
+            UserError: it could not be written in time; the journal is as before it was added.
         """
-        failed: list[Exception] = []
-        before = self._unrecorded
+        failed: list[UserError] = []
 
         def job() -> None:
             try:
-                write()
-            except Exception as error:
+                journal.write()
+            except UserError as error:
                 failed.append(error)
-                self._unrecorded = write  # of all swaps, those included that were to be recorded before
                 if self._behind:
                     raise
             else:
-                self._unrecorded = None
                 tell()
 
         self._worker.put(job)
         if self._in_time() and failed:
-            self._unrecorded = before
+            journal.take_back()
             raise failed[0]
 
-    def sync(self) -> None:
-        """Make sure that the swaps so far are recorded; another thread than the loop's may do so.
+    def sync(self, journal: Journal) -> None:
+        """Make sure that the journal is written; another thread than the loop's may do so.
 
         Raises:
-            OSError: the disk does not take the record, or does not answer.
+            OSError: the disk does not take it, or does not answer.
         """
-        if self._unrecorded is not None:
-            self._worker.put(self._try_again)
-        if not self._worker.wait(SYNC_SECONDS) or self._unrecorded is not None:
+        if journal.waiting:
+            self._worker.put(journal.write)
+        if not self._worker.wait(SYNC_SECONDS) or journal.waiting:
             raise TimeoutError(f"the swaps are not recorded after {SYNC_SECONDS:g} s")
 
     def _in_time(self) -> bool:
@@ -254,32 +250,14 @@ class Inbox:
         self._behind = not done
         return done
 
-    def _answer(self, key: str, accepted: bool, text: str) -> None:
-        """Tell whoever waits; a disk that takes no answer costs nothing but the answer."""
-        if not key:
-            return
-
-        def write() -> None:
-            with self._folder.folder(REQUESTS) as requests:
-                requests.write(f"{key}.answer", sealed({"accepted": accepted, "text": text}))
-                for old in [name for name in requests.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
-                    requests.remove(old)
-
-        self._worker.put(write)
-
     # -- the thread's ---------------------------------------------------------------------------------------------
-
-    def _try_again(self) -> None:
-        if (write := self._unrecorded) is not None:
-            write()
-            self._unrecorded = None
 
     def _failed(self, error: Exception) -> None:
         if str(error) != self._problem:
             self._problem = str(error)
             _log.error("requests: %s", error)
 
-    def _look(self, answered: Collection[Any]) -> None:
+    def _look(self, done: Collection[object]) -> None:
         try:
             requests = self._folder.folder(REQUESTS)
         except FileNotFoundError:
@@ -287,16 +265,16 @@ class Inbox:
         except OSError as error:
             with suppress(OSError):
                 self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
-            self._found.append(("", None, f"requests cannot be read: {error}"))
+            self._found.append(SwapRequest("", None, f"requests cannot be read: {error}"))
             return
         with requests:
             for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
                 key = name.rpartition(".")[0]
-                if key in answered:
+                if key in done:
                     _set_aside(requests, name)
                     continue
                 with suppress(FileNotFoundError):  # cancelled since
-                    self._found.append((key, *_taken(requests, name, f"{key}.taken")))
+                    self._found.append(_taken(requests, name, key))
 
     def _remove(self, key: str) -> None:
         with self._folder.folder(REQUESTS) as requests:
@@ -304,23 +282,24 @@ class Inbox:
                 _set_aside(requests, f"{key}.taken")
 
 
-def _taken(requests: Folder, name: str, taken: str) -> tuple[dict[str, Any] | None, str]:
-    """What the request `name` asks for, under its name as a taken one; or None, and why it cannot be read.
+def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
+    """The request in the file `name`, which gets the name of a taken one; one that cannot be read is removed.
 
     Raises:
         FileNotFoundError: it is gone.
     """
+    taken = f"{key}.taken"
     try:
         requests.rename(name, taken)
         body = unsealed(requests.read(taken, REQUEST_LIMIT))[0]
         if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
             raise ValueError("it does not hold recipe, name and at, nor cancel alone")
+        return SwapRequest(key, body, "")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         _set_aside(requests, taken if requests.status(taken) is not None else name)
-        return None, f"request {taken.removesuffix('.taken')}.json cannot be read: {error}"
-    return body, ""
+        return SwapRequest(key, None, f"request {key}.json cannot be read: {error}")
 
 
 def _set_aside(requests: Folder, name: str) -> None:

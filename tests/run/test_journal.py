@@ -11,14 +11,14 @@ import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
 
 from fp4train.errors import UserError
-from fp4train.run.record import history
-from fp4train.run.record.history import chained_sum
+from fp4train.run.record import journal
+from fp4train.run.record.journal import chained_sum
 
 STEADY = ("phases=none", "schedule=constant")
 
 
 def ran(run: str) -> list[tuple[int, int, str]]:
-    return [(s.start, s.stop, s.recipe) for s in history.stretches(history.read_history(Path(run)))]
+    return [(s.start, s.stop, s.recipe) for s in journal.stretches(journal.read_journal(Path(run)))]
 
 
 def test_a_resume_changes_the_plan_of_the_rest_and_not_of_the_past(cli: Cli) -> None:
@@ -34,7 +34,7 @@ def test_a_resume_changes_the_plan_of_the_rest_and_not_of_the_past(cli: Cli) -> 
     assert "train.steps: 6 → 10; policy.last: 0 → 1" in shown and "10 of 10 steps are done" in shown
     assert [line.split()[0] for line in shown.splitlines() if " ran " in line] == ["0–4", "5", "6–9"]
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["train"]["steps"] == 10
-    known = history.configuration(history.read_history(Path("runs/a"))[:1])
+    known = journal.configuration(journal.read_journal(Path("runs/a"))[:1])
     assert known is not None and known["train.steps"] == 6
 
 
@@ -55,7 +55,7 @@ def test_a_run_that_went_back_has_the_past_it_kept(cli: Cli, stop_at: StopAt) ->
     stop_at(-1)
     assert cli("resume=runs/a", "recipe=bf16").code == 0
     assert ran("runs/a") == [(0, 4, "NVFP4"), (4, 6, "BF16")]
-    assert [r.event for r in history.read_history(Path("runs/a"))] == ["start", "resume"]
+    assert [r.event for r in journal.read_journal(Path("runs/a"))] == ["start", "resume"]
 
 
 def test_resumes_without_a_change_do_not_cut_the_past(cli: Cli, stop_at: StopAt) -> None:
@@ -124,7 +124,7 @@ def test_weights_of_another_run_begin_a_new_one(cli: Cli) -> None:
     assert [line["step"] for line in lines("runs/b") if "train/loss" in line] == [1, 2]
     vals = [line["val/loss"] for run in "ab" for line in lines(f"runs/{run}") if "val/loss" in line]
     assert vals[0] == pytest.approx(vals[1], abs=0.02) and losses("runs/b")[1] != losses("runs/c")[1]
-    assert [(r.event, r.values["from"]) for r in history.read_history(Path("runs/b"))] == [
+    assert [(r.event, r.values["from"]) for r in journal.read_journal(Path("runs/b"))] == [
         ("init", "runs/a/checkpoints/step_00000006")
     ]
     assert cli("resume=runs/b", "train.steps=3").code == 0
@@ -145,7 +145,7 @@ def test_the_tokenizer_comes_with_the_weights(cli: Cli) -> None:
 
 
 def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     path = Path("runs/a/config.yaml")
     whole = path.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     path.write_text(whole.replace("seed: 0", "seed: 5"))
@@ -160,17 +160,17 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
 
 
 def test_an_edited_record_of_swaps_is_noticed(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     swap = {"step": 2, "name": "bf16", "recipe": {"_target_": "fp4train.precision.BF16"}}
     Path("runs/a/swaps.json").write_text(json.dumps([swap]))
     ended = cli("resume=runs/a", "train.steps=3")
     assert ended.code == 0 and "swaps.json: the swap at step 2 is not on record" in ended.err
-    assert "swaps.json, step 2: null → " in cli.raw("plan", "runs/a").out
+    assert "step 2  swap    " in cli.raw("plan", "runs/a").out
 
 
 @pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ('"step": 0', '"step": 1'), ("{", "")])
 def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, str]) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     path = Path("runs/a/history.jsonl")
     path.write_text(path.read_text().replace(*damage, 1))
     for command in (["resume=runs/a", "train.steps=3"], ["plan", "runs/a"]):
@@ -199,7 +199,7 @@ def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, 
     line = {"event": "start", "step": 0, "time": "", **change, "stretches": made}
     (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
-        history.read_history(tmp_path)
+        journal.read_journal(tmp_path)
 
 
 @pytest.mark.parametrize("hostile", ["many records", "a GEMM of many sizes"])
@@ -224,9 +224,9 @@ def test_a_history_is_read_in_linear_time(tmp_path: Path, hostile: str) -> None:
     began = time.monotonic()
     if "GEMM" in hostile:
         with pytest.raises(UserError, match=r"line 1 is damaged .*too many dimensions"):
-            history.read_history(tmp_path)
+            journal.read_journal(tmp_path)
     else:
-        assert len(history.stretches(history.read_history(tmp_path))) == 3000
+        assert len(journal.stretches(journal.read_journal(tmp_path))) == 3000
     assert time.monotonic() - began < 5
 
 
@@ -277,7 +277,7 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     stop_at(-1)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert cli("resume=runs/a").code == 0
-    first, second = (record.values["environment"] for record in history.read_history(Path("runs/a")))
+    first, second = (record.values["environment"] for record in journal.read_journal(Path("runs/a")))
     assert second["host"] == "elsewhere" != first["host"]
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
     assert first["versions"]["torch"] == torch.__version__ and first["device"] == "cpu" and first["ranks"] == 1
