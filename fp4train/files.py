@@ -308,12 +308,3 @@ def write(path: Path, data: Buffer, *, create: bool = False, sync: bool = True) 
     """Write a file whole or not at all; `create` makes the folder that it lies in."""
     with parent(path, create=create) as (folder, name):
         folder.write(name, data, sync=sync)
-
-
-def names(path: Path) -> list[str]:
-    """The names in the folder `path`, which must not be a link; none where it does not exist."""
-    try:
-        with parent(path) as (above, name), above.folder(name) as folder:
-            return folder.names()
-    except FileNotFoundError:
-        return []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fp4train.backends.emulate import EMULATE, TORCH, matmul, widened
 from fp4train.backends.native import NATIVE
-from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, Prepared
+from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, LayerState, Prepared
 from fp4train.backends.reference import REFERENCE
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands, Shape, Table, describe
 from fp4train.backends.te import TRANSFORMER_ENGINE
@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "LayerBackend",
     "LayerKernels",
+    "LayerState",
     "Operands",
     "Prepared",
     "Shape",

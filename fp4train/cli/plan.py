@@ -104,6 +104,7 @@ def _state(stretch: RecordedStretch, done: int) -> str:
 def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: list[str]) -> int:
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
+    from fp4train.run.begin import find_source, start_step
     from fp4train.run.build import (
         build_model,
         build_plan,
@@ -119,7 +120,6 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     )
     from fp4train.run.device import choose_device
     from fp4train.run.record.trust import check_paths
-    from fp4train.run.resume import find_source, start_step
 
     config, chosen, swap = command.config, command.cfg, command.swap
     check_paths(chosen, command.named)

@@ -61,7 +61,7 @@ class Seen:
 
 
 @dataclass
-class Watched:
+class WatchedLayers:
     """What `watch` saw, by layer name."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
@@ -194,9 +194,9 @@ def _values(decoded: Decoded) -> Tensor:
 
 
 @contextmanager
-def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
+def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[WatchedLayers]:
     """Sample the tensors of `layers`: of the first forward pass of each, and of its backward pass."""
-    watched = Watched()
+    watched = WatchedLayers()
 
     def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if seen.hooked:

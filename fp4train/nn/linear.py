@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.backends import CHOICES
+from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
-from fp4train.nn.call import EAGER, Call, Executor, LayerState, Route, TokenCount
+from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
 from fp4train.nn.executors import make_executor, make_state
 from fp4train.nn.executors.cut import LayerShard, default_context
 from fp4train.nn.executors.gemms import torch_autocasts, without_torchs_autocast

@@ -49,10 +49,10 @@ from fp4train.run.checks import (
     warn_of_schedule,
 )
 from fp4train.run.device import choose_device
-from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import as_swap, read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
+from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over

@@ -30,11 +30,10 @@ from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
-from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.observe import reset_oscillating
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Entry, Journal
-from fp4train.run.restored import restored
+from fp4train.run.restored import check_model, check_optimizer, check_scaling, checked_count, checked_scale, restored
 from fp4train.run.step import EagerSteps, StepRunner
 from fp4train.run.supervise.divergence import Divergence
 from fp4train.run.supervise.ledger import Step

@@ -29,12 +29,12 @@ from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
+from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.device import choose_device
-from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
-from fp4train.run.resume import check_source, find_start
+from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 
 STUDIES = "studies"
