@@ -28,6 +28,7 @@ from fp4train.nn.executors import join_states
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
+from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
@@ -41,8 +42,6 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-    from fp4train.parallel.tensor import cut_tensors, set_data_ranks
-
     data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)
