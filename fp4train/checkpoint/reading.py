@@ -46,7 +46,7 @@ class File:
 
 
 def status_of(descriptor: int) -> tuple[int, int, int, int]:
-    """What changes when another file takes this one's place, or somebody writes to it."""
+    """Device, inode, size and time of change: they differ once the file was replaced or written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -92,11 +92,11 @@ class StoredTensors(Mapping[str, Tensor]):
         return name in self._boxes or name in self._aliases
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises KeyError where there is none of this name."""
+        """The shape of the whole tensor. Raises KeyError where there is none of this name."""
         return self._box(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises KeyError where there is none of this name."""
+        """The dtype of the tensor. Raises KeyError where there is none of this name."""
         return self._box(name).dtype
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

@@ -151,7 +151,7 @@ def _seconds(text: str) -> float | None:
 
 def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.lab.studies.parts import RecipeParts
-    from fp4train.lab.studies.progress import StudyProgress
+    from fp4train.lab.studies.progress import study_progress
     from fp4train.lab.studies.record import open_record
     from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
     from fp4train.lab.studies.subject import open_subject
@@ -192,15 +192,15 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     groups_of(subject, effort)
     folder = subject.studies / (f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}"))
     folder = Path(options.get("out", folder))
-    progress = StudyProgress("measurement", every=15.0)
+    progress = study_progress("measurement", every=15.0)
     with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)
         try:
-            found = study.run(shown.show)
+            found = study.run(shown)
             trade = trade_off(
                 found, keep=None if cost is not None else KEEP if keep is None else keep, cost=cost, gpu=gpu
             )
-            judged = study.judge(trade.policy, shown.show) if trade.policy.keep else None
+            judged = study.judge(trade.policy, shown) if trade.policy.keep else None
         finally:
             study.end()
     report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)

@@ -26,7 +26,7 @@ from fp4train.nn import Linear
 from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
-from fp4train.precision import LayerPolicy, Timeline
+from fp4train.precision import Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
@@ -101,10 +101,6 @@ class Run:
         return [reset_oscillating] if self.config.oscillation.every else []
 
     @property
-    def policy(self) -> LayerPolicy:
-        return self.config.policy
-
-    @property
     def share(self) -> int:
         """Sequences of a batch that are this rank's."""
         return self.config.train.batch_size // self.world.mesh.data
@@ -143,7 +139,7 @@ class Run:
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
         for module in self.linears():
-            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device)
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
 

@@ -27,7 +27,7 @@ FLUSH_SECONDS = 10.0
 
 
 class Tracking(Protocol):
-    """What `track=…` binds to."""
+    """The protocol of `track=…`."""
 
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
@@ -62,7 +62,7 @@ class JsonlTracking:
         return metrics if service is None else Trackers(metrics, service)
 
     def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker | None:
-        """What receives the numbers beside the metrics log."""
+        """The tracker beside the metrics log; None: there is none."""
         return None
 
 
@@ -90,13 +90,10 @@ class WandbTracking(JsonlTracking):
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
     def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
-        named: dict[str, Any] = {
-            name: getattr(self, name) for name in ("project", "entity", "group", "tags", "timeout")
-        }
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("project", "entity", "group", "tags")}
+        settings |= {"offline": self.mode == "offline", "timeout": self.timeout, "resumed": step is not None}
         return Queued(
-            lambda: WandbTracker(
-                run_dir, run_name, config, offline=self.mode == "offline", resumed=step is not None, **named
-            ),
+            lambda: WandbTracker(run_dir, run_name, config, **settings),
             WandbTracker.__name__,
             start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
             finish_seconds=2 * self.timeout + PROBE_SECONDS,

@@ -17,7 +17,7 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
-from fp4train.lab.studies.progress import StudyProgress
+from fp4train.lab.studies.progress import Shown
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.lab.studies.workers import Job, Pool, here
@@ -237,7 +237,7 @@ class Forks:
             if f"{branch.key}/{number}" not in self.record
         ]
 
-    def make(self, jobs: Sequence[Job], progress: StudyProgress, done: int, most: int) -> None:
+    def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
         """Make the forks of `jobs`; `done` of `most` are made before."""
         with ExitStack() as stack:
             for (index, number), found in self._run(jobs, stack):
@@ -246,7 +246,7 @@ class Forks:
                 done += 1
                 ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
                 where = "" if self.base.subject else f"{self.base.title}: "
-                progress.show(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
+                shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
 
     def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
         if not jobs:

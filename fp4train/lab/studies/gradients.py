@@ -175,7 +175,7 @@ class GradientMeter:
         run.step = self.subject.step + batch
         run.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
-            policy=run.policy,
+            policy=run.config.policy,
             tokens=run.plan.tokens,
             device=run.plan.device,
         )
