@@ -3,7 +3,7 @@
 from fp4train.track.config import JsonlTracking, NoTracking, TensorBoardTracking, WandbTracking
 from fp4train.track.metrics import MetricsLog, mend, read_metrics
 from fp4train.track.statistics import STATISTICS, Columns, Statistics, read_statistics
-from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, QueuedTracker, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "MetricsLog",
     "NoTracking",
     "NullTracker",
-    "Queued",
+    "QueuedTracker",
     "Statistics",
     "TensorBoardTracking",
     "Tracker",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tensorboard import TensorBoardTracker
-from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, QueuedTracker, Tracker, Trackers
 from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WandbTracking(JsonlTracking):
     def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("project", "entity", "group", "tags")}
         settings |= {"offline": self.mode == "offline", "timeout": self.timeout, "resumed": step is not None}
-        return Queued(
+        return QueuedTracker(
             lambda: WandbTracker(run_dir, run_name, config, **settings),
             WandbTracker.__name__,
             start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
@@ -106,7 +106,7 @@ class TensorBoardTracking(JsonlTracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
 
     def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
-        return Queued(
+        return QueuedTracker(
             lambda: TensorBoardTracker(run_dir, config, resume_step=step),
             TensorBoardTracker.__name__,
             start_seconds=IMPORT_SECONDS,

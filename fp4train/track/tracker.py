@@ -1,8 +1,8 @@
 """What the training loop talks to. Services beside the metrics are kept away from it: none stalls or ends a run.
 
-`Trackers` leaves a service out that fails. `Queued` calls one in a thread of its own: every wait of the caller is
-bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or at
-the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
+`Trackers` leaves a service out that fails. `QueuedTracker` calls one in a thread of its own: every wait of the caller
+is bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or
+at the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
 """
 
 import logging
@@ -110,7 +110,7 @@ class Trackers(Relay):
                     _switch_off(tracker, type(tracker).__name__, error)
 
 
-class Queued(Relay):
+class QueuedTracker(Relay):
     """Carries out a tracker's calls in a thread.
 
     Args:
