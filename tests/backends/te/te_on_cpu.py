@@ -301,8 +301,9 @@ def switching() -> dict[str, bool]:
     executor = TEExecutor(name="layer")
     report = {}
     for recipe in (with_rht, without):
-        te_recipe, own, *_ = executor._module(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16))
-        for name, each in (("te", module), ("fp4train", own)):
+        built = executor._build(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16), None)
+        te_recipe = built.te_recipe
+        for name, each in (("te", module), ("fp4train", built.module)):
             # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check.
             with te.autocast(enabled=False):
                 te.quantization.FP8GlobalStateManager.quantization_state.fp8_enabled = True
