@@ -216,7 +216,9 @@ def begin(
     ran_on = environment(run.device, run.fingerprint, run.world.size)
     run.journal.add(**record, plan=run.plan, environment=ran_on)
     run.journal.write()
-    run.folder.remove(run_directory.SWAPS)  # of an older version: the journal has them now
+    if run.folder.status(run_directory.SWAPS) is not None:  # of an older version: the journal has them now
+        run.folder.remove(run_directory.SWAPS)
+        run.folder.sync()  # or a power cut would bring back what is no longer true
     run.swaps = swaps(run.journal.records)
     run.tracker = run.config.track.build(
         directory, run.config.run.name, plain(cfg), resume_step=None if start is None else start.step

@@ -138,7 +138,7 @@ class Run:
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
-        for module in self.linears():
+        for module in self.linears:
             module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device)
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
@@ -170,6 +170,7 @@ class Run:
         order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
         return order.index(module) if module in order else len(order)
 
+    @cached_property
     def linears(self) -> list[Linear]:
         """The converted layers that this rank holds."""
         return [m for m in self.model.modules() if isinstance(m, Linear)]
@@ -187,11 +188,11 @@ class Run:
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """By layer, what delayed scaling has seen; empty dicts without it."""
-        return {m.layer.name: m.scaling_state() for m in self.linears()}
+        return {m.layer.name: m.scaling_state() for m in self.linears}
 
     def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Take over what `scaling` gave."""
-        for module in self.linears():
+        for module in self.linears:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class GradientMeter:
 
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
-        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears()}
+        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears}
         self._before = subject.run.config, subject.run.plan, subject.run.step
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()

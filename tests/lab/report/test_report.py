@@ -24,8 +24,7 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.analysis.figure import VARIABLES
-from fp4train.lab.costs.estimate import estimate
-from fp4train.lab.costs.table import time_text
+from fp4train.lab.costs.estimate import estimate, time_text
 from fp4train.lab.report import page
 from fp4train.lab.report.page import write_report
 from fp4train.precision.layers import find_layers
