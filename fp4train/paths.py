@@ -4,7 +4,7 @@
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
 
 They are text to everything else. A configuration that somebody else wrote may name no path outside of its run by itself
-(`fp4train.run.record.belonging`), and it is the type that says what is a path, in the classes of plugins, too.
+(`fp4train.run.record.trust`), and it is the type that says what is a path, in the classes of plugins, too.
 """
 
 import os

@@ -10,6 +10,9 @@
 - What is appended to a file cannot show that its end is cut off. So each checkpoint holds the length and the checksum
   of every record (`Rolling`), and `unlike` compares them.
 
+A record that is appended to is read as `Scanned` parts (lines, blocks), each whole or damaged; `cut` leaves the whole
+ones that a run goes on from, and `Appended` adds to them.
+
 Checksums find damage. They keep nobody from writing anew who means to: CRC-32 for lines, SHA-256 for the rest.
 """
 
@@ -17,12 +20,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -229,6 +233,83 @@ class Rolling:
     def mark(self) -> dict[str, Any]:
         """As a checkpoint remembers it."""
         return {"bytes": self.size, "sha256": self._digest.copy().hexdigest()}
+
+
+class Scanned(NamedTuple):
+    """A part of a record: a line, or a block.
+
+    Args:
+        number: of the line. raw: as it is in the file.
+        value: what it holds; None: it is damaged.
+        why: what is wrong with it, or with what is before it; empty: nothing.
+    """
+
+    number: int
+    raw: bytes
+    value: Any
+    why: str
+
+
+def cut(
+    folder: Folder,
+    name: str,
+    scanned: Iterable[Scanned],
+    again: Callable[[Scanned], bytes],
+    keep: Callable[[Any], bool],
+    damaged: str | None = None,
+) -> tuple[Rolling, list[Scanned]]:
+    """Leave the whole parts of the file `name` that `keep` takes, in one chain; atomically, and only if that differs.
+
+    Args:
+        scanned: its parts. again: a part as the next one of a new chain.
+        damaged: the name under which the file is kept as it was, if something was wrong with it.
+
+    Returns:
+        Length and checksum of what is left, and the parts with which something was wrong.
+    """
+    kept, wrong, same = [], [], True
+    if (status := folder.status(name)) is None:
+        return Rolling(), []
+    for each in scanned:
+        if each.why:
+            wrong.append(each)
+        if each.value is not None and keep(each.value):
+            kept.append(again(each))
+            same = same and kept[-1] == each.raw
+    left = Rolling(kept)
+    if wrong and damaged is not None:
+        folder.write(damaged, folder.pieces(name, status.st_size))
+    if not same or left.size != status.st_size or status.st_nlink > 1:  # a hard link stays as it is
+        folder.write(name, kept)
+    return left, wrong
+
+
+class Appended:
+    """The end of a file that is only appended to.
+
+    Args:
+        size: its bytes.
+    """
+
+    def __init__(self, folder: Folder, name: str, size: int) -> None:
+        self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._size = size
+
+    def write(self, data: bytes) -> None:
+        """Add `data`, all of it or nothing: a nearly full disk takes a part first, and then refuses."""
+        try:
+            files.write_all(self._descriptor, data)
+        except BaseException:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+
+    def sync(self) -> None:
+        """Make what is written durable."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:

@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config.overrides import compose
+from fp4train.config.composition import compose
 from fp4train.config.schema import to_config
 from fp4train.nn import Linear
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fp4train.cli.launch import settings
-from fp4train.config import overrides
-from fp4train.config.folders import register_recipes
+from fp4train.config.composition import composed
 from fp4train.config.schema import to_config
 from fp4train.run.build import build
 from fp4train.run.host import keep_freed_memory
@@ -50,17 +48,16 @@ def prepare(folder: Path, given: dict[str, str]) -> Run:
         "checkpoint.every": str(BETWEEN),
         "checkpoint.keep": "1",
     }
-    register_recipes()
     words = [f"{key}={value}" for key, value in (options | given).items()]
-    cfg, _ = settings(overrides.compose(overrides.with_defaults(words, []), []))
-    return build(to_config(cfg), cfg)
+    (made,) = composed(words)
+    return build(to_config(made.cfg), made.cfg)
 
 
 def step(run: Run) -> None:
     """One step as the loop does it."""
     train_step(run, enter_stretch(run, None).recipe)
     run.step += 1
-    run.torn = False
+    run.mid_update = False
     run.saver.prove(run.step - 1)
 
 

@@ -174,8 +174,8 @@ def check(case: Case, device: str) -> dict[str, str]:
     x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
-    quantized = kernels.quantize(x, case.spec, key=case.key, amax=amax)
-    decoded = kernels.quantize_dequantize(x, case.spec, key=case.key, amax=amax)
+    quantizer = kernels.TritonQuantizer(case.spec)
+    quantized, decoded = quantizer.codes(x, case.key, amax), quantizer.values(x, case.key, amax)
     wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
     wanted_decoded = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
     pairs = {
@@ -185,7 +185,7 @@ def check(case: Case, device: str) -> dict[str, str]:
         "values": (decoded.values, wanted_decoded.values),
         "scale": (decoded.scale, wanted_decoded.scale),
     }
-    pairs["decoded"] = (kernels.decode(quantized).values, wanted_decoded.values)
+    pairs["decoded"] = (quantizer.decode(quantized).values, wanted_decoded.values)
     found = {what: difference(*pair) for what, pair in pairs.items()}
     return {what: text for what, text in found.items() if text is not None}
 
@@ -202,7 +202,7 @@ def check_large() -> str | None:
         key = KEY if spec.rounding == "stochastic" else None
         amax = torch.tensor(5.0) if spec.global_scale else None
         device_amax = None if amax is None else amax.cuda()
-        whole = kernels.quantize(x, spec, key=key, amax=device_amax)
+        whole = kernels.TritonQuantizer(spec).codes(x, key, device_amax)
         for start in (0, rows // 2, rows - 16):
             start -= start % 16
             part = x[start : start + 16].cpu()
@@ -215,7 +215,7 @@ def check_large() -> str | None:
     )  # tokens x features, quantised along the tokens
     wide_amax = torch.tensor(30.0)
     spec = SPECS["nvfp4 hadamard stochastic"]
-    whole = kernels.quantize(wide.T, spec, key=KEY, amax=wide_amax.cuda())
+    whole = kernels.TritonQuantizer(spec).codes(wide.T, KEY, wide_amax.cuda())
     start = rows - 16
     part_key = replace(KEY, row_offset=KEY.row_offset + start)
     wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=part_key, amax=wide_amax)
@@ -236,40 +236,35 @@ def timings(x: Tensor) -> list[Timing]:
     amax = x.abs().amax().float()
     n = x.numel()
     key = replace(KEY, row_offset=0, col_offset=0)
-    nvfp4, plain, had = SPECS["nvfp4"], 2 * n, SPECS["nvfp4 hadamard"]
-    codes4, codes8 = n // 2 + n // 16, n + n // 32
-    stochastic, had_stochastic = SPECS["nvfp4 stochastic"], SPECS["nvfp4 hadamard stochastic"]
-    square, mxfp8, tensor8 = SPECS["nvfp4 16x16"], SPECS["mxfp8 e4m3"], SPECS["fp8 tensor e4m3"]
-    q, qd = kernels.quantize, kernels.quantize_dequantize
-    saved4, saved8 = q(x, nvfp4, amax=amax), q(x, mxfp8)
+    plain, codes4, codes8 = 2 * n, n // 2 + n // 16, n + n // 32
+    names = ("nvfp4", "nvfp4 hadamard", "nvfp4 stochastic", "nvfp4 hadamard stochastic", "nvfp4 16x16")
+    nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)
+    mxfp8, tensor8 = (kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3"))
+    saved4, saved8 = nvfp4.codes(x, None, amax), mxfp8.codes(x)
     return [
-        Timing("amax", lambda: kernels.tensor_amax(x, nvfp4), plain),
-        Timing("amax hadamard, columns", lambda: kernels.tensor_amax(x.T, had), plain),
-        Timing("amax per row", lambda: kernels.tensor_amax(x, nvfp4, per_row=True), plain),
-        Timing("nvfp4 codes", lambda: q(x, nvfp4, amax=amax), plain + codes4),
-        Timing("nvfp4 values", lambda: qd(x, nvfp4, amax=amax), 2 * plain),
-        Timing("nvfp4 stochastic codes", lambda: q(x, stochastic, key=key, amax=amax), plain + codes4),
-        Timing("nvfp4 stochastic values", lambda: qd(x, stochastic, key=key, amax=amax), 2 * plain),
-        Timing("nvfp4 codes, columns", lambda: q(x.T, nvfp4, amax=amax), plain + codes4),
-        Timing("nvfp4 hadamard codes, columns", lambda: q(x.T, had, amax=amax), plain + codes4),
-        Timing("nvfp4 hadamard values, columns", lambda: qd(x.T, had, amax=amax), 2 * plain),
+        Timing("amax", lambda: nvfp4.amax(x), plain),
+        Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
+        Timing("amax per row", lambda: nvfp4.amax(x, per_row=True), plain),
+        Timing("nvfp4 codes", lambda: nvfp4.codes(x, None, amax), plain + codes4),
+        Timing("nvfp4 values", lambda: nvfp4.values(x, None, amax), 2 * plain),
+        Timing("nvfp4 stochastic codes", lambda: stochastic.codes(x, key, amax), plain + codes4),
+        Timing("nvfp4 stochastic values", lambda: stochastic.values(x, key, amax), 2 * plain),
+        Timing("nvfp4 codes, columns", lambda: nvfp4.codes(x.T, None, amax), plain + codes4),
+        Timing("nvfp4 hadamard codes, columns", lambda: had.codes(x.T, None, amax), plain + codes4),
+        Timing("nvfp4 hadamard values, columns", lambda: had.values(x.T, None, amax), 2 * plain),
         Timing(
-            "nvfp4 hadamard stochastic codes, columns",
-            lambda: q(x.T, had_stochastic, key=key, amax=amax),
-            plain + codes4,
+            "nvfp4 hadamard stochastic codes, columns", lambda: had_stochastic.codes(x.T, key, amax), plain + codes4
         ),
-        Timing(
-            "nvfp4 hadamard stochastic values, columns", lambda: qd(x.T, had_stochastic, key=key, amax=amax), 2 * plain
-        ),
-        Timing("nvfp4 16x16 codes", lambda: q(x, square, amax=amax), plain + n // 2 + n // 256),
-        Timing("nvfp4 16x16 values", lambda: qd(x, square, amax=amax), 2 * plain),
-        Timing("nvfp4 decode", lambda: kernels.decode(saved4), plain + codes4),
-        Timing("mxfp8 codes", lambda: q(x, mxfp8), plain + codes8),
-        Timing("mxfp8 values", lambda: qd(x, mxfp8), 2 * plain),
-        Timing("mxfp8 codes, columns", lambda: q(x.T, mxfp8), plain + codes8),
-        Timing("mxfp8 decode", lambda: kernels.decode(saved8), plain + codes8),
-        Timing("fp8 tensor codes", lambda: q(x, tensor8, amax=amax), plain + n),
-        Timing("fp8 tensor values", lambda: qd(x, tensor8, amax=amax), 2 * plain),
+        Timing("nvfp4 hadamard stochastic values, columns", lambda: had_stochastic.values(x.T, key, amax), 2 * plain),
+        Timing("nvfp4 16x16 codes", lambda: square.codes(x, None, amax), plain + n // 2 + n // 256),
+        Timing("nvfp4 16x16 values", lambda: square.values(x, None, amax), 2 * plain),
+        Timing("nvfp4 decode", lambda: nvfp4.decode(saved4), plain + codes4),
+        Timing("mxfp8 codes", lambda: mxfp8.codes(x), plain + codes8),
+        Timing("mxfp8 values", lambda: mxfp8.values(x), 2 * plain),
+        Timing("mxfp8 codes, columns", lambda: mxfp8.codes(x.T), plain + codes8),
+        Timing("mxfp8 decode", lambda: mxfp8.decode(saved8), plain + codes8),
+        Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
+        Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
     ]
 
 

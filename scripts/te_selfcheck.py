@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.backends import BACKENDS
+from fp4train.backends import BACKENDS, Prepared
 from fp4train.backends import te as te_backend
 from fp4train.backends.te import TEExecutor, availability
 from fp4train.hardware import Device
@@ -38,6 +38,7 @@ from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Gemm, LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
+from fp4train.quantize import Decoded, QuantSpec, quantize
 
 REFERENCE, REFERENCE_BF16, NATIVE, STOCHASTIC = 1e-6, 1e-3, 1e-2, 0.1
 """Tolerances: relative to the norm; the last one relative between two quantisation errors."""
@@ -122,13 +123,17 @@ def emulated(recipe: Recipe, problem: Problem) -> Products:
     }
     y, dx, dw = (
         BACKENDS["reference"].product(
-            BACKENDS["reference"].prepare(first, table[gemm].first),
-            BACKENDS["reference"].prepare(second, table[gemm].second),
+            _codes(first, table[gemm].first),
+            _codes(second, table[gemm].second),
             out_dtype=torch.float32,
         )
         for gemm, (first, second) in operands.items()
     )
     return y, dx, dw
+
+
+def _codes(x: Tensor, spec: QuantSpec | None) -> Prepared:
+    return Decoded(x, None) if spec is None else quantize(x, spec)
 
 
 def te_reference(problem: Problem) -> Products:
@@ -198,7 +203,7 @@ def run_on_te(layer: Linear, recipe: Recipe) -> None:
         for name in table
     }
     plan = LayerPlan(layer=layer.layer, recipe=recipe, **gemms)
-    layer.hold(plan, recipe, None, layer.weight.device)
+    layer.apply_plan(plan, recipe, None, layer.weight.device)
 
 
 def check_reference(problem: Problem) -> list[Row]:
@@ -210,7 +215,7 @@ def check_reference(problem: Problem) -> list[Row]:
 
     ours, theirs = layers(problem)
     run_on_te(theirs, recipe)  # the reference needs no FP4 hardware
-    theirs.kernels["te"] = TEExecutor(
+    theirs.states["te"] = TEExecutor(
         in_features=theirs.in_features,
         out_features=theirs.out_features,
         bias=False,

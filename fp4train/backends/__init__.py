@@ -2,9 +2,8 @@
 
 te               Transformer Engine's kernels, for a layer's three GEMMs together; only this folder uses TE
 native           torch's scaled_mm on the codes
-emulate          decoded operands in BF16, exact products; runs everywhere
+emulate          decoded operands in BF16, exact products; runs everywhere. Also torch's GEMM, of high precision
 reference        the same products, accumulated block by block as in TE's reference; slow
-high_precision   torch's GEMM, for operands that are not quantised
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fp4train.backends.emulate import EMULATE, matmul, widened
-from fp4train.backends.high_precision import HIGH
+from fp4train.backends.emulate import EMULATE, TORCH, matmul, widened
 from fp4train.backends.native import NATIVE
 from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, Prepared
 from fp4train.backends.reference import REFERENCE
@@ -44,7 +42,7 @@ __all__ = [
 ]
 
 LAYER_BACKENDS: Mapping[str, LayerBackend] = {"te": TRANSFORMER_ENGINE}
-BACKENDS: Mapping[str, Backend] = {"torch": HIGH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
+BACKENDS: Mapping[str, Backend] = {"torch": TORCH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
 CHOICES = ("auto", *LAYER_BACKENDS, "native", "emulate", "reference")
 """Allowed values of `backend=`."""
 

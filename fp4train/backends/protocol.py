@@ -1,7 +1,7 @@
 """The protocols of backends, which execute single GEMMs or whole linear layers.
 
     why_not(table, gemm, layer, device)   why the backend cannot run this GEMM there, or None
-    prepare(x, spec)                      an operand in the form that the backend multiplies
+    takes_codes                           whether it multiplies codes and scales (`Quantized`), or values (`Decoded`)
     product(a, b)                         a·bᵀ of two such operands
     region(tables)                        context manager around a forward pass; no effect for most
 
@@ -11,7 +11,7 @@ A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GE
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey
+from fp4train.quantize import Decoded, Quantized, QuantSpec
 
 Prepared: TypeAlias = Decoded | Quantized
 """An operand ready for a product: decoded values, or codes and scales."""
@@ -35,12 +35,6 @@ class Backend(Protocol):
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it can."""
-        ...
-
-    def prepare(
-        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-    ) -> Prepared:
-        """x [R, C] prepared for a product: quantised by `spec`, or unchanged if `spec` is None."""
         ...
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +65,7 @@ class LayerKernels(Protocol):
         """The state of delayed scaling, for checkpoints; empty without it."""
         ...
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize
+from fp4train.quantize import Quantized, QuantSpec
 
 
 class Reference:
@@ -26,11 +26,6 @@ class Reference:
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: the reference supports every spec."""
         return None
-
-    def prepare(
-        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-    ) -> Prepared:
-        return Decoded(x_RC, None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         first, second = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))

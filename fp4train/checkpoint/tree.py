@@ -7,7 +7,7 @@ strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -28,7 +28,8 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSON]
 
 def unflatten(tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> dict[str, Any]:
     """The tree that `flatten` was given."""
-    return {key: _decode(value, tensors) for key, value in state.items()}
+    kinds: dict[str, Callable[[Any], Any]] = {"$tensor": tensors.__getitem__, "$tuple": tuple, "$items": dict}
+    return {key: _replaced(value, kinds) for key, value in state.items()}
 
 
 def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
@@ -68,13 +69,7 @@ def to_strict(value: Any) -> Any:
 
 def from_strict(value: Any) -> Any:
     """The floats that `to_strict` replaced, put back."""
-    if isinstance(value, list):
-        return [from_strict(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {"$float"}:
-        return float(value["$float"])
-    return {key: from_strict(item) for key, item in value.items()}
+    return _replaced(value, {"$float": float})
 
 
 def escaped(key: object) -> str:
@@ -113,15 +108,12 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _replaced(value: Any, kinds: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """`value` with each {mark: content}, of a mark in `kinds`, made into what it stands for."""
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_replaced(item, kinds) for item in value]
     if not isinstance(value, dict):
         return value
-    if set(value) == {"$tensor"}:
-        return tensors[value["$tensor"]]
-    if set(value) == {"$tuple"}:
-        return tuple(_decode(item, tensors) for item in value["$tuple"])
-    if set(value) == {"$items"}:
-        return {key: _decode(item, tensors) for key, item in value["$items"]}
-    return {key: _decode(item, tensors) for key, item in value.items()}
+    found = {key: _replaced(item, kinds) for key, item in value.items()}
+    mark = next(iter(found)) if len(found) == 1 else ""
+    return kinds[mark](found[mark]) if mark in kinds else found

@@ -20,7 +20,7 @@ OUTPUTS = (".png", ".csv", ".json")
 def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
     from fp4train.lab.analysis.compare import compare
-    from fp4train.run.record.history import quantised_share
+    from fp4train.run.record.journal import quantised_share
 
     out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
     runs = [Path(a) for a in arguments if not a.startswith("out=")]

@@ -43,14 +43,10 @@ def main(arguments: list[str]) -> int:
 
 def _recipes() -> dict[str, Recipe]:
     """Every file of recipes/, as `recipe=` composes it."""
-    from fp4train.config import overrides
     from fp4train.config.binding import bind
+    from fp4train.config.composition import sections
     from fp4train.config.folders import own_options
-    from fp4train.config.schema import plain
     from fp4train.precision import Recipe
 
-    found = {}
-    for name in own_options()["recipe"]:
-        node = plain(overrides.compose([f"recipe={name}", "run.name=doctor"]))["recipe"]
-        found[name] = bind(node, Recipe, "recipe")
-    return found
+    found = sections({"recipe": own_options()["recipe"]})
+    return {name: bind(node, Recipe, "recipe") for (_, name), node in found.items()}

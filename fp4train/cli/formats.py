@@ -11,7 +11,7 @@ from fp4train.text import tabulate
 
 def main(arguments: list[str]) -> int:
     """Print the table; returns the exit code."""
-    from fp4train.formats.table import formats_table
+    from fp4train.formats.registry import formats_table
 
     if arguments:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")

@@ -129,7 +129,7 @@ class MeshPlan:
         gather = effective(parallel.gather, compiled=self.config.train.compile)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
-    def plan(self, sequences: int, tensors: int) -> Plan:
+    def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
         from fp4train.hardware import Device
         from fp4train.lab.costs.shards import row_wise
@@ -139,7 +139,7 @@ class MeshPlan:
         config = replace(self.config, train=replace(self.config.train, batch_size=sequences, microbatch=sequences))
         layers, rows = find_layers(self.model), row_wise(self.model)
         parts = {name: layer.part("in" if name in rows else "out", tensors) for name, layer in layers.items()}
-        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu))
+        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), stages=stages)
 
     def gathers(self, plan: Plan, mesh: Mesh) -> list[str]:
         """What the ranks send each other of the weights, in words; empty where no rank shares them."""
@@ -185,9 +185,7 @@ class MeshPlan:
         from fp4train.lab.costs.cluster import cluster_cost
         from fp4train.lab.costs.fit import batch_problem, problems
         from fp4train.lab.costs.shards import find_weights
-        from fp4train.run.advice import divided_blocks
-        from fp4train.run.oscillation import check_oscillation
-        from fp4train.run.outliers import check_outliers
+        from fp4train.run.checks import check_oscillation, divided_blocks
 
         mesh = self.mesh()
         for problem in problems(self.model, find_weights(self.model, {}), mesh):
@@ -213,8 +211,7 @@ class MeshPlan:
             )
         mesh = self.mesh(local // sequences)
         self.check(mesh, batch, sequences)
-        plan = self.plan(sequences, mesh.tensor)
-        check_outliers(plan, stages=mesh.pipeline, tensors=mesh.tensor)
+        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline)
         check_oscillation(self.config, plan)
         self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
         loads = self.workloads(plan, sequences)
@@ -224,7 +221,7 @@ class MeshPlan:
         """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
         from fp4train.parallel.stages import cut_of, tied_weights
         from fp4train.parallel.tensor import tensor_cut_of
-        from fp4train.run.cut import check_cut
+        from fp4train.run.checks import check_cut
 
         parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
         train = replace(self.config.train, batch_size=batch, microbatch=sequences)
@@ -240,11 +237,10 @@ class MeshPlan:
     def search(self) -> tuple[list[Candidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
         from fp4train.lab.costs.search import candidates
-        from fp4train.run.outliers import check_outliers
 
         assert self.gpus is not None
         # It also tries meshes with tensor parallelism and pipelines.
-        check_outliers(self.plan(1, 1), stages=2, tensors=2)
+        self.plan(1, 1, stages=2)
         batch = self.config.train.batch_size
         if not self._batch_given:
             batch = self.gpus

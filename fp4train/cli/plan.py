@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Start, launch
 from fp4train.cli.mesh import GpuCount, MeshPlan, as_json, gpu_count
 from fp4train.config import overrides
-from fp4train.config.schema import Config, to_config
+from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.parallel.config import Mesh
 from fp4train.precision.report import render, summarise
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
-from fp4train.run.record.swaps import as_swap
+from fp4train.run.record import journal
+from fp4train.run.record.journal import as_swap
+from fp4train.run.record.stretches import RecordedStretch
 from fp4train.text import columns, tabulate
 
 if TYPE_CHECKING:
@@ -60,16 +60,15 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
         return 0
-    given = overrides.changed_keys([a for a in rest if "=" in a and not a.startswith("-")])
-    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, given=given, command=rest))
+    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, words=rest))
 
 
 def _of_run(run: Path, *, full: bool) -> str:
     """What a run was told, what it ran, and what is planned for the rest."""
-    records = history.read_history(run)
+    records = journal.read_journal(run)
     if not records:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
-    done, known = history.steps_done(run), history.stretches(records)
+    done, known = journal.steps_done(run), journal.stretches(records)
     steps = known[-1].stop if known else 0
     told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]
@@ -92,36 +91,38 @@ def _of_run(run: Path, *, full: bool) -> str:
     return "\n".join([*head, *table])
 
 
-def _split(stretch: history.Stretch, done: int) -> list[history.Stretch]:
+def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
     if not stretch.start < done < stretch.stop:
         return [stretch]
     return [replace(stretch, stop=done), replace(stretch, start=done)]
 
 
-def _state(stretch: history.Stretch, done: int) -> str:
+def _state(stretch: RecordedStretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: list[str], command: list[str]) -> int:
+def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: list[str]) -> int:
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
-    from fp4train.run.advice import never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.build import (
         build_model,
         build_plan,
         build_timeline,
-        choose_device,
         with_swap,
     )
-    from fp4train.run.cut import check_cut
-    from fp4train.run.oscillation import check_oscillation
-    from fp4train.run.outliers import check_outliers
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.checks import (
+        check_cut,
+        check_oscillation,
+        never_chosen,
+        nothing_quantised,
+        warn_of_schedule,
+    )
+    from fp4train.run.device import choose_device
+    from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_source, start_step
 
-    chosen, swap, named = settings(cfg)
-    check_paths(chosen, named)
-    config = to_config(chosen)
+    config, chosen, swap = command.config, command.cfg, command.swap
+    check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)
     source = find_source(config, chosen) if config.resume else None
@@ -135,12 +136,11 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, given)
-        return _search(mesh_plan, command, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
+        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, command.named)
+        return _search(mesh_plan, words, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
-    check_outliers(plan, stages=1)
     check_oscillation(config, plan)
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
@@ -148,7 +148,7 @@ def _plan(cfg: DictConfig, *, full: bool, gpus: GpuCount, as_data: bool, given: 
         print(as_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
         return 0
     if source is not None and start:
-        past = [s for each in history.stretches(history.read_history(source)) for s in _split(each, start)]
+        past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")

@@ -40,7 +40,7 @@ from fp4train.sealed import sealed
 from fp4train.text import near_miss
 
 if TYPE_CHECKING:
-    from fp4train.lab.studies.rank import Request
+    from fp4train.lab.studies.bases import RankRequest
 
 _log = logging.getLogger("fp4train")
 
@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _request(arguments: list[str]) -> Request:
-    from fp4train.lab.studies.rank import Request
+def _request(arguments: list[str]) -> RankRequest:
+    from fp4train.lab.studies.bases import RankRequest
 
     arguments = overrides.with_files(arguments)
     flags, words = overrides.flags_and_words(arguments)
@@ -135,7 +135,7 @@ def _request(arguments: list[str]) -> Request:
     if values.get("out") is not None:
         values["out"] = Path(values["out"])
     try:
-        return Request(
+        return RankRequest(
             runs=[Path(run) for run in runs],
             steps_at=steps_at,
             sweep=sweep or [DEFAULT],

@@ -27,22 +27,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from fp4train import files
-from fp4train.cli.launch import launch, settings
+from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import usage
 from fp4train.config import overrides
-from fp4train.config.schema import to_config
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.swaps import as_swap
+from fp4train.run.record.journal import as_swap
 from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
 if TYPE_CHECKING:
-    from fp4train.lab.studies.summary import Report
+    from fp4train.lab.studies.summary import SensitivityReport
 
 USAGE = usage(__doc__)
 OPTIONS = ("step", "batches", "repeats", "budget", "cells", "keep", "cost", "out")
@@ -166,16 +163,16 @@ def _seconds(options: dict[str, str], key: str) -> float | None:
     return float(found[1]) * SECONDS[found[2] or "s"]
 
 
-def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
-    from fp4train.lab.studies.parts import Parts
+def _study(start: Start, *, command: StudyCommand) -> int:
+    from fp4train.lab.studies.parts import RecipeParts
     from fp4train.lab.studies.progress import StudyProgress
     from fp4train.lab.studies.record import open_record
     from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
     from fp4train.lab.studies.subject import open_subject
-    from fp4train.lab.studies.summary import Report
+    from fp4train.lab.studies.summary import SensitivityReport
     from fp4train.lab.studies.tradeoff import trade_off
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
 
     options = command.options
     budget = _seconds(options, "budget")
@@ -192,9 +189,8 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     )
     keep, cost = _number(options, "keep"), _number(options, "cost")
     keep_freed_memory()
-    chosen, swap, named = settings(cfg)
-    check_paths(chosen, named)
-    config = to_config(chosen)
+    config, chosen, swap = start.config, start.cfg, start.swap
+    check_paths(chosen, start.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
         raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
@@ -204,7 +200,7 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
     if swap is not None:
         recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
     subject = open_subject(config, chosen, fresh=command.fresh)
-    Parts(
+    RecipeParts(
         subject, recipe, repeats=effort.repeats
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
@@ -221,12 +217,12 @@ def _study(cfg: DictConfig, *, command: StudyCommand) -> int:
             judged = study.judge(trade.policy, shown.show) if trade.policy.keep else None
         finally:
             study.end()
-    report = Report(subject=subject, found=found, trade=trade, judged=judged)
+    report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)
     print(report.render(_written(report, folder)))
     return 0
 
 
-def _written(report: Report, folder: Path) -> list[str]:
+def _written(report: SensitivityReport, folder: Path) -> list[str]:
     """Write the results; their paths.
 
     Raises:

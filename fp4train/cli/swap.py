@@ -19,12 +19,12 @@ from pathlib import Path
 from fp4train import checkpoint
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
+from fp4train.config.composition import composed
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.history import steps_done
-from fp4train.run.record.requests import cancel_request, pending, request_cancel, request_swap, wait_for_answer
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.inbox import cancel_request, pending, request_cancel, request_swap, wait_for_answer
+from fp4train.run.record.journal import as_swap, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
@@ -56,18 +56,18 @@ def main(arguments: list[str]) -> int:
         if not [a for a in rest if not a.startswith("plugins=")]:
             print(_listed(run))
             return 0
-        return _swap(run, flags, wanted, folders, at, wait)
+        return _swap(run, flags, wanted, at, wait)
 
 
-def _swap(run: Path, flags: list[str], wanted: list[str], folders: list[Path], at: int | None, wait: float) -> int:
+def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: float) -> int:
     names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
     others = [a for a in wanted if not a.startswith(("recipe=", "recipe.", "plugins="))]
     if others:
         raise UserError(f"swap changes the recipe only, not {others[0]!r}")
-    overrides.check([*flags, *wanted])
-    recipe = plain(overrides.compose(overrides.with_defaults(wanted, folders), folders).recipe)
+    (made,) = composed([*flags, *wanted])
+    recipe = plain(made.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     as_swap(0, recipe, names[0])
     steps = run_directory.read_config(run).train.steps
@@ -96,9 +96,10 @@ def _report(run: Path, request: str, wait: float, what: str) -> int:
             f"fp4train swap {run} shows what became of it, cancel={request} takes it back"
         )
         return NO_ANSWER
-    if not answer.accepted:
-        raise UserError(f"{run} refuses {what}: {answer.text}")
-    print(f"{run}: accepted, {answer.text}")
+    accepted, text = answer
+    if not accepted:
+        raise UserError(f"{run} refuses {what}: {text}")
+    print(f"{run}: accepted, {text}")
     return 0
 
 

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from fp4train.cli.launch import Swapped, launch, point, settings
+from fp4train.cli.launch import Start, Swapped, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
-from fp4train.parallel.launch import Place, find_place
+from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
+from fp4train.run.record import journal
 from fp4train.text import tabulate
 from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
@@ -54,23 +54,21 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
-    from fp4train.run.determinism import determinism
+    from fp4train.run.device import determinism
 
-    swept, jobs = overrides.swept_keys(arguments), []
+    jobs: list[list[Any]] = []
 
-    def task(cfg: DictConfig) -> int:
-        chosen = _chosen(cfg)
-        config = chosen[1]
-        jobs.append([point(swept), config, "failed"])
-        with determinism(config.train.deterministic):
-            code = _train(*chosen, _world(config, place))
+    def task(start: Start) -> int:
+        jobs.append([start.point, start.config, "failed"])
+        with determinism(start.config.train.deterministic):
+            code = _train(start, _world(start.config, place))
         jobs[-1][2] = "" if code == 0 else f"exit code {code}"
         return code
 
     try:
         return launch(arguments, task)
     finally:
-        if swept and jobs:
+        if any(point for point, *_ in jobs):
             print("", _jobs(jobs), sep="\n")
 
 
@@ -87,10 +85,10 @@ def _jobs(jobs: list[list[Any]]) -> str:
     return "\n".join(tabulate([("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3)))
 
 
-def _as_rank(arguments: list[str], place: Place) -> int:
+def _as_rank(arguments: list[str], place: ProcessRank) -> int:
     """Train as one rank of several. What all of them have to say, the lead alone says."""
     from fp4train.parallel.world import AgreedError
-    from fp4train.run.determinism import determinism
+    from fp4train.run.device import determinism
 
     # Before the ranks have met, each machine speaks for itself.
     speaks = place.local_rank == 0
@@ -98,14 +96,14 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     if not place.lead:
         logging.getLogger("fp4train").setLevel(logging.ERROR)
 
-    def task(cfg: DictConfig) -> int:
+    def task(start: Start) -> int:
         nonlocal world, speaks
+        config = start.config
         try:
-            chosen, config, swap, named = _chosen(cfg)
             with determinism(config.train.deterministic):
                 world = _world(config, place)
                 speaks = place.lead
-                return _train(chosen, config, swap, named, world)
+                return _train(start, world)
         except AgreedError:
             if speaks:
                 raise
@@ -120,7 +118,7 @@ def _as_rank(arguments: list[str], place: Place) -> int:
             return error.exit_code
 
     try:
-        if {"-m", "--multirun"} & set(arguments):
+        if overrides.SWEEP & set(arguments):
             raise UserError(
                 f"-m trains one run after another, and {place.size} ranks train one together: start each point of the "
                 "sweep by itself"
@@ -133,34 +131,30 @@ def _as_rank(arguments: list[str], place: Place) -> int:
     return code if world is None else world.end(code)
 
 
-def _chosen(cfg: DictConfig) -> tuple[DictConfig, Config, Swapped | None, list[str]]:
-    chosen, swap, named = settings(cfg)
-    return chosen, to_config(chosen), swap, named
-
-
-def _world(config: Config, place: Place) -> World:
+def _world(config: Config, place: ProcessRank) -> World:
     """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is asked anything."""
     from fp4train.parallel.world import World
-    from fp4train.run.build import choose_device
+    from fp4train.run.device import choose_device
 
     return World.start(place, config.parallel, choose_device(config.device, place))
 
 
-def _train(chosen: DictConfig, config: Config, swap: Swapped | None, named: list[str], world: World) -> int:
+def _train(command: Start, world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
-    from fp4train.run.advice import before_cooldown, rate_jump
+    from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.belonging import check_paths
+    from fp4train.run.record.trust import check_paths
     from fp4train.run.resume import find_start
     from fp4train.run.supervise.divergence import Rewind
 
     keep_freed_memory()
+    config, chosen, swap = command.config, command.cfg, command.swap
     directory = config.run.dir
     if world.size > 1:
-        check_same(world, {**history.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+        check_same(world, {**journal.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
-            check_paths(chosen, named)
+            check_paths(chosen, command.named)
     with ExitStack() as stack:
         with world.together():
             if world.lead:
@@ -201,7 +195,7 @@ def _to_its_end(
     from fp4train.precision.report import summarise
     from fp4train.run.build import build
     from fp4train.run.supervise.divergence import DivergedError
-    from fp4train.run.supervise.gpu import explain
+    from fp4train.run.supervise.rescue import explain
     from fp4train.train import train
 
     run, code = build(config, chosen, start, swap, world, rewind), 1
@@ -235,7 +229,7 @@ def _code(result: Result) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """What can be done with a run that has done its steps, and what its learning rate would do."""
-    from fp4train.run.advice import before_cooldown, learning_rate
+    from fp4train.run.checks import before_cooldown, learning_rate
 
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "

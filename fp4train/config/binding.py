@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fp4train.config.foreign import suggestion
-from fp4train.config.targets import own_class
+from fp4train.config.plugins import own_class
 from fp4train.errors import UserError
 from fp4train.paths import NamesPath, is_hub_name
 from fp4train.text import near_miss

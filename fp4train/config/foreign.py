@@ -1,6 +1,6 @@
-"""The words of other frameworks, and what fp4train calls the same thing: suggestions for keys that do not exist.
+"""Suggestions for keys and options that do not exist: the nearest one, or what another framework's word is here.
 
-The table is foreign.yaml.
+The words of other frameworks, and what fp4train calls the same thing, are in foreign.yaml.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from fp4train.errors import UserError
+from fp4train.parallel.config import why_absent
 from fp4train.text import near_miss
 
 _TABLE = Path(__file__).with_suffix(".yaml")
@@ -45,3 +47,38 @@ def option_suggestion(group: str, option: str, known: Iterable[str]) -> str:
     if len(begin) > 1:
         return f"; did you mean {', '.join(begin[:-1])} or {begin[-1]}?"
     return theirs if f"{group}=" in theirs else near_miss(option, known)
+
+
+def check_option(group: str, option: str, known: list[str]) -> None:
+    """Refuse an option that the group `group` does not have.
+
+    Raises:
+        UserError: it is none of `known`; the message suggests one.
+    """
+    if option not in (*known, *(["null", "None"] if group == "experiment" else [])):
+        raise UserError(
+            f"{group}={option}: there is no such {group}{option_suggestion(group, option, known)} "
+            f"(known: {', '.join(known)})"
+        )
+
+
+def check_keys(wanted: list[str], have: list[str]) -> None:
+    for key in wanted:
+        if key in have:
+            continue
+        if (reason := why_absent(key.removeprefix("parallel."))) is not None:
+            raise UserError(f"unknown key {key!r}: {reason}")
+        # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
+        others = [k for k in have if not key.startswith(f"{k}.") and not k.endswith("_target_")]
+        namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        section = key.rpartition(".")[0]
+        beside = [k.rpartition(".")[2] for k in have if section and k.rpartition(".")[0] == section]
+        beside = [name for name in beside if name != "_target_"]
+        known = f" (known: {', '.join(beside)})" if beside else ""
+        near = [k for k in namesakes if section and k.startswith(f"{section}.")]
+        if 1 < len(near) <= 3:
+            hint = f"; did you mean {' or '.join(map(repr, near))}?"
+        else:
+            hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else ""
+            hint = hint or suggestion(key, have) or near_miss(key, namesakes or others)
+        raise UserError(f"unknown key {key!r}{hint}{known}")

@@ -1,8 +1,10 @@
-"""Other people's classes: packages that the user names in `plugins=[…]` on the command line.
+"""Which classes a configuration may name by `_target_`: fp4train's, and those of packages in `plugins=[…]`.
 
-A configuration names classes by `_target_`, and finding a class imports its module, which runs code. So the command
-line alone decides whose modules may be imported: fp4train's, and those of the plugins it names. What stands in a run
-directory or a YAML file never adds to them.
+Finding a class imports its module, which runs code. So the command line alone decides whose modules may be imported:
+fp4train's, and those of the plugins it names. What stands in a run directory or a YAML file never adds to them. Of
+these modules dataclasses count, and their defining module is checked and not only their name, because attributes lead
+anywhere: "fp4train.files.os.system". A configuration found in a run directory is therefore data: building a dataclass
+of ours stores values, and foreign code does not run.
 
 A plugin is an installed package, or a module or package in a folder given by --config-dir. Such a folder is on Python's
 import path only while the plugins are imported, and last, so that nothing in it can take an installed package's place.
@@ -10,16 +12,19 @@ import path only while the plugins are imported, and last, so that nothing in it
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fp4train.errors import UserError
+from fp4train.text import near_miss
 
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 
@@ -61,6 +66,58 @@ def describe_failure(error: BaseException) -> str:
         return f"SyntaxError: {error}"  # names file and line itself
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
+def check_targets(node: Any, path: str = "") -> None:
+    """Raise UserError if a `_target_` in a configuration is not a configuration class (see `own_class`)."""
+    for where, target in _targets(node, path):
+        own_class(target, where)
+
+
+def own_class(target: object, where: str) -> type:
+    """The configuration class that `target` names: a dataclass defined in fp4train or in a named plugin.
+
+    Args:
+        target: "module.Class".
+        where: the full key of `target`, for error messages.
+
+    Raises:
+        UserError: it names something else.
+    """
+    module, _, name = str(target).rpartition(".")
+    package = module.partition(".")[0]
+    if not may_define(module):
+        hint = f"; if you trust the package {package}, add plugins=[{package}]" if package.isidentifier() else ""
+        raise UserError(f"{where}={target!r} is no configuration class of fp4train{hint}")
+    refused = f"{where}={target!r} is no configuration class of {package}"
+    try:
+        holder = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{refused}: there is no module {error.name}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{refused}: {module} cannot be imported: {describe_failure(error)}") from error
+    found = getattr(holder, name, None)
+    if found is None:
+        classes = [each for each, value in vars(holder).items() if dataclasses.is_dataclass(value)]
+        raise UserError(f"{refused}: {module} has no {name}{near_miss(name, classes)}")
+    if not isinstance(found, type) or not may_define(found.__module__):
+        raise UserError(refused)
+    if "__dataclass_fields__" not in vars(found):
+        raise UserError(f"{refused}: it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)")
+    return found
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            where = f"{path}.{key}" if path else str(key)
+            if key == "_target_":
+                yield where, value
+            else:
+                yield from _targets(value, where)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _targets(value, f"{path}[{index}]")
 
 
 def _import_plugin(name: str, folders: Sequence[Path]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.data.digests import file_digest
+from fp4train.data.cache import file_digest
 from fp4train.data.files import existing_path, expanded
 from fp4train.data.tokens import Ids, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError

@@ -13,12 +13,21 @@ from fp4train.formats.element import (
     ElementFormat,
     decode,
     encode,
+    pack_fp4,
+    pack_fp6,
+    unpack_fp4,
+    unpack_fp6,
     value_table,
 )
-from fp4train.formats.packing import pack_fp4, pack_fp6, unpack_fp4, unpack_fp6
-from fp4train.formats.registry import ELEMENT_FORMATS, SCALE_FORMATS, get_format, get_scale_format
+from fp4train.formats.registry import (
+    ELEMENT_FORMATS,
+    SCALE_FORMATS,
+    FormatRow,
+    formats_table,
+    get_format,
+    get_scale_format,
+)
 from fp4train.formats.scale import ScaleFormat, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
-from fp4train.formats.table import FormatRow, formats_table
 
 __all__ = [
     "BF16",

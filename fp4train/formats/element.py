@@ -1,9 +1,14 @@
-"""Element formats: the values of codes of 4, 6 or 8 bits.
+"""Element formats: the values of codes of 4, 6 or 8 bits, the grid that they lie on, and how codes are packed.
 
 A code is sign | exponent (e bits) | mantissa (m bits). With bias b and stored exponent E the magnitude is (1 + M/2^m) *
 2^(E-b) for E > 0 and (M/2^m) * 2^(1-b) for E = 0: within one binade, and over all subnormals, the grid is uniform with
-quantum 2^(max(exponent, 1-b) - m). Rounding divides by the quantum (a power of two, so this is exact) and rounds to
-an integer; the code and the value follow from the integer without a table (`grid.py`).
+quantum q = 2^(max(exponent, 1-b) - m). The position u = a/q of a magnitude a is exact in float32, since q is a power of
+two. Rounding, to nearest or stochastic, is the step from u to an integer k <= 2^(m+1), which gives back the value k*q
+and the code k + ((max(exponent, 1-b) - (1-b)) << m); at k = 2^(m+1) the code carries into the exponent.
+
+Packing of sub-byte codes. FP4: two codes per byte, the first in the low nibble (the order of TE, cuBLAS and torch's
+`float4_e2m1fn_x2`). FP6: four codes in three bytes, little-endian bit order: code i fills bits 6i..6i+5 of the 24.
+Unpacked FP6 is one code per byte.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1); OCP 8-bit floating
     point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is IEEE-like, FP6 and FP4
@@ -17,8 +22,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.formats.grid import grid_code, grid_position, magnitude
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
@@ -29,8 +32,8 @@ class ElementFormat:
     mantissa_bits: int
     bias: int
     max: float
-    has_inf: bool
-    has_nan: bool
+    has_inf: bool = False
+    has_nan: bool = False
 
     @property
     def bits(self) -> int:
@@ -70,18 +73,10 @@ class ElementFormat:
         return 1 << (self.bits - 1)
 
 
-E2M1: Final = ElementFormat(
-    name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0, has_inf=False, has_nan=False
-)
-E2M3: Final = ElementFormat(
-    name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5, has_inf=False, has_nan=False
-)
-E3M2: Final = ElementFormat(
-    name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0, has_inf=False, has_nan=False
-)
-E4M3: Final = ElementFormat(
-    name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, has_inf=False, has_nan=True
-)
+E2M1: Final = ElementFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
+E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
+E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
+E4M3: Final = ElementFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, has_nan=True)
 E5M2: Final = ElementFormat(
     name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, has_inf=True, has_nan=True
 )
@@ -103,6 +98,33 @@ FP32: Final = ElementFormat(
 
 WIDE_FORMATS: Final = (FP16, BF16, FP32)
 """Formats for reference: dtypes of torch, which this package does not encode."""
+
+
+def grid_position(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    """Position u = a/q (float32) and float32-biased exponent max(e, emin)+127 (int32) of magnitudes 0 <= a <= max.
+
+    The positions are a fresh tensor that the caller may overwrite. NaN stays NaN in u.
+    """
+    exponent = (magnitude.view(torch.int32) >> 23).clamp_(min=fmt.min_exponent + 127)
+    inverse_quantum = ((254 + fmt.mantissa_bits - exponent) << 23).view(torch.float32)
+    return inverse_quantum.mul_(magnitude), exponent
+
+
+def grid_code(position: Tensor, exponent: Tensor, fmt: ElementFormat) -> Tensor:
+    """Code without sign (int32) of integer positions, all finite."""
+    return position.to(torch.int32) + ((exponent - (fmt.min_exponent + 127)) << fmt.mantissa_bits)
+
+
+def grid_value(position: Tensor, exponent: Tensor, fmt: ElementFormat) -> Tensor:
+    """Magnitude (float32) of integer positions; overwrites and returns `position`."""
+    return position.mul_(((exponent - fmt.mantissa_bits) << 23).view(torch.float32))
+
+
+def magnitude(code: Tensor, fmt: ElementFormat) -> Tensor:
+    """Float32 value of codes without sign (int32): (1 + M/2^m) * 2^(E-b), and M/2^m * 2^(1-b) for E = 0. Exact."""
+    exponent, mantissa = code >> fmt.mantissa_bits, code & ((1 << fmt.mantissa_bits) - 1)
+    normal = (((exponent + (127 - fmt.bias)) << 23) | (mantissa << (23 - fmt.mantissa_bits))).view(torch.float32)
+    return torch.where(exponent > 0, normal, mantissa.to(torch.float32) * fmt.smallest_subnormal)
 
 
 def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
@@ -155,5 +177,34 @@ def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32
         float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
         return codes.contiguous().view(float8).to(dtype)
     code = codes.to(torch.int32)
-    values = magnitude(code & (fmt.sign_bit - 1), fmt.mantissa_bits, fmt.bias)
+    values = magnitude(code & (fmt.sign_bit - 1), fmt)
     return torch.where((code & fmt.sign_bit) > 0, -values, values).to(dtype)
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """uint8 codes 0..15 [..., C] -> bytes [..., C/2]. C must be even."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed two per byte; the last axis must be even")
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Bytes [..., C/2] -> uint8 codes 0..15 [..., C]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_fp6(codes: Tensor) -> Tensor:
+    """uint8 codes 0..63 [..., C] -> bytes [..., 3C/4]. C must be a multiple of 4."""
+    if codes.shape[-1] % 4:
+        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed; the last axis must be a multiple of 4")
+    a, b, c, d = (codes[..., i::4] for i in range(4))
+    return torch.stack((a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)), dim=-1).flatten(-2)
+
+
+def unpack_fp6(packed: Tensor) -> Tensor:
+    """Bytes [..., 3C/4] -> uint8 codes 0..63 [..., C]."""
+    if packed.shape[-1] % 3:
+        raise ValueError(f"packed: {packed.shape[-1]} bytes are no whole groups; the last axis must be a multiple of 3")
+    x, y, z = (packed[..., i::3] for i in range(3))
+    codes = (x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2)
+    return torch.stack(codes, dim=-1).flatten(-2)

@@ -1,10 +1,12 @@
-"""The formats by name. A new format is a file and an entry here."""
+"""The formats by name, and the rows that `fp4train formats` prints. A new format is a constant of its own and an entry
+here."""
 
-from typing import Final
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
 
-from fp4train.formats.element import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat
-from fp4train.formats.scale import E4M3_SCALE, E8M0_SCALE, FP32_SCALE, POW2_SCALE, ScaleFormat
-from fp4train.formats.ue5m3 import UE5M3_SCALE
+from fp4train.formats.element import E2M1, E2M3, E3M2, E4M3, E5M2, WIDE_FORMATS, ElementFormat
+from fp4train.formats.scale import E4M3_SCALE, E8M0_SCALE, FP32_SCALE, POW2_SCALE, UE5M3_SCALE, ScaleFormat
 from fp4train.text import near_miss
 
 ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E2M3, E3M2, E4M3, E5M2)
@@ -14,21 +16,57 @@ SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (E4M3_SCALE, E8M0_SCALE, UE5M3_S
 """Scale formats."""
 
 
+_Format = TypeVar("_Format", ElementFormat, ScaleFormat)
+
+
 def get_format(name: str) -> ElementFormat:
     """The element format called `name`. ValueError with a near miss otherwise."""
-    for fmt in ELEMENT_FORMATS:
-        if fmt.name == name:
-            return fmt
-    raise ValueError(_unknown("element", name, [fmt.name for fmt in ELEMENT_FORMATS]))
+    return _named(name, ELEMENT_FORMATS, "element")
 
 
 def get_scale_format(name: str) -> ScaleFormat:
     """The scale format called `name`. ValueError with a near miss otherwise."""
-    for fmt in SCALE_FORMATS:
+    return _named(name, SCALE_FORMATS, "scale")
+
+
+def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:
+    for fmt in formats:
         if fmt.name == name:
             return fmt
-    raise ValueError(_unknown("scale", name, [fmt.name for fmt in SCALE_FORMATS]))
+    known = [fmt.name for fmt in formats]
+    raise ValueError(f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: {', '.join(known)})")
 
 
-def _unknown(kind: str, name: object, known: list[str]) -> str:
-    return f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: {', '.join(known)})"
+class FormatRow(NamedTuple):
+    """One format: its width, its largest, smallest normal and smallest positive value, log2 of its range, and which
+    special values it has.
+    """
+
+    name: str
+    bits: int
+    largest: float
+    smallest_normal: float
+    smallest: float
+    binades: float
+    specials: str
+
+
+def formats_table() -> list[FormatRow]:
+    """All formats: elements, narrowest first; the other scale formats; FP16, BF16, FP32 for reference."""
+    names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
+    return [
+        *map(_of_element, ELEMENT_FORMATS),
+        *(_of_scale(fmt) for fmt in SCALE_FORMATS if fmt.is_byte and fmt.name not in names),
+        *map(_of_element, WIDE_FORMATS),
+    ]
+
+
+def _of_element(fmt: ElementFormat) -> FormatRow:
+    specials = "inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none"
+    return FormatRow(fmt.name, fmt.bits, fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.binades, specials)
+
+
+def _of_scale(fmt: ScaleFormat) -> FormatRow:
+    specials = "NaN; no sign" if fmt.mantissa_bits else "NaN; no sign, no zero"
+    binades = math.log2(fmt.max) - math.log2(fmt.smallest)
+    return FormatRow(fmt.name, 8, fmt.max, fmt.smallest_normal, fmt.smallest, binades, specials)

@@ -4,6 +4,12 @@ E4M3 (NVFP4) is the non-negative half of the element format. E8M0 (OCP MX v1.0, 
 means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127 its largest power of two. FP32 and
 POW2 are float32 numbers: the scale that multiplies x is rounded, and its inverse is stored. `registry.py` lists all
 formats; `quantize/scaling.py` computes scales from an amax.
+
+UE5M3 has 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range. It was proposed for FP4 block scales in
+"Is Finer Better? The Limits of Microscaling Formats in Large Language Models" (Fasoli et al., arXiv 2601.19026): with
+33 binades of normal numbers it needs no global scale, hence no amax of the tensor, and it keeps the precision of E4M3.
+Bias 15; as in E4M3 there is no infinity and one NaN, the code of all ones, so the largest value is 1.75 * 2^16 = 114688
+and the smallest 2^-17. Rounding is to nearest, ties to even.
 """
 
 import math
@@ -14,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.formats.element import ElementFormat
+from fp4train.formats.element import ElementFormat, encode, magnitude
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -95,6 +101,21 @@ def e8m0_decode(codes: Tensor) -> Tensor:
     return torch.where(byte == E8M0_NAN, math.nan, bits.view(torch.float32))
 
 
+UE5M3: Final = ElementFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, max=114688.0, has_nan=True)
+"""UE5M3 as a format with a sign, which its codes lack."""
+
+
+def ue5m3_encode(x: Tensor) -> Tensor:
+    """Bytes of the nearest UE5M3 value, ties to even, saturating at 114688; NaN gives 255. x float32 and >= 0."""
+    return encode(x, UE5M3)
+
+
+def ue5m3_decode(codes: Tensor) -> Tensor:
+    """Float32 value of each UE5M3 byte; NaN for 255. Exact."""
+    code = codes.to(torch.int32)
+    return torch.where(code == UE5M3.nan_code, math.nan, magnitude(code, UE5M3))
+
+
 def _unchanged(x: Tensor) -> Tensor:
     return x
 
@@ -148,4 +169,15 @@ POW2_SCALE: Final = ScaleFormat(
     needs_global=False,
     encode=pow2_encode,
     decode=_unchanged,
+)
+UE5M3_SCALE: Final = ScaleFormat(
+    name="ue5m3",
+    dtype=torch.uint8,
+    mantissa_bits=3,
+    smallest=2.0**-17,
+    smallest_normal=2.0**-14,
+    max=UE5M3.max,
+    needs_global=False,
+    encode=ue5m3_encode,
+    decode=ue5m3_decode,
 )

@@ -5,8 +5,7 @@ weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the w
 every recipe. From the samples come the six operands, each quantised with the layer's spec and the whole amax. (With a
 Hadamard transform, or a scale for each row, the amax is that of the sample.) The cost does not grow with the batch.
 
-Of a layer whose outlier channels are multiplied apart (`precision.OutlierChannels`), x and w are those of the other
-channels.
+Of a layer that multiplies some channels in another recipe (`nn.executors.parts`), x and w are those of the others.
 
 The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
 ‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of tokens. What the forward pass and the
@@ -203,8 +202,7 @@ def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
         if seen.hooked:
             return
         if seen.x is None:
-            apart = getattr(module, "outliers", None)
-            columns = None if apart is None or apart.latest is None else apart.latest[0]
+            columns = getattr(module, "channels", None)
             seen.x = sample(args[0].reshape(-1, args[0].shape[-1]), columns)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
             seen.w = sample(module.w_NK, columns)  # type: ignore[arg-type]

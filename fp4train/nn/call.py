@@ -1,22 +1,93 @@
-"""One call of a linear layer: its position in the run, which keys the random bits, and its delayed amaxes."""
+"""What runs a layer, and one call of it: its position in the run, which keys the random bits, and its amaxes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from fp4train.precision.context import backward_pass
+from fp4train.precision.context import State, backward_pass
+from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import QuantSpec, RandomKey
 
 if TYPE_CHECKING:
-    from fp4train.nn.gemms import LayerGemms
-    from fp4train.nn.outliers import PartsCall
+    from fp4train.nn.executors.cut import LayerShard
+    from fp4train.nn.linear import Linear
     from fp4train.nn.scaling import DelayedScaling
     from fp4train.nn.weights import PreparedWeights
 
 _OFFSET_SPREAD = 1 << 34
 """Column range for token offsets that are not multiples of 8; no other offset reaches it."""
+
+
+class Route(NamedTuple):
+    """How an executor is called in a compiled graph: the properties of a layer that the graph depends on."""
+
+    kind: Literal["plain", "torch", "operator", "eager"]
+    """`plain`: nn.Linear, outside a context; `torch`: torch's GEMM, where nothing is quantised; `operator`: the custom
+    operator; `eager`: outside the graph."""
+    dtype: torch.dtype | None = None
+    """Dtype of the recipe."""
+    keeps_x: bool = False
+    """Whether wgrad takes x in high precision."""
+
+
+EAGER = Route("eager")
+
+
+class LayerState(Protocol):
+    """What a layer carries from step to step, and from checkpoint to checkpoint."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors to save; empty where nothing has been seen yet."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`."""
+        ...
+
+
+class Executor(ABC):
+    """Runs what the plan of a layer says.
+
+    Args:
+        plan: of the layer.
+        device: device type of its tensors.
+        shard: where the layer's shard lies in the whole layer; None: it is whole and alone.
+        sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
+
+    Attributes:
+        route: how it is called under torch.compile.
+        states: names of the layer's states that it needs.
+    """
+
+    route: Route = EAGER
+    states: tuple[str, ...] = ()
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+        self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
+        self.dtype = plan.table.torch_dtype
+
+    @staticmethod
+    def why_no_graph(plan: LayerPlan) -> str | None:
+        """Why a step with a layer of `plan` depends on the host, so that no CUDA graph can record it; None: it can."""
+        return None
+
+    @abstractmethod
+    def __call__(
+        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+    ) -> Tensor:
+        """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
+
+        Args:
+            layer: whose states and position in the run count.
+            weights, biases: [N, K] and [N] or None each; one of each, but for executors of groups of weights.
+            now: the state of this thread, in a context.
+        """
 
 
 class TokenCount:
@@ -54,50 +125,39 @@ class TokenCount:
         return offset
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """The state of one call, shared by forward and backward; tensors are passed separately.
 
     Args:
-        gemms: the layer's GEMMs.
+        executor: what runs the layer's GEMMs.
         seed, step: key of the random bits; weights are constant within one (seed, step).
         token_offset: index of the first token in the global batch of the step.
         layer_key: the layer's part of the random key.
         weights: the layer's prepared weights; an empty cache if the context has no step.
-        scaling: the layer's amax histories.
+        scaling: the layer's amax histories; None: no operand has delayed scaling.
         training: whether amaxes enter their histories.
+        shared: the context's cache of forms that several layers read; None: a compiled graph, which reuses the memory
+            of its tensors, or a part of the channels.
         counters: `step` on the device, where it is read from there (`RandomKey.counters`).
+        parameter: the parameter whose shard or part w is, if w is new in each call.
+        amaxes: the delayed amaxes of this call, by tensor.
+        parts: (channels, call) of each part of the in features, where parts are multiplied apart.
     """
 
-    __slots__ = (
-        *("amaxes", "counters", "gemms", "layer_key", "parameter", "parts", "scaling", "seed", "step"),
-        *("token_offset", "training", "weights"),
-    )
-
-    def __init__(
-        self,
-        gemms: LayerGemms,
-        seed: int,
-        step: int,
-        token_offset: int,
-        layer_key: int,
-        weights: PreparedWeights,
-        scaling: DelayedScaling,
-        training: bool,
-        counters: Tensor | None = None,
-    ) -> None:
-        self.counters = counters
-        self.gemms, self.seed, self.step, self.token_offset, self.layer_key = gemms, seed, step, token_offset, layer_key
-        self.weights, self.scaling, self.training = weights, scaling, training
-        self.amaxes: dict[str, Tensor] | None = None
-        self.parameter: Tensor | None = None
-        """The parameter whose shard or part w is, if w is new in each call."""
-        self.parts: PartsCall | None = None
-        """The calls of both parts, where outlier channels are multiplied apart."""
-
-    def of_part(self, gemms: LayerGemms, weights: PreparedWeights) -> Call:
-        """The call of a part of the channels, with GEMMs and prepared weights of its own."""
-        position = (self.seed, self.step, self.token_offset, self.layer_key)
-        return Call(gemms, *position, weights, self.scaling, self.training, self.counters)
+    executor: Any
+    seed: int
+    step: int
+    token_offset: int
+    layer_key: int
+    weights: PreparedWeights
+    scaling: DelayedScaling | None
+    training: bool
+    shared: dict[str, Any] | None
+    counters: Tensor | None = None
+    parameter: Tensor | None = None
+    amaxes: dict[str, Tensor] | None = None
+    parts: tuple[tuple[Tensor, Call], ...] = ()
 
     def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
         """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.
@@ -107,10 +167,12 @@ class Call:
         """
         offset = self.token_offset + token
         if not along_tokens:
-            row, column = offset, feature
-        else:
-            # Eight neighbouring columns share one draw of the generator.
-            row, column = feature, offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8
+            return self.key_at(operand, offset, feature)
+        # Eight neighbouring columns share one draw of the generator.
+        return self.key_at(operand, feature, offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8)
+
+    def key_at(self, operand: int, row: int, column: int) -> RandomKey:
+        """The random key of a tensor whose first element has this row and column in the whole layer's."""
         return RandomKey(
             seed=self.seed,
             step=self.step,
@@ -121,24 +183,9 @@ class Call:
             counters=self.counters,
         )
 
-    def weight_key(self, operand: int, start: tuple[int, int] = (0, 0)) -> RandomKey:
-        """The random key of the weight: the same for all tokens of a step.
-
-        Args:
-            start: row and column of its first element in the whole layer's.
-        """
-        return RandomKey(
-            seed=self.seed,
-            step=self.step,
-            layer=self.layer_key,
-            operand=operand,
-            row_offset=start[0],
-            col_offset=start[1],
-            counters=self.counters,
-        )
-
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
         """The delayed amax that scales x or dy; both forms of the tensor use the same one."""
+        assert self.scaling is not None
         if self.amaxes is None:
             self.amaxes = {}
         if name not in self.amaxes:

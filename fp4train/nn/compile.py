@@ -15,7 +15,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp4train.nn.gemms import without_torchs_autocast
+from fp4train.nn.call import EAGER
+from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.executors.whole_layer import torch_linear
 from fp4train.nn.linear import Linear
 from fp4train.precision.compile_context import UNAVAILABLE
 from fp4train.precision.context import current
@@ -41,25 +43,21 @@ untraced = torch.compiler.disable(Linear.forward)  # type: ignore[no-untyped-cal
 
 def call(layer: Linear, input: Tensor) -> Tensor:
     """`layer.forward(input)` for tracing: recipe, step and seed are read by the operator at run time."""
-    if OPERATOR is None:
+    route = EAGER if OPERATOR is None else layer.handle.route()
+    if route.kind == "eager":
         result: Tensor = untraced(layer, input)
         return result
-    route = layer.handle.route()
     if route.kind == "plain":
         return torch.nn.functional.linear(input, layer.w_NK, layer.bias)
-    if route.kind == "eager":
-        result = untraced(layer, input)
-        return result
     x_MK, out_dtype, shape = layer.matrix(input)
     assert route.dtype is not None
     with without_torchs_autocast(input.device.type):
         if route.kind == "torch":
-            y_MN = layer.by_torch(x_MK, route.dtype)
+            y_MN = torch_linear(x_MK, layer.w_NK, layer.bias, route.dtype)
         else:
             context, training = current(), torch.is_grad_enabled()
-            assert context is not None
-            x_MK = x_MK.to(route.dtype)
-            tensors = (x_MK, layer.w_NK, layer.bias)
+            assert context is not None and OPERATOR is not None
+            tensors = (x_MK.to(route.dtype), layer.w_NK, layer.bias)
             wanted = [training and t is not None and t.requires_grad for t in tensors]
             y_MN, _ = OPERATOR.linear(*tensors, layer.handle, context, training, wanted, route.keeps_x)
     return y_MN.to(out_dtype).view(shape)

@@ -1,8 +1,8 @@
 """One operator per call of a linear layer in compiled graphs. Imported only by `compile`.
 
 A graph must not depend on what changes during a run: recipe, step, seed. The operator therefore takes the layer and the
-autocast context as opaque objects and reads them when it runs. It returns a third opaque object, `Saved`, with the data
-for backward: codes and scales, whose shapes depend on the recipe.
+autocast context as opaque objects and reads them when it runs. It returns a third opaque object, `SavedCall`, with the
+data for backward: codes and scales, whose shapes depend on the recipe.
 
 An operator must not keep tensors of a graph, because the compiler reuses their memory. Three rules follow: layers that
 read the same input do not share its quantised forms; only a weight that is the layer's own parameter is cached for the
@@ -22,7 +22,7 @@ from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 from fp4train.nn.call import Call
-from fp4train.nn.gemms import Gradients, gradients_of, without_torchs_autocast
+from fp4train.nn.executors.gemms import GradientDtypes, gradient_dtypes, without_torchs_autocast
 from fp4train.nn.linear import Handle, Linear
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, is_stray_recomputation, once, state
@@ -31,18 +31,18 @@ from fp4train.quantize import Quantized
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_opaque`
+Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_context`
 register_opaque_type(
     Handle, typ="reference", guard_fn=lambda handle: [handle.route()], members={"route": MemberType.USE_REAL}
 )
 
 
 @dataclass(eq=False)
-class Saved(OpaqueBase):
+class SavedCall(OpaqueBase):
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: Call | None = None
-    gradients: Gradients | None = None
+    gradients: GradientDtypes | None = None
     x: Quantized | None = None
     calls: list[Call] = field(default_factory=list)
     """The list in which the call is recorded for recomputation."""
@@ -53,7 +53,7 @@ class Saved(OpaqueBase):
         self.call = self.gradients = self.x = None
 
 
-register_opaque_type(Saved, typ="reference")
+register_opaque_type(SavedCall, typ="reference")
 
 
 @torch.library.custom_op("fp4train::linear", mutates_args=(), tags=_TAGS)
@@ -66,7 +66,7 @@ def linear(
     training: bool,
     wanted: Sequence[bool],
     keeps_x: bool,
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, SavedCall]:
     """y [M, N] of a layer in its recipe under `context`, in that recipe's dtype.
 
     Args:
@@ -77,9 +77,9 @@ def linear(
     """
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
-    gradients = gradients_of(x_MK, w_NK, bias_N, tuple(wanted))
-    y_MN, x = call.gemms.forward(x_MK, w_NK, bias_N, call, gradients, None)
-    return y_MN, Saved(call, gradients, x if isinstance(x, Quantized) else None, calls)
+    gradients = gradient_dtypes(x_MK, w_NK, bias_N, tuple(wanted))
+    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
+    return y_MN, SavedCall(call, gradients, x if isinstance(x, Quantized) else None, calls)
 
 
 def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
@@ -91,8 +91,9 @@ def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK
                 "and the recomputed call cannot be identified. Compile the blocks inside the recomputed regions."
             )
         return calls[0]
-    gemms = layer.gemms_in(context, x_MK.device)
-    call = once(layer, lambda: layer.new_call(context, gemms, training, x_MK.shape[0]))
+    executor = layer.executor_in(context, x_MK.device)
+    call = once(layer, lambda: layer.new_call(context, executor, x_MK.shape[0], training=training))
+    call.shared = None
     own = layer._parameters.get("weight")
     if own is None or not own.is_set_to(w_NK):  # not the parameter itself: the compiler may overwrite it
         call.weights = PreparedWeights()
@@ -102,42 +103,29 @@ def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK
 
 
 @linear.register_fake
-def _(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    bias_N: Tensor | None,
-    layer: Handle,
-    context: Context,
-    training: bool,
-    wanted: Sequence[bool],
-    keeps_x: bool,
-) -> tuple[Tensor, Saved]:
-    return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0]), Saved()
+def _(x_MK: Tensor, w_NK: Tensor, *_: object) -> tuple[Tensor, SavedCall]:
+    return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0]), SavedCall()
 
 
 @torch.library.custom_op("fp4train::linear_backward", mutates_args=(), tags=_TAGS)
 def linear_backward(
-    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: Saved, wanted: Sequence[bool]
+    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: SavedCall, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias), empty if not wanted; `x_MK` is given if wgrad takes x in high precision."""
     call, gradients = saved.call, saved.gradients
     assert call is not None and gradients is not None
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
-        dx, dw, dbias = call.gemms.backward(dy_MN, w_NK, x, call, gradients)
+        found = call.executor.backward(dy_MN, w_NK, (x,), call, gradients)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
-    nothing = dy_MN.new_empty(0)
-    return (
-        nothing if dx is None else dx,
-        nothing.clone() if dw is None else dw,
-        nothing.clone() if dbias is None else dbias,
-    )
+    dx, dw, dbias = (dy_MN.new_empty(0) if each is None else each for each in found)
+    return dx, dw, dbias
 
 
 @linear_backward.register_fake
 def _(
-    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: Saved, wanted: Sequence[bool]
+    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: SavedCall, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = dy_MN.new_empty((dy_MN.shape[0], w_NK.shape[1]) if wanted[0] else 0)
     dw = w_NK.new_empty(w_NK.shape) if wanted[1] else dy_MN.new_empty(0)
@@ -145,7 +133,7 @@ def _(
     return dx, dw, dbias
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Saved]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, SavedCall]) -> None:
     x_MK, w_NK, bias_N, _, _, _, ctx.wanted, keeps_x = inputs
     ctx.save_for_backward(x_MK if keeps_x and ctx.wanted[1] else None, w_NK, bias_N)
     ctx.saved = output[1]

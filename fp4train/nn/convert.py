@@ -1,18 +1,30 @@
-"""Replace the linear layers of any torch model by fp4train's, sharing the weights."""
+"""Replace the linear layers of any torch model by fp4train's, sharing the weights; report what is not converted."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from fp4train.nn.conversion import report
 from fp4train.nn.linear import Linear
-from fp4train.precision.layers import Layer, find_layers, is_uninitialised
+from fp4train.precision.layers import Layer, bypassed_linears, find_layers, is_uninitialised
+from fp4train.text import tabulate
 
 _log = logging.getLogger(__name__)
+
+_PLACES = 4
+"""Number of groups of weights in the summary; `str` of a Conversion lists all weights."""
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -38,7 +50,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if isinstance(module, Linear):
-            module.settle(layer, backend)
+            module.rename(layer, backend)
         elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     # A module may appear in several places; all are replaced by the same new module.
@@ -132,3 +144,163 @@ def _leave_fast_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         else:
             module.use_nested_tensor = False  # only the fast path uses nested tensors
+
+
+# What is not converted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A matrix weight that fp4train does not multiply.
+
+    Args:
+        name: name of the parameter in the model; for a shared one, the first name.
+        module: path of the module that holds it.
+        shape: shape of the parameter.
+        share: share of the model's matrix weights, between 0 and 1; 0 if it is counted elsewhere (tied weights).
+        why: why fp4train does not multiply it.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    share: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The matrix weights of a converted model: the weights of linear layers, and all other parameters with two or more
+    dimensions that are not embeddings, norms or biases.
+
+    Args:
+        layers: the layers that run on fp4train.
+        left: weights of linear layers that are not converted.
+        others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
+    """
+
+    layers: tuple[Layer, ...]
+    left: tuple[Weight, ...]
+    others: tuple[Weight, ...]
+
+    @property
+    def share(self) -> float:
+        """Share of the matrix weights that fp4train multiplies, between 0 and 1."""
+        return 1 - sum(weight.share for weight in (*self.left, *self.others))
+
+    def summary(self) -> str:
+        """One line about the weights that are not converted; empty if there are none."""
+        groups = _groups((*self.left, *self.others))
+        if not groups:
+            return ""
+        places = [f"{_tensors(len(group))} in {place} ({why})" for (place, why), group in groups.items()]
+        more = [f"{len(places) - _PLACES} more"] if len(places) > _PLACES else []
+        return (
+            f"{_percent(1 - self.share)} of the matrix weights are not converted: "
+            f"{', '.join(places[:_PLACES] + more)}; fp4train.conversion(model) lists them"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (place, str(len(group)), "×".join(map(str, group[0].shape)), _percent(sum(w.share for w in group)), why)
+            for (place, why), group in _groups((*self.left, *self.others)).items()
+        ]
+        count = len(self.layers)
+        head = f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the matrix weights"
+        return "\n".join(
+            [head, *tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])] if rows else [head]
+        )
+
+
+def report(model: nn.Module) -> Conversion:
+    """Which matrix weights of `model` are converted, which are not, and why; the model is not changed.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
+    layers = find_layers(model)
+    ours = {name: layer for name, layer in layers.items() if isinstance(model.get_submodule(name), Linear)}
+    covered = {p for name in ours for p in model.get_submodule(name).parameters() if not is_lazy(p)}
+    found = list(_matrices(model, layers, covered))
+    sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
+    total = sum(sizes.values()) or 1
+    left: list[Weight] = []
+    others: list[Weight] = []
+    for parameter, name, why, is_linear in found:
+        # Counted once: at its first place in the list, or in the converted layer that shares it.
+        size = 0 if parameter in covered else sizes.pop(parameter, 0)
+        weight = Weight(
+            name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
+        )
+        (left if is_linear else others).append(weight)
+    return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others))
+
+
+def _matrices(
+    model: nn.Module, layers: dict[str, Layer], covered: set[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, str, str, bool]]:
+    """(parameter, name, reason, whether a linear layer holds it) of each matrix that fp4train does not multiply.
+
+    A weight shared with a converted layer is listed only if an unconverted linear layer holds it too.
+    """
+    elementwise = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            continue
+        layer = layers.get(path)
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{key}" if path else key
+            if is_lazy(parameter):  # has no shape; convert refuses linear layers of this kind
+                continue
+            if layer is not None:
+                if key == "weight" or _is_matrix(key, parameter):
+                    yield parameter, name, layer.unconverted or "convert was not called on it", True
+            elif parameter not in covered | elementwise and _is_matrix(key, parameter):
+                yield parameter, name, _why_other(path, module, parameter), False
+
+
+def _has_no_matrix(module: nn.Module) -> bool:
+    """Whether this is an embedding or a norm, by class or class name: not a factor of a matrix product."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return True
+    return any(word in type(module).__name__.lower() for word in ("embed", "norm"))
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter can be a factor of a matrix product, by its dimensions and its name."""
+    if name.endswith("bias") or "embed" in name.lower():
+        return False
+    return sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return bypassed_linears([module])[module.out_proj]
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolution"
+    kind = type(module).__name__
+    if parameter.dim() >= 3:
+        return "3-D expert parameters" if "expert" in f"{path}.{kind}".lower() else f"{parameter.dim()}-D in {kind}"
+    return f"{kind} is not an nn.Linear"
+
+
+def _groups(weights: tuple[Weight, ...]) -> dict[tuple[str, str], list[Weight]]:
+    """Weights grouped by module path, with numbers replaced by *, and reason; the largest share first."""
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    for weight in weights:
+        place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"
+        place = (place.strip("*.") and place) or "the children"
+        groups.setdefault((place, weight.why), []).append(weight)
+    return dict(sorted(groups.items(), key=lambda item: -sum(w.share for w in item[1])))
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.01:
+        return "<1 %"
+    return ">99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")

@@ -1,60 +1,38 @@
 """A linear layer whose three GEMMs follow a recipe: on Transformer Engine's kernels, torch's scaled_mm, or emulated.
 
-A layer stores the plan that `precision.plan.resolve` made for it and runs that plan; a forward pass makes no choices.
-The GEMMs are in `gemms.py`, the support for torch.compile is in `compile.py`.
+A layer holds the executor that its plan became (`nn.executors`): where a plan is applied, or where a context of
+`autocast` is met for the first time. A call is context → executor → result. The support for torch.compile is in
+`compile.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.backends import CHOICES, LAYER_BACKENDS, LayerKernels, widened
+from fp4train.backends import CHOICES
 from fp4train.hardware import Device
-from fp4train.nn.call import Call, TokenCount
-from fp4train.nn.gathered import Gathered
-from fp4train.nn.gemms import LayerGemms, LinearFunction, torch_autocasts, without_torchs_autocast
-from fp4train.nn.high_precision import HighPrecision
-from fp4train.nn.outliers import NORMS, STEPS, OutlierNorms, Parts, PartsFunction, make_parts
-from fp4train.nn.place import Place, local
-from fp4train.nn.scaling import DelayedScaling
+from fp4train.nn.call import EAGER, Call, Executor, LayerState, Route, TokenCount
+from fp4train.nn.executors import make_executor, make_state
+from fp4train.nn.executors.cut import LayerShard, default_context
+from fp4train.nn.executors.gemms import torch_autocasts, without_torchs_autocast
+from fp4train.nn.ranks import local
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
-from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.text import check_choice
 
 _Key = tuple[Recipe, LayerPolicy | None, Device]
-
-
-@functools.cache
-def _outside(dtype: torch.dtype) -> Context:
-    """The context of a layer on several ranks outside of any: its GEMMs in the dtype of the input."""
-    recipes: dict[torch.dtype, Recipe] = {torch.bfloat16: BF16(), torch.float16: FP16()}
-    return Context(recipe=recipes.get(dtype, FP32()))
-
-
-class Route(NamedTuple):
-    """The properties of a layer that a compiled graph depends on."""
-
-    kind: Literal["plain", "torch", "operator", "eager"]
-    """`plain`: nn.Linear, outside a context; `torch`: a recipe that quantises nothing; `operator`: the custom operator;
-    `eager`: outside the graph, because a backend runs the whole layer, because outlier channels are recorded or
-    multiplied apart, or because the call raises an error."""
-    dtype: torch.dtype | None = None
-    """Dtype of the recipe."""
-    keeps_x: bool = False
-    """Whether wgrad takes x in high precision."""
 
 
 class Handle(metaclass=GraphInput):
@@ -80,21 +58,14 @@ class Handle(metaclass=GraphInput):
         """The layer's route in the current context."""
         now, layer = state(), self.layer
         if layer.is_stray(now):
-            return Route("eager")
-        if layer.place is not None and layer.place.tensor is not None:
-            return Route("eager")  # collectives, and tokens whose number changes
+            return EAGER
         if now.context is None:
-            return Route("plain")
-        device = next(layer.parameters()).device  # not `weight`, which a parametrization would recompute
+            return Route("plain") if layer.default_context is None else EAGER
         try:
-            gemms = layer.gemms_in(now.context, device)
-        except ValueError:
-            return Route("eager")
-        if not gemms.quantised:
-            return Route("torch", gemms.dtype)
-        if gemms.together is not None or gemms.plan.has_outliers:
-            return Route("eager")
-        return Route("operator", gemms.dtype, gemms.keeps_x)
+            # Not the device of `weight`, which a parametrization would recompute.
+            return layer.executor_in(now.context, next(layer.parameters()).device).route
+        except ValueError:  # the call raises it
+            return EAGER
 
 
 class Linear(nn.Linear):
@@ -139,84 +110,87 @@ class Linear(nn.Linear):
         return new
 
     def _begin(self, layer: Layer, backend: str) -> None:
-        self.scaling = DelayedScaling()
-        self.outliers = OutlierNorms()
-        self.kernels: dict[str, LayerKernels] = {
-            name: found.kernels(
-                in_features=self.in_features,
-                out_features=self.out_features,
-                bias=self.bias is not None,
-                name=layer.name,
-            )
-            for name, found in LAYER_BACKENDS.items()
-        }
-        """Kernels of the backends that run a layer as a whole, by backend name."""
         self.handle = Handle(self)
+        self.states: dict[str, LayerState] = {}
+        """What executors carry from step to step, by name; see `nn.executors`."""
+        self.joined = False
+        """Whether the loop joins the states over the ranks (`join_states`); else each call does so by itself."""
+        self.layer_shard: LayerShard | None = None
+        """Where the layer lies among the ranks, set by `shard`; None: alone on this one."""
+        self.default_context: Callable[[torch.dtype], Context] | None = None
+        """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
+        self.channels: Tensor | None = None
+        """The in features that the layer's own recipe multiplied in the last call, int64; None: all."""
+        self.keeps_forms = True
+        self._sums = self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
-        self.place: Place | None = None
-        """Where the layer lies among the ranks, set by `move`; None: alone on this one."""
-        self._keep_forms = True
-        self._sums = False
-        self._was_in_context = False
-        self.settle(layer, backend)
+        self.rename(layer, backend)
 
-    def settle(self, layer: Layer, backend: str) -> None:
-        """Set the layer's name, position in the model and backend; the amax histories of delayed scaling are kept."""
+    def rename(self, layer: Layer, backend: str) -> None:
+        """Set the layer's name, position in the model and backend; the states are kept, a plan that was applied not."""
         check_choice("backend", backend, CHOICES)
         self.layer, self.backend = layer, backend
-        for kernels in self.kernels.values():
-            kernels.name = layer.name
         self._layer_key = zlib.crc32(layer.name.encode())
-        self._weights = PreparedWeights(self._keep_forms)
-        self._forget_plans()
+        self._forget()
 
-    def move(self, place: Place) -> None:
-        """Make this layer the shard at `place`; its parameters must be that shard, as DTensors if the layer is cut."""
-        shard = self.weight if place.tensor is None else local(self.weight)
-        self.out_features, self.in_features = shard.T.shape if self.transposed else shard.shape
-        self.place = place
-        parts = 1 if place.tensor is None else place.tensor.size
-        self.settle(
-            replace(
-                self.layer, in_features=self.in_features, out_features=self.out_features, cut=place.cut, parts=parts
-            ),
-            self.backend,
-        )
+    def shard(self, own: LayerShard) -> None:
+        """Make this layer the shard `own` of the whole one; its parameters must be that shard, as DTensors if it is
+        cut."""
+        weight, parts = (self.weight, 1) if own.tensor is None else (local(self.weight), own.tensor.size)
+        self.out_features, self.in_features = weight.T.shape if self.transposed else weight.shape
+        self.layer_shard, self.default_context = own, None if own.tensor is None else default_context
+        layer = replace(self.layer, in_features=self.in_features, out_features=self.out_features)
+        self.rename(replace(layer, cut=own.cut, parts=parts), self.backend)
 
     # -- what the layer runs ------------------------------------------------------------------------------------------
 
-    def _forget_plans(self) -> None:
-        self._held: tuple[Recipe, LayerPolicy | None, torch.device] | None = None
-        self._gemms: LayerGemms | None = None
-        self._resolved: dict[_Key, LayerGemms] = {}
-        self._parts: dict[LayerGemms, Parts | None] = {}
+    def _forget(self) -> None:
+        """Forget all executors and prepared weights."""
+        self._applied: _Key | None = None
+        self._held: tuple[Recipe | None, LayerPolicy | None, torch.device | None, Executor | None] = (None,) * 4
+        self._executors: dict[_Key, Executor] = {}
+        self._prepared: dict[Hashable, PreparedWeights] = {}
 
-    def hold(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
-        """Use `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
-        key = (recipe, policy, Device.of(device))
-        known = self._resolved.get(key)
+    def apply_plan(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
+        """Run `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
+        self._applied = key = (recipe, policy, Device.of(device))
+        known = self._executors.get(key)
         if known is None or known.plan != plan:
-            self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
-        self._held, self._gemms = (recipe, policy, device), self._resolved[key]
+            self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+        self._hold(key, device)
 
-    def gemms_in(self, context: Context, device: torch.device) -> LayerGemms:
-        """The layer's GEMMs in `context` on `device`, resolved on first use.
+    def executor_in(self, context: Context, device: torch.device) -> Executor:
+        """What the layer runs in `context` on `device`: the applied plan, or what is resolved on first use.
 
         Raises:
             ValueError: the recipe cannot run here; see `precision.plan.resolve`.
+            RuntimeError: the context is one of an applied plan, which is not that of the layer.
         """
-        held = self._held
-        if held is not None and held[0] is context.recipe and held[1] is context.policy and held[2] == device:
-            assert self._gemms is not None
-            return self._gemms
-        key = (context.recipe, context.policy, Device.of(device))
-        if key not in self._resolved:
-            plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
-            self._resolved[key] = LayerGemms(plan, device.type, self.place, sums=self._sums)
-        self._held, self._gemms = (context.recipe, context.policy, device), self._resolved[key]
+        recipe, policy, at, executor = self._held
+        if recipe is not context.recipe or policy is not context.policy or at != device or executor is None:
+            key = (context.recipe, context.policy, Device.of(device))
+            if context.applied and key != self._applied:
+                applied = "none" if self._applied is None else f"that of {self._applied[0].name}"
+                raise RuntimeError(
+                    f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, and the plan that was "
+                    f"applied to it is {applied}: apply the plan of the coming stretch to the model first (Run.apply), "
+                    "or enter the recipe by autocast, which resolves it"
+                )
+            if key not in self._executors:
+                plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
+                self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+            executor = self._hold((context.recipe, context.policy, key[2]), device)
         if context.met is not None:
-            context.met.append(self._gemms.quantised)
-        return self._gemms
+            context.met[self] = executor.plan.quantised
+        return executor
+
+    def _hold(self, key: _Key, device: torch.device) -> Executor:
+        executor = self._executors[key]
+        self._held, self.channels = (*key[:2], device, executor), None
+        for name in executor.states:
+            if name not in self.states:
+                self.states[name] = make_state(self, name)
+        return executor
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -233,53 +207,20 @@ class Linear(nn.Linear):
                 "Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
                 "context_fn=fp4train.precision.recompute_contexts)."
             )
-        context = now.context
-        if context is None:
-            if self.place is None or self.place.tensor is None:
+        if now.context is None:
+            if self.default_context is None:
                 return F.linear(input, self.w_NK, self.bias)
-            context = _outside(input.dtype)
-        gemms = self.gemms_in(context, input.device)
+            now = now._replace(context=self.default_context(input.dtype))
+        assert now.context is not None
+        executor = self.executor_in(now.context, input.device)
         x_MK, out_dtype, shape = self.matrix(input)
-        if torch_autocasts(gemms.device):
-            with without_torchs_autocast(gemms.device):
-                y_MN = self._multiply(x_MK, gemms, context, now)
+        weights, biases = (self.w_NK,), (self.bias,)
+        if torch_autocasts(input.device.type):
+            with without_torchs_autocast(input.device.type):
+                y_MN = executor(self, x_MK, weights, biases, now)
         else:
-            y_MN = self._multiply(x_MK, gemms, context, now)
+            y_MN = executor(self, x_MK, weights, biases, now)
         return y_MN.to(out_dtype).view(shape if y_MN.shape[0] == x_MK.shape[0] else y_MN.shape)
-
-    def _multiply(self, x_MK: Tensor, gemms: LayerGemms, context: Context, now: State) -> Tensor:
-        place = gemms.place
-        if (place is None or place.tensor is None) and (
-            not gemms.quantised or gemms.device == "meta"
-        ):  # for meta tensors the shape is enough
-            keeps = self._sums and self._keep_forms and not gemms.quantised and not gemms.plan.has_outliers
-            return self.by_torch(x_MK, gemms.dtype, self.new_call(context, gemms, False) if keeps else None)
-        if gemms.together is not None:
-            whole = self.weight.copied() if isinstance(self.weight, Gathered) else self.w_NK.contiguous()
-            position = None if context.step is None or not self._keep_forms else (context.seed, context.step)
-            return self.kernels[gemms.together](x_MK, whole, self.bias, gemms.plan.table, position=position)
-        training = torch.is_grad_enabled()
-        tokens = x_MK.shape[0]
-        if now.recording or now.replaying is not None:
-            call = once(self, lambda: self.new_call(context, gemms, training, tokens))
-        else:
-            call = self.new_call(context, gemms, training, tokens)
-        w_NK: Tensor = self.w_NK
-        bias_N: Tensor | None = self.bias
-        if place is not None:
-            if place.tensor is not None:
-                call.parameter, w_NK = w_NK, local(w_NK)
-                bias_N = None if bias_N is None else local(bias_N)
-            if gemms.device == "meta":
-                return place.shape_of(x_MK, w_NK).to(gemms.dtype)
-        outliers = gemms.plan.recipe.outliers
-        if outliers is not None:
-            if call.parts is not None:
-                return PartsFunction.apply(x_MK, w_NK, bias_N, call.parts)  # type: ignore[no-untyped-call, no-any-return]
-            if training and now.replaying is None and self.outliers.due(outliers, (call.seed, call.step)):
-                self.outliers.record(x_MK, (call.seed, call.step))
-        y_MN: Tensor = LinearFunction.apply(x_MK, w_NK, bias_N, call, context)  # type: ignore[no-untyped-call]
-        return y_MN
 
     @property
     def w_NK(self) -> Tensor:
@@ -306,94 +247,95 @@ class Linear(nn.Linear):
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
         return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
 
-    def by_torch(self, x_MK: Tensor, dtype: torch.dtype, call: Call | None = None) -> Tensor:
-        """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16; of a sum, rounding
-        the weight once per step if there is a `call`."""
-        x_MK, bias = x_MK.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        sums = self._sums and dtype != torch.float32 and not torch.compiler.is_compiling()
-        if sums or isinstance(self.weight, Gathered):
-            return HighPrecision.apply(x_MK, self.w_NK, bias, sums, call)  # type: ignore[no-untyped-call, no-any-return]
-        return widened(F.linear, x_MK, self.w_NK.to(dtype), bias)
+    def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
+        """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
+        context = now.context
+        assert context is not None
+        if not now.recording and now.replaying is None:
+            return self.new_call(context, executor, tokens, training=torch.is_grad_enabled())
+        return once(self, lambda: self.new_call(context, executor, tokens, training=torch.is_grad_enabled()))
 
-    def new_call(self, context: Context, gemms: LayerGemms, training: bool, tokens: int = 0) -> Call:
-        """A call of this layer with so many tokens; `training`: whether gradients are enabled."""
-        step, weights, offset = context.step, self._weights, context.token_offset
+    def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
+        """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
+        step, offset = context.step, context.token_offset
         if step is None:
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
             step, weights = self._calls, PreparedWeights()
-        elif offset is None and training and tokens:
-            tokens *= 1 if self.place is None else self.place.tokens
-            offset = self._tokens.offset((context.seed, step), tokens, self.layer.name)
-        call = Call(
-            *(gemms, context.seed, step, offset or 0, self._layer_key, weights, self.scaling, training),
+        else:
+            weights = self._prepared.get(None) or self.prepared(None)
+            if offset is None and training and tokens:
+                offset = self._tokens.offset((context.seed, step), tokens, self.layer.name)
+        return Call(
+            executor,
+            context.seed,
+            step,
+            offset or 0,
+            self._layer_key,
+            weights,
+            self.states.get("scaling"),  # type: ignore[arg-type]
+            training,
+            context.shared,
             context.counters,
+            self.weight if self.transposed else None,
         )
-        call.parameter = self.weight if self.transposed else None
-        if gemms.plan.recipe.outliers is not None:
-            self._begin_parts(gemms, call, keep=context.step is not None)
-        return call
 
-    def _begin_parts(self, gemms: LayerGemms, call: Call, *, keep: bool) -> None:
-        """Give `call` its parts if the outlier channels are chosen."""
-        self.outliers.latest = None
-        outliers = gemms.plan.recipe.outliers
-        if outliers is None or not self.outliers.begun(outliers, (call.seed, call.step)):
-            return
-        if gemms not in self._parts:
-            self._parts[gemms] = make_parts(
-                gemms.plan, gemms.device, self.place, sums=self._sums, keep_forms=self._keep_forms
-            )
-        parts = self._parts[gemms]
-        if parts is not None:
-            call.parts = parts.call(self.outliers, call, keep=keep)
+    def prepared(self, part: Hashable) -> PreparedWeights:
+        """The prepared forms of the weight, or of a part of it, in a step."""
+        return self._prepared.setdefault(part, PreparedWeights(self.keeps_forms))
 
     def keep_forms(self, keep: bool) -> None:
         """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
-        self._keep_forms = keep
-        self._weights = PreparedWeights(keep)
-        self._parts.clear()
+        self.keeps_forms = keep
+        self._prepared.clear()
 
     def sum_gradients(self, sums: bool) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
         float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
         self._sums = sums
-        self._forget_plans()
+        self._forget()
 
     def is_stray(self, now: State) -> bool:
         """Whether this call recomputes one that was made in another context; evaluated once per call."""
         if is_stray_recomputation(now):
             return self._was_in_context or now.context is not None
-        self._was_in_context = now.context is not None
+        if self._was_in_context is (now.context is None):
+            self._was_in_context = now.context is not None
         return False
 
     # -- copies, checkpoints ------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
-        return {**kept, "_held": None, "_gemms": None, "_resolved": {}, "_parts": {}, "_tokens": TokenCount()}
+        fresh: dict[str, Any] = {"_held": (None,) * 4, "_executors": {}, "_applied": None, "_prepared": {}}
+        return {**kept, **fresh, "_tokens": TokenCount(), "channels": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.handle = Handle(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
-        """The amax histories of delayed scaling and the norms by which outlier channels are chosen, saved in a
-        checkpoint beside the state dict; empty without either."""
-        of_kernels = {f"{name}.{k}": v for name, each in self.kernels.items() for k, v in each.state().items()}
-        return {**self.scaling.state(), **self.outliers.state(), **of_kernels}
+        """The tensors of the layer's states (amax histories of delayed scaling, …), saved in a checkpoint beside the
+        state dict: those of "scaling" by their own names, those of others behind the name of the state."""
+        return {
+            key if name == "scaling" else f"{name}.{key}": tensor
+            for name, each in self.states.items()
+            for key, tensor in each.state().items()
+        }
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
-        # It records whether the weight's amax has entered the history in this step.
-        self._weights = PreparedWeights(self._keep_forms)
-        self._parts.clear()  # with the prepared parts of the weight
-        rest = dict(state)
-        self.outliers.load({name: rest.pop(name) for name in (NORMS, STEPS) if name in rest})
-        for name, kernels in self.kernels.items():
-            mine = [key for key in rest if key.startswith(f"{name}.")]
-            kernels.load_state({key.removeprefix(f"{name}."): rest.pop(key) for key in mine})
-        self.scaling.load(rest)
+        self._prepared.clear()  # a prepared weight knows whether its amax has entered the history in this step
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self.states}
+        for key, tensor in state.items():
+            name, _, rest = key.partition(".")
+            if name in ("history", "used"):
+                name, rest = "scaling", key
+            found.setdefault(name, {})[rest] = tensor
+        for name, tensors in found.items():
+            if name not in self.states:
+                self.states[name] = make_state(self, name)
+            self.states[name].load_state(tensors)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"

@@ -8,7 +8,8 @@ batch is split. If the history gives 0 or a non-finite value, the amax used last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,29 @@ Position = tuple[int, int]
 """Seed and step."""
 
 
+class DataRanks(Protocol):
+    """The ranks that train a model: elementwise reductions, which every rank calls."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum over all ranks."""
+        ...
+
+    def summed_over_data(self, x: Tensor) -> Tensor:
+        """The sum over the ranks with other tokens."""
+        ...
+
+
 class DelayedScaling:
     """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last.
 
     Attributes:
-        joined: the loop joins the newest entries of all layers over the ranks (`join_amaxes`); else each call of a
+        joined: the loop joins the newest entries of all layers over the ranks (`join`); else each call of a
             layer takes the maximum over the default process group by itself.
     """
+
+    name: ClassVar = "scaling"
+    tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
+    """What is saved, by the beginnings of names: (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}
@@ -67,28 +84,27 @@ class DelayedScaling:
         """The histories and the last amaxes, for a checkpoint."""
         return {f"history.{k}": v for k, v in self.histories.items()} | {f"used.{k}": v for k, v in self.used.items()}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no amax of the coming step has entered yet."""
         self._entered.clear()
         self.histories = {k.removeprefix("history."): v for k, v in state.items() if k.startswith("history.")}
         self.used = {k.removeprefix("used."): v for k, v in state.items() if k.startswith("used.")}
 
+    @staticmethod
+    def join(each: Sequence[DelayedScaling], ranks: DataRanks) -> None:
+        """Make the newest entries of all histories their maximum over the ranks, in one collective.
 
-def join_amaxes(scalings: Iterable[DelayedScaling], largest: Callable[[Tensor], Tensor]) -> None:
-    """Make the newest entries of all histories their maximum over the ranks, in one collective.
-
-    Args:
-        scalings: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
-        largest: the maximum over the ranks of a float32 vector, element by element.
-    """
-    entries = [(each, name) for each in scalings for name in sorted(each.histories)]
-    if not entries:
-        return
-    newest = torch.stack([each.histories[name][0] for each, name in entries])
-    # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
-    joined = largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf))
-    for (each, name), amax in zip(entries, joined.unbind(), strict=True):
-        each.histories[name] = torch.cat((amax.reshape(1), each.histories[name][1:]))
+        Args:
+            each: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
+        """
+        entries = [(scaling, name) for scaling in each for name in sorted(scaling.histories)]
+        if not entries:
+            return
+        newest = torch.stack([scaling.histories[name][0] for scaling, name in entries])
+        # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
+        joined = ranks.largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf))
+        for (scaling, name), amax in zip(entries, joined.unbind(), strict=True):
+            scaling.histories[name] = torch.cat((amax.reshape(1), scaling.histories[name][1:]))
 
 
 def largest_over_ranks(amax: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on: that they run the same thing, and after which step they stop or change."""
+"""At the start all ranks check that they run the same thing, in the same directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,48 +22,6 @@ NONCE = ".ranks"
 """A file by which ranks see that they share the run's directory."""
 _SEEN_SECONDS = 20.0
 """A network file system may show a new file late."""
-
-_RANKS = 1 << 20
-"""More than there are, so that one number holds an amount of memory and the rank that uses it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """What is agreed between two steps.
-
-    Args:
-        signal: the number of a signal that one rank or more received; None: none.
-        lead: what the lead found and every rank must act on; empty: nothing.
-        memory: what is logged of the ranks' memory.
-    """
-
-    signal: int | None = None
-    lead: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, float | str] = field(default_factory=dict)
-
-
-def agree(world: World, signal: int | None, lead: dict[str, Any], memory: int = 0) -> Word:
-    """The word between two steps: one small all-reduce, and a broadcast where the lead has something to say.
-
-    Args:
-        signal: that this rank received.
-        lead: plain data, looked at on the lead only.
-        memory: this rank's peak, in bytes.
-    """
-    if world.size == 1:
-        return Word(signal=signal, lead=lead, memory={"perf/memory_gb": memory / 1e9})
-    number, speaks, most, least = world.largest_numbers(
-        signal or 0, int(world.lead and bool(lead)), memory * _RANKS + world.place.rank, -memory
-    )
-    shown: dict[str, float | str] = {
-        "perf/memory_gb": most // _RANKS / 1e9,
-        "perf/memory_gb_least": -least / 1e9,
-        "perf/memory_rank": most % _RANKS,
-    }
-    return Word(signal=number or None, lead=world.of_lead(lead) if speaks else {}, memory=shown)
-
-
-# -- at the start -----------------------------------------------------------------------------------------------------
 
 
 def check_same(world: World, what: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32 master.
 
-Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`WeightGathers.begin`),
-over the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
+Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`begin`), over
+the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
 with the amax of the whole weight, and FSDP gathers codes and scales: for forward what fprop multiplies, for backward
 what dgrad does. The codes of the shards together are the codes of the whole weight, so training equals that of one rank
 in every bit. What is sent of a weight `precision.gather.wire_form` says.
@@ -21,19 +21,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.backends import Prepared
 from fp4train.formats import pack_fp4
 from fp4train.nn import Linear
 from fp4train.nn.call import Call
-from fp4train.nn.gathered import Gathered
-from fp4train.nn.gemms import LayerGemms
-from fp4train.nn.place import Ranks
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.ranks import Ranks
+from fp4train.nn.weights import Gathered, WeightForm
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
+from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
 
@@ -81,7 +79,7 @@ class WeightGather:
     def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
         self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
         self.shape: torch.Size = parameter._orig_size
-        place = layer.place
+        place = layer.layer_shard
         self.cut = None if place is None or place.amax == "local" else place.cut
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.position: Position | None = None
@@ -110,11 +108,11 @@ class WeightGather:
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
-    def begin(self, gemms: LayerGemms | None, position: Position | None, training: bool) -> None:
+    def begin(self, plan: LayerPlan | None, position: Position | None, training: bool) -> None:
         """Choose what the coming gathers send.
 
         Args:
-            gemms: what the layer multiplies in; None: nothing is known, and the master is sent.
+            plan: what the layer runs; None: nothing is known, and the master is sent.
             position: the step; None: unknown, so that nothing may be kept.
             training: whether a backward pass will follow.
         """
@@ -128,7 +126,7 @@ class WeightGather:
             self._made.clear()
             self.amaxes.clear()
         self.position, self._version = position, version
-        forward, backward = self._parts(gemms, position)
+        forward, backward = self._parts(plan, position)
         self.forward = forward
         if training:
             self.backward = (
@@ -136,12 +134,12 @@ class WeightGather:
             )
 
     def _parts(
-        self, gemms: LayerGemms | None, position: Position | None
+        self, plan: LayerPlan | None, position: Position | None
     ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """What forward needs, and what backward needs."""
-        if gemms is None:
+        if plan is None:
             return (MASTER,), (MASTER,)
-        way = wire_form(gemms.plan, self.group.size(), self.mode)
+        way = wire_form(plan, self.group.size(), self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
@@ -151,9 +149,9 @@ class WeightGather:
             values if way.column is None else (Payload(way.column, way.turned),),
         )
 
-    def missing(self) -> Iterator[tuple[object, Tensor]]:
-        """The amaxes of this rank's shard that are needed of the whole weight and not yet known: each among zeros, at
-        its place in those of the whole."""
+    def missing(self) -> Iterator[tuple[object, int, Tensor]]:
+        """The keys of the amaxes that are needed of the whole weight and not yet known; those of this rank's shard
+        among zeros, at their place in those of the whole, which is the number."""
         needed = {self._key(part): part for part in (*self.forward, *self.backward)}
         for key, part in needed.items():
             if part.spec is not None and key is not None and key not in self.amaxes:
@@ -162,13 +160,7 @@ class WeightGather:
                 vector = own.new_zeros(size)
                 vector[start : start + own.numel()] = own.reshape(-1)
                 self.amaxes[key] = own
-                yield key, vector
-
-    def take(self, key: object, whole: Tensor) -> None:
-        """Keep this rank's part of the joined amaxes."""
-        own = self.amaxes[key]
-        start, _ = self._slot(key if isinstance(key, Payload) else None, own.numel())
-        self.amaxes[key] = whole[start : start + own.numel()].view(own.shape)
+                yield key, start, vector
 
     def _key(self, part: Payload) -> object:
         """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
@@ -181,11 +173,11 @@ class WeightGather:
             return None
         return part if part.column or self.cut == "in" else None
 
-    def _slot(self, part: Payload | None, count: int) -> tuple[int, int]:
+    def _slot(self, part: Payload, count: int) -> tuple[int, int]:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
-        if part is None or part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
+        if part.spec is None or self.cut != "in" or amax_extent(part.spec) != "row":
             return 0, count
-        place = self.layer.place
+        place = self.layer.layer_shard
         assert place is not None and place.tensor is not None
         if part.column:  # of columns that tensor parallelism cuts
             return place.first, count * place.tensor.size
@@ -197,7 +189,8 @@ class WeightGather:
         context = current()
         if spec is None or context is None:
             return
-        call = self.layer.new_call(context, self.layer.gemms_in(context, self.shard.device), training)
+        executor = self.layer.executor_in(context, self.shard.device)
+        call = self.layer.new_call(context, executor, 0, training=training)
         self.delayed = call.weights.delayed_amax(self.amaxes[AMAX], spec, call)
 
     # -- FSDP's gather ------------------------------------------------------------------------------------------------
@@ -245,7 +238,7 @@ class WeightGather:
     # -- what the layer takes -----------------------------------------------------------------------------------------
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         if form.spec is None:
             return form.finish(Decoded(self.values(form.dtype), None))
         part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
@@ -255,7 +248,7 @@ class WeightGather:
         return None if found is None else form.finish(found)
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """See `nn.gathered.Source`."""
+        """See `nn.weights.GatheredSource`."""
         if (found := self._codes(Payload(spec), call)) is None:
             return None
         values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
@@ -264,55 +257,52 @@ class WeightGather:
     def _codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
         sent = self._received.get(part)
-        return _whole(sent, part, self.shape) if sent and self._is_here(sent, (call.seed, call.step)) else None
+        here = sent is not None and self._received_at == (call.seed, call.step) and _is_here(sent)
+        return _whole(sent, part, self.shape) if sent is not None and here else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """See `nn.gathered.Source`."""
-        for wanted in (dtype, torch.bfloat16 if self.rounds else torch.float32):
-            sent = self._received.get(Payload(None, dtype=wanted))
-            if sent is not None and self._is_here(sent, self._received_at):
-                return sent.tensors[0].to(dtype)
-        return self.master().to(dtype)
+        """See `nn.weights.GatheredSource`."""
+        found = self._arrived(dtype, torch.bfloat16 if self.rounds else torch.float32)
+        return (self.master() if found is None else found).to(dtype)
 
     def master(self) -> Tensor:
-        """See `nn.gathered.Source`."""
-        for dtype in (torch.float32, torch.bfloat16) if self.rounds else (torch.float32,):
-            sent = self._received.get(Payload(None, dtype=dtype))
-            if sent is not None and self._is_here(sent, self._received_at):
-                return sent.tensors[0].to(torch.float32, copy=True)
+        """See `nn.weights.GatheredSource`."""
+        found = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
+        if found is not None:
+            return found.to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         ranks = Ranks(group=self.group, rank=self.group.rank(), size=self.group.size())
         return ranks.gather_rows(self.shard.detach())
 
-    def _is_here(self, sent: Sent, position: Position | None) -> bool:
-        """Whether what was received is that of the step, and not freed since."""
-        return position == self._received_at and bool(sent.tensors[0].untyped_storage().size())
+    def _arrived(self, *dtypes: torch.dtype) -> Tensor | None:
+        """The weight's values in the first of `dtypes` in which they were received, and not freed since."""
+        found = (self._received.get(Payload(None, dtype=dtype)) for dtype in dtypes)
+        return next((sent.tensors[0] for sent in found if sent is not None and _is_here(sent)), None)
 
 
-class WeightGathers:
-    """The gathered weights of a model."""
+def _is_here(sent: Sent) -> bool:
+    return bool(sent.tensors[0].untyped_storage().size())
 
-    def __init__(self, gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
-        self.gathers, self.largest = gathers, largest
 
-    def begin(self) -> None:
-        """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
-        if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
-            return
-        context, training = current(), torch.is_grad_enabled()
-        position = None if context is None or context.step is None else (context.seed, context.step)
-        for each in self.gathers:
-            gemms = None if context is None else each.layer.gemms_in(context, each.shard.device)
-            each.begin(gemms, position, training)
-        found = [(each, key, amax) for each in self.gathers for key, amax in each.missing()]
-        if found:
-            joined = self.largest(torch.cat([amax for _, _, amax in found]))
-            parts = torch.split(joined, [amax.numel() for _, _, amax in found])
-            for (each, key, _), whole in zip(found, parts, strict=True):
-                each.take(key, whole)
-        for each in self.gathers:
-            each.enter(training)
+def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
+    """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
+    if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
+        return
+    context, training = current(), torch.is_grad_enabled()
+    position = None if context is None or context.step is None else (context.seed, context.step)
+    for each in gathers:
+        plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
+        each.begin(plan, position, training)
+    found = [(each.amaxes, *missing) for each in gathers for missing in each.missing()]
+    if found:
+        joined = largest(torch.cat([vector for *_, vector in found]))
+        parts = torch.split(joined, [vector.numel() for *_, vector in found])
+        for (amaxes, key, start, _), whole in zip(found, parts, strict=True):
+            own = amaxes[key]
+            amaxes[key] = whole[start : start + own.numel()].view(own.shape)
+    for each in gathers:
+        each.enter(training)
 
 
 def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, mode: str) -> None:
@@ -335,7 +325,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and parameter._orig_size[0] % group.size() == 0
     ]
     alone = world.mesh.tensor == 1 or any(
-        each.layer.place is not None and each.layer.place.amax == "local" for each in gathers
+        each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local" for each in gathers
     )
 
     def largest(amaxes: Tensor) -> Tensor:
@@ -344,13 +334,8 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         return amaxes
 
-    every = WeightGathers(gathers, largest)
-
-    def before(*_: object) -> None:
-        every.begin()
-
     # Before FSDP's own hook, which gathers.
-    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
 
 
 def _sent(q: Quantized, part: Payload) -> Sent:
@@ -386,6 +371,8 @@ def _turned(q: Quantized) -> Quantized:
 
 def _parameters(block: nn.Module) -> Iterator[Any]:
     """FSDP's records of the parameters of a block that is a unit."""
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(block, FSDPModule)
     state = block._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

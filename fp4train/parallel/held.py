@@ -62,7 +62,7 @@ class Inventory:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each parameter in the whole optimizer."""
+        """Name → parameter index of the whole optimizer."""
         return {name: number for number, name in enumerate(name for group in self.groups for name in group)}
 
     # -- this rank's state as part of the whole one -------------------------------------------------------------------
@@ -74,11 +74,10 @@ class Inventory:
 
     def moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of this rank's optimizer with the whole one's numbers."""
-        own, whole = optimizer.state_dict(), self._by_own_number(model, optimizer)
-        by_number, numbers = self._groups(), self.numbers_of(model, optimizer)
+        own, numbers, groups = optimizer.state_dict(), self.numbers_of(model, optimizer), self._groups()
         return {
             "state": {numbers[number]: moments for number, moments in own["state"].items()},
-            "param_groups": [{**g, "params": by_number[whole[g["params"][0]]]} for g in own["param_groups"]],
+            "param_groups": [{**g, "params": groups[numbers[g["params"][0]]]} for g in own["param_groups"]],
         }
 
     # -- this rank's part of the whole state --------------------------------------------------------------------------
@@ -88,12 +87,11 @@ class Inventory:
         found = {**state, "model": self.own_weights(state["model"], model)}
         mine = {name for name, module in model.named_modules() if name in self.layers}
         found["scaling"] = {k: v for k, v in state["scaling"].items() if k in mine or k not in self.layers}
-        saved, whole = state["optimizer"], self._by_own_number(model, optimizer)
-        mine_of = {number: own for own, number in self.numbers_of(model, optimizer).items()}
+        saved, numbers, groups = state["optimizer"], self.numbers_of(model, optimizer), self._groups()
+        mine_of = {number: own for own, number in numbers.items()}
         elsewhere = set(self.numbers.values()) - set(mine_of)
-        groups, held, own_groups = self._groups(), {}, optimizer.state_dict()["param_groups"]
-        for group in own_groups:
-            held[tuple(groups[whole[group["params"][0]]])] = group["params"]
+        own_groups = optimizer.state_dict()["param_groups"]
+        held = {tuple(groups[numbers[group["params"][0]]]): group["params"] for group in own_groups}
         found["optimizer"] = {
             **saved,
             "state": {mine_of.get(n, n): moments for n, moments in saved["state"].items() if n not in elsewhere},
@@ -107,20 +105,19 @@ class Inventory:
 
     def numbers_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
         """Local → global optimizer parameter index."""
-        return {own: self.numbers[name] for own, name in self._by_own_number(model, optimizer).items()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [n for group in optimizer.state_dict()["param_groups"] for n in group["params"]]
+        whole = self.numbers
+        return {number: whole[names[id(parameter)]] for number, parameter in zip(own, parameters, strict=True)}
 
     def own_weights(self, saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """The weights of a checkpoint that this rank's stages hold."""
         mine = set(model.state_dict())
         return {name: value for name, value in saved.items() if name in mine or name not in self.state}
 
-    def _by_own_number(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [n for group in optimizer.state_dict()["param_groups"] for n in group["params"]]
-        return {number: names[id(parameter)] for number, parameter in zip(numbers, parameters, strict=True)}
-
-    def _groups(self) -> dict[str, list[int]]:
-        """By parameter the numbers of its group in the whole optimizer."""
+    def _groups(self) -> dict[int, list[int]]:
+        """The numbers of a parameter's group, by the parameter's own number, in the whole optimizer."""
         numbers = self.numbers
-        return {name: [numbers[each] for each in group] for group in self.groups for name in group}
+        groups = [[numbers[name] for name in group] for group in self.groups]
+        return {number: group for group in groups for number in group}

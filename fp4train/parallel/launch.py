@@ -1,24 +1,39 @@
-"""Which rank this process is: what torchrun or Slurm put into its environment.
+"""How the ranks of a run begin and end together: which rank this process is, and where they meet.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A task of `srun` has
 SLURM_PROCID, SLURM_LOCALID and SLURM_STEP_NUM_TASKS (or SLURM_NTASKS); the first host of its node list leads, and its
 port follows from the job's number. torchrun's variables win: `srun torchrun …` sets both.
+
+The ranks meet at a store, kept by torchrun's agent or by rank 0. Each says that it is there, and the others wait for
+it, for a time: one that does not come is named. A rank that fails leaves its word and its exit code. A thread of every
+other rank hears it and ends that rank with the same code, whatever it waits for. Ranks that lose others without a word
+count who is left, and name who is not.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
 
-from fp4train.errors import UserError
+from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from fp4train.errors import LostError, UserError
 
 _OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "PMIX_RANK": "mpirun", "MPI_LOCALNRANKS": "mpirun"}
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessRank:
     """This process among those of its run.
 
     Args:
@@ -40,7 +55,7 @@ class Place:
         return self.rank == 0
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_place(environment: Mapping[str, str]) -> ProcessRank:
     """The place that a launcher gave this process; a world of one where none did.
 
     Raises:
@@ -56,21 +71,21 @@ def find_place(environment: Mapping[str, str]) -> Place:
                 f"{launcher} started this process ({name}={environment[name]}), and fp4train does not read its "
                 "variables: each process would train the whole batch. Use torchrun or srun"
             )
-    return Place()
+    return ProcessRank()
 
 
-def _of_torchrun(environment: Mapping[str, str]) -> Place:
+def _of_torchrun(environment: Mapping[str, str]) -> ProcessRank:
     size = _number(environment, "WORLD_SIZE", least=1)
     rank = _number(environment, "RANK", below=size)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", least=1, default=size)
     local_rank = _number(environment, "LOCAL_RANK", below=local_size, default=rank % local_size)
     attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
     if size == 1:
-        return Place(attempt=attempt)
+        return ProcessRank(attempt=attempt)
     address = environment.get("MASTER_ADDR")
     if not address:
         raise UserError(f"WORLD_SIZE={size}, but MASTER_ADDR is not set: start the ranks with torchrun or srun")
-    return Place(
+    return ProcessRank(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -81,12 +96,12 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place:
     )
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Place:
+def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     size = _number(environment, tasks, least=1)
     rank = _number(environment, "SLURM_PROCID", below=size)
     if size == 1:
-        return Place()
+        return ProcessRank()
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if not address:
@@ -97,7 +112,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Place:
         r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
     )
     local_rank = _number(environment, "SLURM_LOCALID", default=0)
-    return Place(
+    return ProcessRank(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -131,3 +146,148 @@ def _number(
         upto = "" if below is None else f" below {below}"
         raise UserError(f"{name}={text!r} must be a whole number from {least}{upto}: what started this process set it")
     return int(text)
+
+
+T = TypeVar("T")
+
+PATIENCE = 300.0
+"""Seconds that ranks wait for each other before they meet, if `parallel.timeout` is not shorter."""
+GRACE = 4.0
+"""Seconds in which ranks that lose another one tell each other so."""
+_UNWINDING = 10.0
+"""Seconds that a rank has to end by itself after another one gave its word."""
+_HEARD = 0.5
+"""Seconds after which all ranks have heard a word."""
+_WORD = "word"
+
+
+class Meeting:
+    """The store, as one rank sees it.
+
+    Args:
+        store: whose keys this attempt alone reads.
+        listening: another connection to it: one that waits for a key answers nothing else.
+        keeps: whether it ends with this rank.
+    """
+
+    def __init__(self, place: ProcessRank, store: Any, listening: Any, *, keeps: bool) -> None:
+        self.place, self.store, self.keeps = place, store, keeps
+        self.hosts: list[str] = []
+        """Of the ranks, once they have met."""
+        self.heard: str | None = None
+        """The first word that a rank gave: its exit code and what it said."""
+        self._own: str | None = None
+        self._ear = Thread(target=self._listen, args=(listening,), daemon=True)
+        self._ear.start()
+
+    @classmethod
+    def join(cls, place: ProcessRank, timeout: float) -> Meeting:
+        """Meet the other ranks.
+
+        Args:
+            timeout: seconds that later calls of the store may take.
+
+        Raises:
+            LostError: a rank does not come within `PATIENCE`, or `timeout`.
+        """
+        # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the one
+        # before.
+        keeps = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        patience, where, address = min(timeout, PATIENCE), f"{place.address}:{place.port}", str(place.address)
+        bound, everyone = timedelta(seconds=patience), [f"here/{rank}" for rank in range(place.size)]
+        try:
+            stores = [
+                PrefixStore(
+                    f"fp4train/{place.attempt}",
+                    TCPStore(address, place.port, None, own, bound, wait_for_workers=False),
+                )
+                for own in (keeps, False)
+            ]
+        except RuntimeError as error:
+            text = f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within {patience:g} s: {error}"
+            speaks = place.rank == 1 or place.local_rank == 0
+            raise LostError(text.splitlines()[0], speaks=speaks) from error
+        found = cls(place, *stores, keeps=keeps)
+        try:
+            found.store.set(everyone[place.rank], socket.gethostname())
+            found.store.wait(everyone, bound)
+            found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
+        except RuntimeError as error:
+            absent = found._named(_within(GRACE, lambda: found._without("here"), [0]))
+            text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
+            raise LostError(text, speaks=found.say(LostError.exit_code, text)) from error
+        found.store.set_timeout(timedelta(seconds=timeout))
+        return found
+
+    def say(self, code: int, word: str) -> bool:
+        """Leave this rank's last word; whether it is the first, which is to be printed."""
+        self._own = f"{code} {word}"
+        first = _within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
+        if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
+            self._ear.join(GRACE)
+            return self.heard is None and (self.place.rank == 1 or self.place.local_rank == 0)
+        self.heard = first
+        return first == self._own
+
+    @property
+    def code(self) -> int:
+        """The exit code of the first word; 0: none was heard."""
+        return 0 if self.heard is None else int(self.heard.partition(" ")[0])
+
+    def lost(self) -> str | None:
+        """The names of the ranks that are not there any more, "" if all are; None: one of them gave a word."""
+        if self.heard is not None:
+            return None
+        keeper: list[int] | None = [0]  # a store that does not answer is that of rank 0
+        silent = _within(2 * GRACE, self._silent, keeper)
+        return None if silent is None or self.heard is not None else self._named(silent)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process; if the store ends with it, when the others have heard a word, or have ended."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        if self.keeps:
+            time.sleep(_HEARD if code else _HEARD / 5)
+        os._exit(code)
+
+    def _silent(self) -> list[int] | None:
+        """The ranks that do not say that they lost one; None: a word was given."""
+        self.store.set(f"lost/{self.place.rank}", "")
+        with suppress(DistStoreError):  # no word in that time
+            self.store.wait([_WORD], timedelta(seconds=GRACE))
+            self.heard = self.store.get(_WORD).decode()
+            return None
+        return self._without("lost")
+
+    def _without(self, what: str) -> list[int]:
+        return [rank for rank in range(self.place.size) if not self.store.check([f"{what}/{rank}"])]
+
+    def _named(self, ranks: list[int]) -> str:
+        """ "rank 3 on gpu07", "ranks 1, 2, 3, 4 and 12 others"."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}" + (f" on {self.hosts[ranks[0]]}" if self.hosts else "")
+        others = f" and {len(ranks) - 4} others" if len(ranks) > 4 else ""
+        return f"ranks {', '.join(map(str, ranks[:4]))}{others}" if ranks else ""
+
+    def _listen(self, listening: Any) -> None:
+        with suppress(RuntimeError):  # of a store that is gone
+            listening.wait([_WORD], timedelta(days=365))
+            self.heard = listening.get(_WORD).decode()
+            if self.heard != self._own:
+                time.sleep(_UNWINDING)
+                self.leave(self.code)
+
+
+def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
+    """`ask()`, or `otherwise` if that fails or takes longer: a store whose keeper hangs does not answer."""
+    found: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            found.append(ask())
+
+    asking = Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else otherwise

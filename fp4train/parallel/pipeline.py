@@ -8,6 +8,11 @@ same ones on the next stage.
 
 A pipeline gives the bits of one stage: gradients are summed in the order of microbatches, and a block's input and its
 gradient are sent in the dtype in which they would have been kept.
+
+A weight may lie on two stages: the embedding on the first and, tied to it, the head on the last. The first stage owns
+it: it alone has a gradient, moments and a place in the checkpoint. Per microbatch the last stage sends it the gradient
+of its copy, so that the sum is the one of a single stage in every bit; after an optimizer step it sends the new weight
+back. Both cost V·D·4 bytes, per microbatch and per step; tensor-parallel ranks each send their part.
 """
 
 from __future__ import annotations
@@ -15,19 +20,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from datetime import timedelta
+from itertools import islice, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp4train.models.common.cut import StageCut, TokenRanks
-from fp4train.parallel.apply import synchronise
 from fp4train.parallel.config import Parallel
+from fp4train.parallel.fsdp import synchronise
 from fp4train.parallel.held import Inventory
-from fp4train.parallel.tied import TiedWeight
 from fp4train.parallel.world import World
+from fp4train.shards import like, local
 
 _FULL = ("stage_output", "output_grads", "input_values")
 AT_A_TIME = 4
@@ -56,37 +62,6 @@ class Microbatch:
         with self.context():
             loss: Tensor = model(self.tokens_BT, self.targets_BT)
         return loss
-
-
-def train_losses(
-    model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch], weight: float
-) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, whose backward pass has run on the loss times `weight`.
-
-    Of a pipeline the ranks of the last stage get them, the others nothing.
-    """
-    if pipeline is not None:
-        yield from pipeline.train(list(microbatches), weight)
-        return
-    for each in microbatches:
-        synchronise(model, last=each.last)
-        loss = each.loss(model)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        yield loss.detach()
-
-
-def losses(model: nn.Module, pipeline: Pipeline | None, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
-
-    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
-    """
-    if pipeline is not None:
-        yield from pipeline.evaluate(microbatches)
-        return
-    for each in microbatches:
-        with torch.no_grad():
-            loss = each.loss(model)
-        yield loss
 
 
 class Pipeline:
@@ -191,6 +166,7 @@ class Pipeline:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining._backward import stage_backward
 
@@ -242,7 +218,7 @@ def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
     torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
-    (`gather.WeightGathers.begin`), and keeps them until its last one.
+    (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
@@ -254,3 +230,51 @@ def _let_blocks_gather(schedule: Any) -> None:
 
     schedule.register_custom_function(UNSHARD, held)
     schedule.register_custom_function(RESHARD, freed)
+
+
+class TiedWeight:
+    """The copies of one tied weight, or of this rank's part of it, on the first and the last stage.
+
+    Args:
+        world: every rank must make this object, for the groups.
+        timeout: seconds that a rank waits for the other.
+    """
+
+    def __init__(self, world: World, timeout: float) -> None:
+        own = (world.data_rank, world.tensor_rank)
+        at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
+        self.group: dist.ProcessGroup | None = None
+        # A group of its own: between two ranks of one group messages are matched by their order alone.
+        for place in product(range(world.mesh.data), range(world.mesh.tensor)):
+            pair = [at[0, *place], at[world.mesh.pipeline - 1, *place]]
+            group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
+            if place == own and world.stage in (0, world.mesh.pipeline - 1):
+                self.group = group
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+
+    def send(self, gradient: Tensor) -> None:
+        """Give the gradient of the copy in one microbatch to the first stage, in the order of backward passes."""
+        gradient = local(gradient).contiguous()
+        work = dist.isend(gradient, group=self.group, group_dst=0)
+        assert work is not None
+        self._sent.append((gradient, work))
+
+    def receive(self, weight: Tensor) -> Tensor:
+        """The next gradient that was sent; it lies as `weight` does."""
+        gradient = torch.empty_like(local(weight), memory_format=torch.contiguous_format)
+        dist.recv(gradient, group=self.group, group_src=1)
+        return like(weight, gradient)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for _, work in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    @torch.no_grad()
+    def copy(self, weight: Tensor, *, owner: bool) -> None:
+        """Make the copy on the last stage equal to the `weight` of the first; each rank its part."""
+        if owner:
+            dist.send(local(weight).detach(), group=self.group, group_dst=1)
+        else:
+            dist.recv(local(weight).detach(), group=self.group, group_src=0)

@@ -15,8 +15,7 @@ from torch import nn
 from fp4train.models.common.cut import Pipelined, Stage, StageCut
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
-from fp4train.parallel.pipeline import Pipeline
-from fp4train.parallel.tied import TiedWeight
+from fp4train.parallel.pipeline import Pipeline, TiedWeight
 from fp4train.parallel.world import World
 
 

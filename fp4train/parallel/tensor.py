@@ -1,13 +1,14 @@
 """Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
 
 Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so that FSDP2 shards it
-further and a checkpoint knows its place. The layers compute on their local shards; `nn.place` has the collectives.
+further and a checkpoint knows its place. The layers compute on local shards; `nn.executors.cut` has the collectives.
 
 Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
+from fp4train.nn.executors.cut import Cut, LayerShard
 from fp4train.nn.linear import Linear
-from fp4train.nn.place import Cut, Place, Ranks
+from fp4train.nn.ranks import Ranks
 
 
 def cut_tensors(
@@ -35,7 +37,7 @@ def cut_tensors(
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
         amax: "tp", "data" or "local", and
-        gather: "recipe" or "bf16": see `nn.place.Place`.
+        gather: "recipe" or "bf16": see `nn.executors.cut.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
@@ -46,23 +48,13 @@ def cut_tensors(
     parallel, cut = cast(TensorParallel, model), tensor_cut_of(model, ranks.size)
     _check(model, cut, ranks.size)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    for name in cut.vocabulary:
-        _distribute(model.get_submodule(name), mesh, 0, own)
-    for names, along, axis in ((cut.out, "out", 0), (cut.in_, "in", 1)):
-        for name in names:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, Linear)
-            _distribute(layer, mesh, axis, own)
-            layer.move(
-                Place(
-                    tensor=ranks,
-                    cut=cast(Cut, along),
-                    sequence=sequence,
-                    first=ranks.rank * (layer.weight.shape[axis] // ranks.size),
-                    data=data,
-                    amax=amax,
-                    gather=gather,
-                )
+    for module, axis, along, _ in _sliced(model, cut):
+        _distribute(module, mesh, axis, own)
+        if along is not None:
+            layer = cast(Linear, module)
+            first = ranks.rank * (layer.weight.shape[axis] // ranks.size)
+            layer.shard(
+                LayerShard(tensor=ranks, cut=along, sequence=sequence, first=first, data=data, amax=amax, gather=gather)
             )
     for name, attribute, _ in cut.counts:
         module = model.get_submodule(name)
@@ -93,8 +85,8 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
     """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.place is None and amax == "data" and data is not None:
-            module.move(Place(amax=amax, data=data))
+        if isinstance(module, Linear) and module.layer_shard is None and amax == "data" and data is not None:
+            module.shard(LayerShard(amax=amax, data=data))
 
 
 def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
@@ -105,18 +97,22 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
             raise ValueError(
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
             )
-    for names, axis, what in ((cut.out, 0, "out_features"), (cut.in_, 1, "in_features"), (cut.vocabulary, 0, "rows")):
-        for name in names:
-            module = model.get_submodule(name)
-            if names is not cut.vocabulary and not isinstance(module, Linear):
-                raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            if weight.shape[axis] % size:
-                raise ValueError(
-                    f"{name}: {weight.shape[axis]} {what} cannot be divided over parallel.tp={size} ranks; choose a "
-                    f"multiple of {size}, or another parallel.tp"
-                )
+    for module, axis, along, name in _sliced(model, cut):
+        if along is not None and not isinstance(module, Linear):
+            raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
+        weight, what = module.get_parameter("weight"), "rows" if along is None else f"{along}_features"
+        if weight.shape[axis] % size:
+            raise ValueError(
+                f"{name}: {weight.shape[axis]} {what} cannot be divided over parallel.tp={size} ranks; choose a "
+                f"multiple of {size}, or another parallel.tp"
+            )
+
+
+def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, Cut | None, str]]:
+    """Each module whose weight is cut, the dimension of the cut, the features along which a layer is cut, its name."""
+    slices: tuple[tuple[tuple[str, ...], int, Cut | None], ...]
+    slices = ((cut.out, 0, "out"), (cut.in_, 1, "in"), (cut.vocabulary, 0, None))
+    return ((model.get_submodule(name), axis, along, name) for names, axis, along in slices for name in names)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict[nn.Parameter, nn.Parameter]) -> None:

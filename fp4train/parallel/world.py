@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fp4train.checkpoint import ALONE, CheckpointGroup
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.config import Mesh, Parallel
-from fp4train.parallel.launch import Place
-from fp4train.parallel.meeting import Meeting
+from fp4train.parallel.launch import Meeting, ProcessRank
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class World:
         ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
     """
 
-    place: Place = field(default_factory=Place)
+    place: ProcessRank = field(default_factory=ProcessRank)
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     data_mesh: DeviceMesh | None = None
@@ -75,7 +74,7 @@ class World:
     ranks: CheckpointGroup = ALONE
 
     @classmethod
-    def start(cls, place: Place, parallel: Parallel, device: torch.device) -> World:
+    def start(cls, place: ProcessRank, parallel: Parallel, device: torch.device) -> World:
         """Meet the other ranks and lay out the mesh.
 
         Raises:

@@ -15,7 +15,6 @@ raises an error.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
-    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_opaque` replaces
+    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_context` replaces
     this metaclass with torch's when a graph is traced. A process that compiles nothing uses no private part of torch.
     """
 
@@ -54,8 +53,10 @@ class Context(metaclass=GraphInput):
     """Cache for layers that read the same input in one forward pass; cleared on exit."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
-    met: list[bool] | None = field(default=None, repr=False)
+    met: dict[object, bool] | None = field(default=None, repr=False)
     """Where the layers are watched: for each layer that was called, whether it quantises."""
+    applied: bool = False
+    """Whether the layers run a plan that was applied to them: another recipe or policy than the plan's is an error."""
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
@@ -139,25 +140,22 @@ def use(context: Context | None) -> Iterator[None]:
 def _watched(context: Context) -> Iterator[None]:
     """`use`; on the end of the first outermost region of a recipe and policy in a thread, warn if no layer quantises.
 
-    A region that is watched has a copy of the recipe. A layer then looks its plan up, because it compares recipes by
-    identity, and notes what it found. Later regions cost a layer nothing.
+    In a region that is watched each layer notes whether it quantises.
     """
     outer = current()
     met = None if outer is None else outer.met
     key, judged = (context.recipe, context.policy), _THREAD.__dict__.setdefault("judged", set())
     if outer is None and context.recipe.quantised and key not in judged:
-        met = []
-    if met is not None:
-        context = replace(context, recipe=copy.copy(context.recipe), met=met)
-    with use(context):
+        met = {}
+    with use(context if met is None else replace(context, met=met)):
         yield
     if outer is None and met is not None:
         judged.add(key)
-        if not any(met):
+        if not any(met.values()):
             _log.warning("autocast(%s): nothing is quantised: %s", type(context.recipe).__name__, _why_not(met))
 
 
-def _why_not(met: list[bool]) -> str:
+def _why_not(met: dict[object, bool]) -> str:
     if met:
         return f"the policy keeps every layer that ran ({len(met)}) in high precision; LayerPolicy(last=0) keeps fewer"
     return (
@@ -240,9 +238,9 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
     graph.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision import untraced
+        from fp4train.precision import compile_context
 
-        result: torch.Tensor = untraced.recompute(function, *args)
+        result: torch.Tensor = compile_context.recompute(function, *args)
         return result
     return recompute_eagerly(function, *args)
 

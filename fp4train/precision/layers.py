@@ -8,16 +8,21 @@ and none is outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fp4train.backends.table import OPERANDS, Operands
 from fp4train.precision.blocks import block_paths, features, is_linear
+from fp4train.quantize import why_not_cut
 
 _BLOCK = 16
 """Elements of the smallest block that shares a scale: that of NVFP4."""
+
+_CUT_BLOCKS = {("x", "in"): "fprop", ("dy", "out"): "dgrad", ("w", "in"): "fprop", ("w", "out"): "dgrad"}
+"""(operand, features that are cut) → the GEMM whose blocks of the operand lie along them; without one it is whole."""
 
 _HARMLESS = {
     *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # construction and printing
@@ -136,3 +141,23 @@ def _changed(kind: type) -> str | None:
     if computed := {"weight", "bias"} & set(own):  # by a parametrisation
         return max(computed)
     return next((name for name in own if hasattr(nn.Linear, name) and name not in _HARMLESS), None)
+
+
+def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
+    """GEMM → why the cut of `layer` divides blocks of one of its operands; empty for a layer that is whole.
+
+    A shard quantised on its own blocks would round differently from the whole layer, and the loss would depend on the
+    number of ranks. Such a GEMM stays in high precision, and the plan names it.
+    """
+    found: dict[str, str] = {}
+    if layer.cut is None:
+        return found
+    extent = layer.out_features if layer.cut == "out" else layer.in_features
+    for gemm, operands in table.items():
+        for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
+            along = _CUT_BLOCKS.get((name, layer.cut))
+            reason = None if spec is None or along is None else why_not_cut(spec, extent, columns=gemm == along)
+            if reason is not None:
+                whole = f"{extent * layer.parts} {layer.cut} features"
+                found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
+    return found

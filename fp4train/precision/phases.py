@@ -92,14 +92,14 @@ class Swap:
 class Stretch:
     """Steps [start, stop) of a run in which `recipe` is in force, and the reason.
 
-    outliers: whether the outlier channels of the recipe are chosen; None: it has none.
+    split: whether the channels that the recipe multiplies apart are chosen; None: it has none.
     """
 
     start: int
     stop: int
     recipe: Recipe
     reason: str
-    outliers: bool | None = None
+    split: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Timeline:
         return recipe, reason
 
     def stretches(self) -> list[Stretch]:
-        """The run, split where its recipe changes, and where outlier channels are chosen."""
+        """The run, split where its recipe changes, and where the channels are chosen that it multiplies apart."""
         starts = {0, *(s.step for s in self.swaps)}
         starts |= {s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None}
         cuts = sorted(s for s in starts if s < max(self.steps, 1))
@@ -163,7 +163,7 @@ class Timeline:
                 found[-1] = replace(found[-1], stop=stop)
             else:
                 found.append(Stretch(start=start, stop=stop, recipe=recipe, reason=reason))
-        return list(_with_outliers(found))
+        return list(_split(found))
 
     def with_swap(self, swap: Swap) -> Timeline:
         """This timeline with one more swap; a later request for the same step replaces the earlier one."""
@@ -171,18 +171,15 @@ class Timeline:
         return replace(self, swaps=(*others, swap))
 
 
-def _with_outliers(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
-    """`stretches`, cut where the outlier channels of their recipes are chosen, as layers do (`nn.outliers`)."""
+def _split(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+    """`stretches`, cut where the channels that their recipes multiply apart are chosen, as layers do."""
     recorded = 0
     for each in stretches:
-        outliers = each.recipe.outliers if each.recipe.quantised else None
-        if outliers is None:
+        if not each.recipe.splits:
             yield each
             continue
-        first = outliers.apart_from(each.start, recorded)
-        if recorded < outliers.steps:
-            recorded += max(0, min(first, each.stop) - max(each.start, outliers.start))
+        first, recorded = each.recipe.split_from(each.start, each.stop, recorded)
         if first > each.start:
-            yield replace(each, stop=min(first, each.stop), outliers=False)
+            yield replace(each, stop=min(first, each.stop), split=False)
         if first < each.stop:
-            yield replace(each, start=first, outliers=True)
+            yield replace(each, start=first, split=True)

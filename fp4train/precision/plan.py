@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose
 from fp4train.hardware import Device
-from fp4train.precision.cut import misaligned
-from fp4train.precision.layers import Layer, find_layers
-from fp4train.precision.phases import Phase, Timeline
+from fp4train.precision.layers import Layer, find_layers, misaligned
+from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 
 __all__ = [
     *("Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row"),
-    *("apart", "make_plan", "part_of", "plan", "resolve"),
+    *("make_plan", "part_of", "plan", "resolve"),
 ]
 
 
@@ -77,9 +77,9 @@ class LayerPlan:
     outliers: LayerPlan | None = None
 
     @property
-    def has_outliers(self) -> bool:
-        """Whether its recipe has outlier channels, chosen or not yet."""
-        return self.recipe.outliers is not None
+    def why_split(self) -> str | None:
+        """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or not yet; or None."""
+        return None if self.recipe.outliers is None else "its outlier channels are quantised apart"
 
     @property
     def parts(self) -> tuple[LayerPlan, ...]:
@@ -112,13 +112,32 @@ class LayerPlan:
         n, k = self.layer.out_features, self.layer.in_features
         return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
 
+    def split_channels(self) -> LayerPlan:
+        """This plan where the outlier channels of its recipe are chosen; the same if the layer has none."""
+        outliers, recipe, whole = self.recipe.outliers, self.recipe.of_outliers(), self.layer.in_features
+        if outliers is None or recipe is None or not self.quantised:
+            return self
+        gemms: dict[str, Any]
+        if not (count := outliers.count(whole)):
+            share = f"{outliers.share:.0%} of {whole} in multiples of {outliers.multiple}"
+            why = f"no outlier channels: {share} leave no other"
+            gemms = {gemm.name: replace(gemm, why=f"{gemm.why}; {why}") for gemm in self.gemms}
+            return replace(self, **gemms)
+        backend = "reference" if any(gemm.backend == "reference" for gemm in self.gemms) else "emulate"
+        gemms = {"why": f"outlier channels: {count} of {whole}, {recipe.name}", "dtype": recipe.dtype}
+        gemms = {
+            name: Gemm(name=name, operands=each, backend=backend if each.quantised else "torch", **gemms)
+            for name, each in recipe.table().items()
+        }
+        return replace(self, outliers=LayerPlan(layer=replace(self.layer, in_features=count), recipe=recipe, **gemms))
+
 
 def resolve(
     layer: Layer, recipe: Recipe, policy: LayerPolicy | None, backend: str, device: Device, *, reason: str | None = None
 ) -> LayerPlan:
     """What `layer` runs while `recipe` is in force.
 
-    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`precision.cut`).
+    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`misaligned`).
 
     Args:
         policy: which layers follow the recipe; None: every one.
@@ -162,27 +181,6 @@ def resolve(
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 
-def apart(plan: LayerPlan) -> LayerPlan:
-    """`plan` where the outlier channels of its recipe are chosen; the same if the layer has none."""
-    outliers, recipe = plan.recipe.outliers, plan.recipe.of_outliers()
-    if outliers is None or recipe is None or not plan.quantised:
-        return plan
-    whole, count = plan.layer.in_features, outliers.count(plan.layer.in_features)
-    if not count:
-        why = f"no outlier channels: {outliers.share:.0%} of {whole} in multiples of {outliers.multiple} leave no other"
-        fprop, dgrad, wgrad = (replace(gemm, why=f"{gemm.why}; {why}") for gemm in plan.gemms)
-        return replace(plan, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
-    backend = "reference" if any(gemm.backend == "reference" for gemm in plan.gemms) else "emulate"
-    why = f"outlier channels: {count} of {whole}, {recipe.name}"
-    fprop, dgrad, wgrad = (
-        Gemm(name=name, operands=each, dtype=recipe.dtype, backend=backend if each.quantised else "torch", why=why)
-        for name, each in recipe.table().items()
-    )
-    layer = replace(plan.layer, in_features=count)
-    top = LayerPlan(layer=layer, recipe=recipe, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
-    return replace(plan, outliers=top)
-
-
 def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
     """What one of `parts` tensor-parallel ranks runs of a whole layer: GEMMs whose blocks the cut divides stay in high
     precision. Backends are those of the whole layer.
@@ -203,13 +201,9 @@ def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStretch:
+class PlannedStretch(Stretch):
     """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each layer by name."""
 
-    start: int
-    stop: int
-    recipe: Recipe
-    reason: str
     layers: Mapping[str, LayerPlan] = field(repr=False)
 
     @property
@@ -288,6 +282,28 @@ class Plan:
                             why=gemm.why,
                         )
 
+    def check_ranks(self, *, stages: int) -> None:
+        """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over so many stages
+        of a pipeline; where tensor parallelism cuts a layer `resolve` does."""
+        layers = (each for stretch in self.stretches for each in stretch.layers.values())
+        having = [(each.recipe.outliers, each) for each in layers if each.quantised and each.recipe.outliers]
+        if not having:
+            return
+        outliers, name = having[0][0], having[0][1].recipe.name
+        if stages > 1:
+            raise ValueError(
+                f"recipe {name}: outlier channels are chosen among all input channels of a layer, over the tokens of "
+                "the whole batch, which data ranks share and parallel.tp and parallel.pp do not; use "
+                "parallel.dp_shard or parallel.dp_replicate, or recipe.outliers=null"
+            )
+        if not any(channels.count(each.layer.in_features) for channels, each in having):
+            widest = max(each.layer.in_features for _, each in having)
+            raise ValueError(
+                f"recipe {name}: outliers.share={outliers.share} in multiples of outliers.multiple={outliers.multiple} "
+                f"leaves no other channel of any layer (the widest has {widest} input channels); take a smaller "
+                "multiple or share, or recipe.outliers=null"
+            )
+
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
         macs: dict[str, int] = {}
@@ -337,15 +353,10 @@ def make_plan(
         for layer in layers:
             wanted = backend if isinstance(backend, str) else backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
-            found[layer.name] = apart(each) if stretch.outliers else each
-        why = stretch.reason
-        if stretch.outliers is not None:
-            why += (
-                "; outlier channels are multiplied apart" if stretch.outliers else "; outlier channels not chosen yet"
-            )
-        stretches.append(
-            PlannedStretch(start=stretch.start, stop=stretch.stop, recipe=stretch.recipe, reason=why, layers=found)
-        )
+            found[layer.name] = each.split_channels() if stretch.split else each
+        why = {None: "", True: "; outlier channels are multiplied apart", False: "; outlier channels not chosen yet"}
+        fields = vars(stretch) | {"reason": stretch.reason + why[stretch.split]}
+        stretches.append(PlannedStretch(**fields, layers=found))
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 
 

@@ -53,7 +53,7 @@ class LayerPolicy:
             raise TypeError(f"recipe_for_kept={self.recipe_for_kept!r} must be a recipe, for instance BF16()")
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
         for pattern in self.keep:
-            if wrong := [gemm for gemm in _gemms(pattern) if gemm not in GEMMS]:
+            if wrong := [gemm for gemm in _parts(pattern)[1] if gemm not in GEMMS]:
                 raise ValueError(
                     f"keep={pattern!r}: {wrong[0]!r} is no GEMM; after the colon stand some of {', '.join(GEMMS)}, "
                     "joined by +"
@@ -75,8 +75,8 @@ class LayerPolicy:
         if layer.block >= layer.blocks - last:
             return f"policy.last={self.last} ({last} of {layer.blocks} blocks)"
         for pattern in self.keep:
-            gemms = _gemms(pattern)
-            if (not gemms or gemm in gemms) and matches(_name(pattern), layer.name):
+            name, gemms = _parts(pattern)
+            if (not gemms or gemm in gemms) and matches(name, layer.name):
                 return f"policy.keep={pattern}"
         return None
 
@@ -95,21 +95,16 @@ class LayerPolicy:
         """Raise ValueError for a pattern that matches none of these layers; it would have no effect."""
         names = list(names)
         for pattern in self.keep:
-            name = _name(pattern)
+            name, _ = _parts(pattern)
             if name not in names and not any(matches(name, each) for each in names):
                 some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
                 raise ValueError(f"policy.keep={pattern!r} matches no linear layer; the model has: {some}")
 
 
-def _name(pattern: str) -> str:
-    """The part of a pattern that is about the layer's name."""
-    return pattern.partition(":")[0]
-
-
-def _gemms(pattern: str) -> tuple[str, ...]:
-    """The GEMMs that a pattern names; none: the whole layer."""
-    _, colon, gemms = pattern.partition(":")
-    return tuple(gemms.split("+")) if colon else ()
+def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """The part of a pattern that is about the layer's name, and the GEMMs that it names; none: the whole layer."""
+    name, colon, gemms = pattern.partition(":")
+    return name, tuple(gemms.split("+")) if colon else ()
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -31,14 +31,14 @@ _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (i
 _WORDS = {"bool": "True or False", "str": "text", "int": "a whole number", "float": "a number"}
 
 
-def check_kinds(recipe: object) -> None:
+def check_kinds(recipe: object, prefix: str = "") -> None:
     """TypeError for a switch, word or number of a recipe that is none; it names the field, the value and what it is."""
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]
         annotation, value = str(field.type), getattr(recipe, field.name)
         if annotation not in _KINDS:
             continue
         if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation != "bool"):
-            raise TypeError(f"{field.name}={value!r} must be {_WORDS[annotation]}")
+            raise TypeError(f"{prefix}{field.name}={value!r} must be {_WORDS[annotation]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,16 @@ class Recipe:
             return None
         part = self.outliers.recipe
         return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
+
+    @property
+    def splits(self) -> bool:
+        """Whether it multiplies some input channels apart."""
+        return self.outliers is not None and self.quantised
+
+    def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
+        """`OutlierChannels.split_from` of its outlier channels."""
+        assert self.outliers is not None
+        return self.outliers.split_from(start, stop, recorded)
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
@@ -223,15 +233,11 @@ class OutlierChannels:
     multiple: int = 32
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
-            raise TypeError(f"outliers.share={self.share!r} must be a number")
+        check_kinds(self, "outliers.")
         if not 0 < self.share < 1:
             raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
         for name, least in (("start", 0), ("steps", 1), ("multiple", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"outliers.{name}={value!r} must be a whole number")
-            if value < least:
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"outliers.{name}={value} must be at least {least}")
 
     def count(self, in_features: int) -> int:
@@ -240,14 +246,14 @@ class OutlierChannels:
         count = math.ceil(self.share * in_features / self.multiple - 1e-9) * self.multiple
         return count if count < in_features else 0
 
-    def apart_from(self, start: int, recorded: int) -> int:
-        """The first step that multiplies them apart, of steps from `start` on.
-
-        Args:
-            recorded: steps that were recorded before.
-        """
+    def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
+        """(the first of the steps [start, stop) that multiplies them apart, which may be after the last one; the steps
+        recorded then), where `recorded` steps were recorded before."""
         missing = self.steps - recorded
-        return start if missing <= 0 else max(start, self.start) + missing
+        if missing <= 0:
+            return start, recorded
+        first = max(start, self.start) + missing
+        return first, recorded + max(0, min(first, stop) - max(start, self.start))
 
     def __str__(self) -> str:
         return f"{self.share:.0%} in {self.recipe.name}"

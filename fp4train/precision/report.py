@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -106,39 +105,25 @@ def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float]
     return "\n".join([title, *lines, f"multiply-adds of linear layers: {listed}"])
 
 
-@dataclass(kw_only=True)
-class _Span:
-    """Rows with equal cells, of blocks `first` to `last`; or the row of a layer without a number in its name."""
-
-    head: str
-    first: int | None
-    last: int | None
-    tail: str
-    cells: tuple[str, ...]
-
-    def row(self) -> tuple[str, ...]:
-        blocks = (
-            "" if self.first is None else f"{self.first}" if self.first == self.last else f"{self.first}–{self.last}"
-        )
-        return (f"{self.head}{blocks}{self.tail}", *self.cells)
-
-
 def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for the same GEMM of consecutive blocks: "blocks.0–4.mlp.up"."""
-    spans: list[_Span] = []
-    latest: dict[tuple[object, ...], _Span] = {}
+    folded: list[tuple[str, list[int], str, list[str]]] = []
+    latest: dict[tuple[str, ...], list[int]] = {}
     for name, *others in rows:
         match = re.fullmatch(r"(.*?)(?<![^.])(\d+)(?![^.])(.*)", name)
-        head, number, tail = match.groups() if match else (name, None, "")
-        index = None if number is None else int(number)
-        key = (head, tail, *others)
-        span = latest.get(key)
-        if index is not None and span is not None and span.last == index - 1:
-            span.last = index
+        head, number, tail = match.groups() if match else (name, "", "")
+        span = latest.get((head, tail, *others))
+        if number and span and span[-1] == int(number) - 1:
+            span.append(int(number))
         else:
-            latest[key] = _Span(head=head, first=index, last=index, tail=tail, cells=tuple(others))
-            spans.append(latest[key])
-    return [span.row() for span in spans]
+            latest[head, tail, *others] = span = [int(number)] if number else []
+            folded.append((head, span, tail, others))
+    return [(f"{head}{_range(span)}{tail}", *others) for head, span, tail, others in folded]
+
+
+def _range(numbers: list[int]) -> str:
+    """Consecutive numbers: "0–4", "5", or nothing."""
+    return "–".join(map(str, dict.fromkeys(numbers[:1] + numbers[-1:])))
 
 
 def summarise(plan: Plan) -> str:
@@ -176,17 +161,17 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
     """The position of layers: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside the blocks."""
     layers = list(dict.fromkeys(layers))
-    spans: list[list[int]] = []
-    for block in sorted({layer.block for layer in layers if layer.block is not None}):
-        if spans and spans[-1][1] + 1 == block:
-            spans[-1][1] = block
-        else:
-            spans.append([block, block])
-    if not spans:
+    numbers = sorted({layer.block for layer in layers if layer.block is not None})
+    if not numbers:
         names = [layer.name for layer in layers]
         return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    blocks = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
-    text = f"blocks {blocks}" if len(spans) > 1 or spans[0][0] != spans[0][1] else f"block {blocks}"
+    spans: list[list[int]] = []
+    for block in numbers:
+        if spans and spans[-1][-1] + 1 == block:
+            spans[-1].append(block)
+        else:
+            spans.append([block])
+    text = f"block{'s' * (len(numbers) > 1)} {', '.join(map(_range, spans))}"
     kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
     if kinds == list(dict.fromkeys(_kind(layer) for layer in among if layer.block is not None)):
         return text

@@ -8,11 +8,16 @@ from fp4train.quantize.layout import (
     to_torch,
     unswizzle_scales,
 )
-from fp4train.quantize.quantize import quantize, quantize_dequantize
 from fp4train.quantize.quantized import Decoded, Quantized
-from fp4train.quantize.quantizer import PairQuantizer, Quantizer, quantizer
+from fp4train.quantize.quantizer import (
+    PairQuantizer,
+    Quantizer,
+    cast_to_representable,
+    quantize,
+    quantize_dequantize,
+    quantizer,
+)
 from fp4train.quantize.random import RandomKey, random_bits
-from fp4train.quantize.representable import cast_to_representable
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.sharded import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
 from fp4train.quantize.spec import Delayed, QuantSpec

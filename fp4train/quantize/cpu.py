@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import adapter
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
@@ -25,12 +24,12 @@ from fp4train.quantize.transform import Hadamard, hadamard_signs
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "element": tuple(adapter.ELEMENTS),
-    "scale": tuple(adapter.SCALES),
-    "scale_rounding": tuple(adapter.SCALE_ROUNDINGS),
-    "formula": tuple(adapter.FORMULAS),
-    "rounding": tuple(adapter.ROUNDINGS),
-    "global_scale": tuple(adapter.EXTENTS),
+    "element": tuple(cpu.ELEMENTS),
+    "scale": tuple(cpu.SCALES),
+    "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
+    "formula": tuple(cpu.FORMULAS),
+    "rounding": tuple(cpu.ROUNDINGS),
+    "global_scale": tuple(cpu.EXTENTS),
     "four_over_six": (None,),
 }
 """The values of each spec field that the kernels support."""
@@ -120,19 +119,18 @@ class CpuQuantizer(Quantizer):
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self._kernels.codes(x_RC, None if key is None else key.words, amax)
+            made = self._kernels.job(x_RC, None if key is None else key.words, amax, True)
             if made is not None and not self._run(made[0], None, self._threads(), self._isa):
-                _, codes, scales, amax, _ = made
                 rows, cols = x_RC.shape
-                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax))
+                return _new(Quantized, (self.spec, (rows, cols), *made[1]))
         return super().codes(x_RC, key, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self._kernels.values(x_RC, None if key is None else key.words, amax)
+            made = self._kernels.job(x_RC, None if key is None else key.words, amax, False)
             if made is not None and not self._run(made[0], None, self._threads(), self._isa):
-                return _new(Decoded, (made[1], made[2], self._transposable))
+                return _new(Decoded, (*made[1], self._transposable))
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
@@ -171,20 +169,15 @@ class CpuQuantizer(Quantizer):
         jobs: list[bytes] = []
         results: list[Decoded | Quantized] = []
         for one, x_RC, key, amax, wants_codes in forms:
-            words = None if key is None else key.words
-            rows, cols = x_RC.shape
+            made = one._kernels.job(x_RC, None if key is None else key.words, amax, wants_codes)
+            if made is None:
+                return None
+            jobs.append(made[0])
             if wants_codes:
-                coded = one._kernels.codes(x_RC, words, amax)
-                if coded is None:
-                    return None
-                jobs.append(coded[0])
-                results.append(_new(Quantized, (one.spec, (rows, cols), *coded[1:4])))
+                rows, cols = x_RC.shape
+                results.append(_new(Quantized, (one.spec, (rows, cols), *made[1])))
             else:
-                valued = one._kernels.values(x_RC, words, amax)
-                if valued is None:
-                    return None
-                jobs.append(valued[0])
-                results.append(_new(Decoded, (valued[1], valued[2], one._transposable)))
+                results.append(_new(Decoded, (*made[1], one._transposable)))
         if self._run(*jobs, self._threads(), self._isa):
             return None
         return results[0], results[1]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,7 @@ from fp4train.quantize import reference
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
@@ -105,6 +108,46 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
 def _say(kernel: str, reason: str) -> None:
     """Once for all specs that have no kernel for the same reason."""
     _log.info("no %s kernel, using the torch reference: %s", kernel, reason)
+
+
+def quantize(
+    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
+) -> Quantized:
+    """Codes and scales of x.
+
+    x_RC: [R, C], float32, BF16 or FP16, any strides. Other shapes and dtypes raise ValueError; tensors without memory
+        of their own (DTensor, FakeTensor, meta) raise TypeError. Blocks run along C, so `quantize(x.T, spec)` is the
+        column-wise form.
+    key: selects the random bits of stochastic rounding.
+    amax: the global (tensor or row) amax after the Hadamard transform, if it is not that of x: reduced over ranks, or
+        from the history of delayed scaling.
+    kernel: auto, reference, cpu, triton.
+
+    NaN or infinity in x makes every value that shares a scale with it NaN.
+    """
+    return quantizer(spec, x_RC.device.type, kernel).codes(x_RC, key, amax)
+
+
+def quantize_dequantize(
+    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
+) -> Decoded:
+    """Equals `quantize(...).decoded()` in every bit, in one pass: the operand that emulation multiplies."""
+    return quantizer(spec, x_RC.device.type, kernel).values(x_RC, key, amax)
+
+
+def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
+    """x rounded to nearest onto what `spec` represents; same shape and dtype, in the domain of x.
+
+    Leading dimensions are rows. Quantising the result again gives the same values to the precision of x's dtype (with a
+    Hadamard transform: to that of its BF16 rounding), so a product of such tensors shows no quantisation error. With
+    delayed scaling the tensor's own amax is used.
+    """
+    if spec.rounding == "eden" or (isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"):
+        raise ValueError(f"{spec}: its transform is drawn anew in each step, so no values stay representable")
+    spec = replace(spec, rounding="nearest", delayed=None, requantises=None)
+    cols = x.shape[-1] if x.ndim else 1
+    x_RC = x.detach().reshape(math.prod(x.shape[:-1]), cols)
+    return quantize(x_RC, spec).restore(x.dtype).reshape(x.shape)
 
 
 class PairQuantizer:

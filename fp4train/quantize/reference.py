@@ -14,11 +14,9 @@ from torch import Tensor
 
 from fp4train.formats import pack_fp4
 from fp4train.quantize import scaling
-from fp4train.quantize.eden import corrected_scales
-from fp4train.quantize.four_over_six import choose_scales
 from fp4train.quantize.quantized import Decoded, Quantized, finish_operand
 from fp4train.quantize.random import RandomKey, random_bits
-from fp4train.quantize.rounding import round_to_codes, round_to_values
+from fp4train.quantize.rounding import corrected_scales, round_to_codes, round_to_values
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, pad_columns, transform
 
@@ -106,7 +104,7 @@ def _scale_two_level(
     if spec.global_scale == "block":
         encode, decode = (scaling.spread_outer(each, amax_b.shape[1], spec) for each in (encode, decode))
     if spec.four_over_six is not None:
-        stored = choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
+        stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
         stored = scaling.block_scales_two_level(amax_b, encode, spec)
     scale = spec.scale_format.decode(stored)

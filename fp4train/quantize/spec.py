@@ -68,7 +68,7 @@ class QuantSpec:
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
     rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform, with corrected block
-        scales rounded stochastically (see `eden.py`). The last two need a RandomKey when quantising.
+        scales rounded stochastically (see `rounding.py`). The last two need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for comparison.
     four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv 2512.02010). Its
         block scale is (amax_b / 6) * S_enc under either formula, as in TE.

@@ -7,31 +7,51 @@
 | (N, N) blocks | squares |
 | one scale a tensor or a row | whole |
 
-Other strides are copied once. `triton_launch` launches the kernels, with the constants and tiles of `triton_constants`.
+Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
 Equal to `quantize.reference` to the bit. Triton is imported on first use.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp4train.quantize.quantized import Decoded, Quantized
+from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.quantizer import Quantizer, check_input
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
-from fp4train.quantize.triton_constants import NAN_ABOVE, interpreted
-from fp4train.quantize.triton_launch import COLUMN_BLOCKS, SCALE_DTYPES, Launches
+from fp4train.quantize.triton_launch import (
+    COLUMN_BLOCKS,
+    NAN_ABOVE,
+    AmaxPlan,
+    Launch,
+    QuantizePlan,
+    interpreted,
+    plan_amax,
+    plan_decode,
+    plan_quantize,
+    random_words,
+    values_dtype,
+)
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
+SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
 LARGEST_EXTENT: Final = 2**31 - 2**12
+MOST_KINDS: Final = 512
+"""Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
 
+Kind = tuple[object, ...]
+"""What of a tensor decides a launch: dtype, shape, strides and device, and what is asked for."""
+
+_HERE: Final = nullcontext()
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "element": tuple(NAN_ABOVE),
@@ -125,52 +145,93 @@ class TritonQuantizer(Quantizer):
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__(spec)
-        self._launches = launches(spec)
+        self._whole = spec.block[1] is None
+        self._row_amax = spec.block[0] == 1 if self._whole else spec.global_scale == "row"
+        self._scale_dtype = SCALE_DTYPES[spec.scale]
+        self._plans: dict[Kind, Any] = {}
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         if why_not_tensor(x_RC) is not None:
             return super().codes(x_RC, key, amax)
-        return self._launches.codes(x_RC, key, amax)
+        with _on(x_RC):
+            codes, scales, amax, _ = self._quantize(x_RC, key, amax, values=False)
+        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
-        """`codes(...).decoded()` to the bit, fused."""
+        """`codes(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         if why_not_tensor(x_RC) is not None:
             return super().values(x_RC, key, amax)
-        return self._launches.values(x_RC, key, amax)
+        with _on(x_RC):
+            values, _, _, scale = self._quantize(x_RC, key, amax, values=True)
+        return Decoded(values, scale, self.spec.transposable)
 
     def decode(self, quantized: Quantized) -> Decoded:
-        """`quantized.decoded()` to the bit."""
-        if quantized.spec is not self.spec:
+        """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by torch."""
+        spec = self.spec
+        if quantized.spec is not spec:
             self._check_spec(quantized)
-        return decode(quantized)
+        if self._whole or 0 in quantized.shape:
+            return quantized.decoded()
+        (rows, _), groups = quantized.codes.shape, quantized.scales.shape[1]
+        codes = quantized.codes.view(torch.int32) if spec.element == "e2m1" else quantized.codes
+        out = torch.empty(rows, operand_width(spec, quantized.shape[1]), dtype=values_dtype(spec), device=codes.device)
+        sizes = (rows, groups, out.shape[1], codes.stride(0))
+        launch: Launch = self._planned(("decode", *sizes), plan_decode, *sizes)
+        with _on(codes):
+            launch(codes, quantized.scales, out)
+        return Decoded(out, quantized.global_decode(), spec.transposable)
+
+    def amax(self, x_RC: Tensor, *, per_row: bool = False) -> Tensor:
+        """Largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]. NaN if x holds one."""
+        kind = ("amax", per_row, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
+        plan: AmaxPlan = self._planned(kind, plan_amax, x_RC, per_row)
+        out = torch.zeros(plan.results, dtype=torch.float32, device=x_RC.device)
+        if plan.turned:
+            x_RC = x_RC.T
+        plan.launch(x_RC.contiguous() if plan.contiguous else x_RC, out.view(torch.int32))
+        return out
+
+    def _quantize(
+        self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(codes or values, stored scales, amax, the scale that is applied to the product)."""
+        given = self._whole and amax is not None
+        kind = (values, given, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
+        plan: QuantizePlan = self._planned(kind, plan_quantize, x_RC, values, given)
+        if not self._whole and self.spec.global_scale is None:
+            amax = None
+        elif amax is None:
+            amax = self.amax(x_RC, per_row=self._row_amax)
+        else:
+            amax = amax.to(torch.float32).reshape((-1, 1) if self._row_amax else ()).contiguous()
+        if plan.contiguous:
+            x_RC = x_RC.contiguous()
+        out = torch.empty(plan.shape, dtype=plan.dtype, device=x_RC.device)
+        if plan.transposed:
+            out = out.T
+        scales = torch.empty(plan.scales, dtype=self._scale_dtype, device=x_RC.device)
+        outer = scales if self._whole else None if amax is None else torch.empty_like(amax)
+        stored = out if plan.words is None else out.view(plan.words)
+        unused = scales  # where a kernel reads no amax or writes no S_dec
+        pointers = (x_RC, unused if amax is None else amax, stored, scales, unused if outer is None else outer)
+        plan.launch(*pointers, words=random_words(key))
+        return out, scales, amax, outer
+
+    def _planned(self, kind: Kind, plan: Callable[..., Any], *arguments: Any) -> Any:
+        """What `plan` makes of the spec and the arguments, which `kind` stands for."""
+        found = self._plans.get(kind)
+        if found is None:
+            if len(self._plans) >= MOST_KINDS:
+                self._plans.clear()
+            found = self._plans[kind] = plan(self.spec, *arguments)
+        return found
 
 
-launches = cache(Launches)
-"""Of a spec: what it has launched before is known to all its quantizers."""
-
-
-def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
-    """Codes and scales; see `fp4train.quantize.quantize`."""
-    return launches(spec).codes(x_RC, key, amax)
-
-
-def quantize_dequantize(
-    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
-) -> Decoded:
-    """`quantize(...).decoded()` to the bit, fused."""
-    return launches(spec).values(x_RC, key, amax)
-
-
-def decode(quantized: Quantized) -> Decoded:
-    """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by torch."""
-    if quantized.spec.block[1] is None or 0 in quantized.shape:
-        return quantized.decoded()
-    return launches(quantized.spec).decode(quantized)
-
-
-def tensor_amax(x_RC: Tensor, spec: QuantSpec, *, per_row: bool = False) -> Tensor:
-    """Largest magnitude of x after the spec's Hadamard transform: float32 0-d, or [R, 1]. NaN if x holds one."""
-    return launches(spec).amax(x_RC, per_row=per_row)
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """x's GPU as the current one, which costs some microseconds where it is not."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _HERE

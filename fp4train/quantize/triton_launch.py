@@ -1,46 +1,29 @@
-"""Launches of the Triton kernels: tiles, constants and the memory of results, worked out once per kind of tensor.
+"""What the Triton kernels are launched with: variants, tiles, sizes, and the memory of results.
 
-What a launch needs besides pointers and random words is a function of the spec, and of dtype, shape, strides and device
-of x. A `Launches` keeps it by these, so that a call costs little Python before Triton's own launcher. The global amax
-(one read of x before the quantising one) and everything derived from it stay on the device: nothing here waits for the
-GPU.
+All that a launch needs besides pointers and random words is a function of the spec, and of dtype, shape, strides and
+device of x: a plan, which is worked out once per such kind of tensor. The global amax (one read of x before the
+quantising one) and everything derived from it stay on the device: nothing here waits for the GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partialmethod
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.quantize.quantized import Decoded, Quantized, operand_width
-from fp4train.quantize.random import LANES, RandomKey
+from fp4train.kernels.triton.variant import Variant
+from fp4train.quantize.quantized import operand_width
+from fp4train.quantize.random import LANES, MASK, RandomKey
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.triton_constants import (
-    NAN_ABOVE,
-    TILE,
-    block_constants,
-    column_tile,
-    hadamard_constants,
-    interpreted,
-    random_words,
-    rounding_constants,
-    tile,
-    values_dtype,
-)
+from fp4train.quantize.transform import hadamard_signs
 
 COLUMN_BLOCKS: Final = (16, 32)
-SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
-MOST_KINDS: Final = 512
-"""Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
-
-_HERE: Final = nullcontext()
-
-Kind = tuple[object, ...]
-"""What of a tensor decides a launch: dtype, shape, strides and device, and what is asked for."""
+TILE: Final = 4096  # elements a program: 32 a thread
+NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
 
 
 class Launch(NamedTuple):
@@ -53,11 +36,13 @@ class Launch(NamedTuple):
     warps: int = 4
 
     def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> None:
-        _launch(self.kernel, self.programs, (*pointers, *self.sizes, *words), self.constants, warps=self.warps)
+        """Without contraction: a * b + c must round twice, as it does in torch."""
+        run = self.kernel[(self.programs,)]  # type: ignore[index]
+        run(*pointers, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
 
 
-class _Blocks(NamedTuple):
-    """Quantising (1, N) or (N, N) blocks of one kind of tensor."""
+class QuantizePlan(NamedTuple):
+    """Quantising one kind of tensor."""
 
     launch: Launch
     contiguous: bool
@@ -68,21 +53,11 @@ class _Blocks(NamedTuple):
     dtype: torch.dtype
     words: torch.dtype | None
     """As which the kernel stores codes several at a time; None: as they are."""
-    scales: tuple[int, int]
-
-
-class _Whole(NamedTuple):
-    """Quantising with one scale per tensor or row."""
-
-    launch: Launch
-    dtype: torch.dtype
     scales: tuple[int, ...]
-    contiguous: bool
-    """Whether x must be copied first."""
 
 
-class _Amax(NamedTuple):
-    """The largest magnitude of a tensor or of its rows."""
+class AmaxPlan(NamedTuple):
+    """The largest magnitude of one kind of tensor or of its rows."""
 
     launch: Launch
     turned: bool
@@ -91,291 +66,218 @@ class _Amax(NamedTuple):
     results: tuple[int, ...]
 
 
-class Launches:
-    """All that one spec launches. Results are those of `quantize.reference` to the bit."""
+def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> QuantizePlan:
+    """given: whether the amax of a float32 scale came from elsewhere."""
+    from fp4train.kernels.triton.quantize import quantize
 
-    def __init__(self, spec: QuantSpec) -> None:
-        self.spec = spec
-        self.whole = spec.block[1] is None
-        self.per_row = spec.block[0] == 1 if self.whole else spec.global_scale == "row"
-        self.outer = spec.global_scale is not None
-        self.scale_dtype = SCALE_DTYPES[spec.scale]
-        self._kinds: dict[Kind, Any] = {}
+    (height, block), (n_rows, n_cols) = spec.block, x_RC.shape
+    n = block or LANES
+    strided = _is_strided(x_RC)
+    by_columns = spec.hadamard is not None or (strided and height == 1 and n in COLUMN_BLOCKS)
+    contiguous = strided and not by_columns
+    strides = (n_cols, 1) if contiguous else x_RC.stride()
+    groups = _cdiv(n_cols, n)
+    packed = spec.element == "e2m1" and not values
+    warps = 4
+    if by_columns:
+        blocks, (tile_rows, tile_blocks) = "columns", column_tile(n, spec)
+    elif height in (1, None):
+        blocks = "whole" if block is None else "rows16" if packed and n == 16 else "rows"
+        tile_rows, tile_blocks = tile(groups, TILE // n)
+    else:
+        blocks, tile_rows, tile_blocks = "squares", n, max(1, TILE // (n * n))
+        warps = 4 if n <= 64 else 8
+    transposed, words, per_word = False, None, 1
+    scales: tuple[int, ...] = (_cdiv(n_rows, height or 1), groups)
+    if block is None:
+        scales = (n_rows if height == 1 else 1, 1)
+    if values:
+        # a transposed view keeps its layout: the GEMM takes either
+        transposed = by_columns and strides[0] == 1
+        width = operand_width(spec, n_cols)
+        shape, stored = ((width, n_rows), (1, n_rows)) if transposed else ((n_rows, width), (width, 1))
+        if (height, block) == (None, None):
+            scales = ()
+    else:
+        shape = (n_rows, n_cols if block is None else groups * n // 2 if packed else groups * n)
+        wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
+        words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (None, 1)
+        stored = (shape[1] // per_word, 1)
+    made = Variant(
+        **_elements(spec),
+        **_hadamard(spec),
+        n=n,
+        tile_rows=tile_rows,
+        tile_blocks=tile_blocks,
+        hardware=not interpreted(),
+        blocks=blocks,
+        output="values" if values else "packed" if packed else "codes",
+        **_scales(spec, x_RC.dtype),
+        given=given,
+    )
+    tiles, strips = _cdiv(groups, tile_blocks), _cdiv(n_rows, tile_rows)
+    sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
+    launch = Launch(quantize, tiles * strips, sizes, {"V": made}, warps)
+    return QuantizePlan(
+        launch, contiguous, shape, transposed, values_dtype(spec) if values else torch.uint8, words, scales
+    )
 
-    def _known(self, what: str, x_RC: Tensor, values: bool) -> Any:
-        """What the method `what` makes of such a tensor."""
-        kind = (what, values, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
-        found = self._kinds.get(kind)
-        if found is None:
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.clear()
-            found = self._kinds[kind] = getattr(self, what)(x_RC, values)
-        return found
 
-    def codes(self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None) -> Quantized:
-        """Codes and scales."""
-        shape = (x_RC.shape[0], x_RC.shape[1])
-        with _on(x_RC):
-            if self.whole:
-                codes, inverse, whole = self._quantize_whole(x_RC, key, amax, values=False)
-                return Quantized(self.spec, shape, codes, inverse, whole)
-            codes, scales, used, _ = self._quantize_blocks(x_RC, key, amax, values=False)
-            return Quantized(self.spec, shape, codes, scales, used)
+def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int) -> Launch:
+    """Decoding codes of `groups` blocks a row, whose row stride is `stride`, to `width` columns."""
+    from fp4train.kernels.triton.rows import decode_blocks
 
-    def values(self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None) -> Decoded:
-        """`codes(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
-        spec = self.spec
-        with _on(x_RC):
-            if self.whole:
-                values, scale, _ = self._quantize_whole(x_RC, key, amax, values=True)
-                return Decoded(values, scale, spec.transposable)
-            values, _, _, decode = self._quantize_blocks(x_RC, key, amax, values=True)
-            return Decoded(values, decode, spec.transposable)
+    n = spec.block[1] or LANES
+    tile_rows, tile_blocks = tile(groups, TILE // n)
+    made = Variant(
+        **_elements(spec) | {"stochastic": False},
+        n=n,
+        tile_rows=tile_rows,
+        tile_blocks=tile_blocks,
+        hardware=not interpreted(),
+        height=spec.block[0] or 1,
+        nan_above=NAN_ABOVE[spec.element],
+        scale=spec.scale,
+    )
+    tiles = _cdiv(groups, tile_blocks)
+    return Launch(
+        decode_blocks, _cdiv(rows, tile_rows) * tiles, (rows, groups, tiles, width, stride, width), {"V": made}
+    )
 
-    def decode(self, quantized: Quantized) -> Decoded:
-        """`quantized.decoded()` to the bit in one kernel, for (1, N) and (N, N) blocks: what backward decodes."""
-        from fp4train.kernels.triton.decode import decode_blocks
 
-        spec = self.spec
-        rows, groups, n = quantized.codes.shape[0], quantized.scales.shape[1], spec.block[1]
-        assert n is not None
-        codes = quantized.codes.view(torch.int32) if spec.element == "e2m1" else quantized.codes
-        width = operand_width(spec, quantized.shape[1])
-        out = torch.empty(rows, width, dtype=values_dtype(spec), device=codes.device)
-        kind = (decode_blocks, rows, groups, width, codes.stride(0))
-        launch = self._kinds.get(kind)
-        if launch is None:
-            fmt = spec.format
-            tile_rows, tile_blocks = tile(groups, TILE // n)
-            tiles = _cdiv(groups, tile_blocks)
-            constants = {
-                "SCALE": spec.scale,
-                "MANTISSA": fmt.mantissa_bits,
-                "MIN_EXPONENT": fmt.min_exponent,
-                "CODE_BITS": fmt.bits - 1,
-                "NAN_ABOVE": NAN_ABOVE[fmt.name],
-                "N": n,
-                "HEIGHT": spec.block[0],
-                "ROWS": tile_rows,
-                "BLOCKS": tile_blocks,
-                "HARDWARE": not interpreted(),
-            }
-            sizes = (rows, groups, tiles, width, codes.stride(0), out.stride(0))
-            launch = self._kinds[kind] = Launch(decode_blocks, _cdiv(rows, tile_rows) * tiles, sizes, constants)
-        with _on(codes):
-            launch(codes, quantized.scales, out)
-        return Decoded(out, quantized.global_decode(), spec.transposable)
+def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
+    from fp4train.kernels.triton import amax, columns
 
-    def amax(self, x_RC: Tensor, *, per_row: bool = False) -> Tensor:
-        """Largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]. NaN if x holds one."""
-        kind: _Amax = self._known("_amax_by_row" if per_row else "_amax_of_all", x_RC, False)
-        out = torch.zeros(kind.results, dtype=torch.float32, device=x_RC.device)
-        if kind.turned:
-            x_RC = x_RC.T
-        kind.launch(x_RC.contiguous() if kind.contiguous else x_RC, out.view(torch.int32))
-        return out
-
-    # -- per call -----------------------------------------------------------------------------------------------------
-
-    def _quantize_blocks(
-        self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(codes or values, stored scales, amax, S_dec) of (1, N) and (N, N) blocks."""
-        kind: _Blocks = self._known("_blocks", x_RC, values)
-        if kind.contiguous:
-            x_RC = x_RC.contiguous()
-        device = x_RC.device
-        decode = None
-        if self.outer:
-            amax = self._shaped(x_RC, amax)
-            decode = torch.empty_like(amax)
-        out = torch.empty(kind.shape, dtype=kind.dtype, device=device)
-        if kind.transposed:
-            out = out.T
-        words = out if kind.words is None else out.view(kind.words)
-        scales = torch.empty(kind.scales, dtype=self.scale_dtype, device=device)
-        used = amax if self.outer else None
-        pointers = (x_RC, x_RC if used is None else used, words, scales, scales if decode is None else decode)
-        kind.launch(*pointers, words=random_words(key))
-        return out, scales, used, decode
-
-    def _quantize_whole(
-        self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes [R, C] and scale_inv [R, 1] or [1, 1], or values and scale_inv [R, 1] or 0-d; amax) of one scale a
-        tensor or a row."""
-        kind: _Whole = self._known("_whole_measured" if amax is None else "_whole_given", x_RC, values)
-        amax = self._shaped(x_RC, amax)
-        if kind.contiguous:
-            x_RC = x_RC.contiguous()
-        device = x_RC.device
-        out = torch.empty(x_RC.shape, dtype=kind.dtype, device=device)
-        inverse = torch.empty(kind.scales, dtype=torch.float32, device=device)
-        kind.launch(x_RC, amax, out, inverse, words=random_words(key))
-        return out, inverse, amax
-
-    def _shaped(self, x_RC: Tensor, amax: Tensor | None) -> Tensor:
-        """The amax as `Quantized` holds it: 0-d, or [R, 1]."""
-        if amax is None:
-            return self.amax(x_RC, per_row=self.per_row)
-        amax = amax.to(torch.float32)
-        return (amax.reshape(-1, 1) if self.per_row else amax.reshape(())).contiguous()
-
-    # -- once per kind of tensor --------------------------------------------------------------------------------------
-
-    def _blocks(self, x_RC: Tensor, values: bool) -> _Blocks:
-        spec = self.spec
+    rows, cols = x_RC.shape
+    results = (rows, 1) if per_row else ()
+    if spec.hadamard is not None:
         n = spec.block[1] or 16
-        strided = spec.block[0] == 1 and n in COLUMN_BLOCKS and x_RC.stride(1) != 1 and x_RC.shape[1] > 1
-        by_columns = strided or spec.hadamard is not None
-        rows, cols = x_RC.shape
-        contiguous = not by_columns and _is_strided(x_RC)
-        strides = (cols, 1) if contiguous else x_RC.stride()
-        groups = _cdiv(cols, n)
-        width = operand_width(spec, cols)
-        packed = spec.element == "e2m1" and not values
-        transposed, words, ratio = False, None, 1
-        if values:
-            # a transposed view keeps its layout: the GEMM takes either
-            transposed = by_columns and strides[0] == 1
-            shape = (width, rows) if transposed else (rows, width)
-            stored = (1, rows) if transposed else (width, 1)
-        else:
-            shape = (rows, groups * n // 2 if packed else groups * n)
-            wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
-            words, ratio = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (None, 1)
-            stored = (shape[1] // ratio, 1)
-        scales = (_cdiv(rows, spec.block[0] or 1), groups)
-        constants = block_constants(spec, x_RC.dtype) | rounding_constants(spec)
-        constants |= {
-            "N": n,
-            "OUTPUT": "values" if values else "packed" if packed else "codes",
-            "HARDWARE": not interpreted(),
-        }
-        launch = self._blocks_launch(n, (rows, cols, groups, width), strides, stored, constants, by_columns, packed)
-        dtype = values_dtype(spec) if values else torch.uint8
-        return _Blocks(launch, contiguous, shape, transposed, dtype, words, scales)
-
-    def _blocks_launch(
-        self,
-        n: int,
-        extents: tuple[int, int, int, int],
-        strides: tuple[int, ...],
-        stored: tuple[int, int],
-        constants: dict[str, Any],
-        by_columns: bool,
-        packed: bool,
-    ) -> Launch:
-        spec = self.spec
-        rows, cols, groups, width = extents
-        if by_columns:
-            from fp4train.kernels.triton.columns import quantize_columns
-
-            tile_blocks, tile_rows, warps = column_tile(n, spec)
-            tiles = _cdiv(rows, tile_rows)
-            constants |= {"ROWS": tile_rows, "BLOCKS": tile_blocks} | hadamard_constants(spec)
-            sizes = (rows, cols, groups, tiles, width, *strides, *stored)
-            return Launch(quantize_columns, tiles * _cdiv(groups, tile_blocks), sizes, constants, warps)
-        if spec.block[0] == 1:
-            from fp4train.kernels.triton.rows import quantize_rows
-            from fp4train.kernels.triton.rows16 import quantize_rows16
-
-            kernel = quantize_rows16 if packed and n == 16 else quantize_rows
-            tile_rows, tile_blocks = tile(groups, TILE // n)
-            tiles = _cdiv(groups, tile_blocks)
-            constants |= {"ROWS": tile_rows, "BLOCKS": tile_blocks}
-            sizes = (rows, cols, groups, tiles, width, strides[0], stored[0])
-            return Launch(kernel, _cdiv(rows, tile_rows) * tiles, sizes, constants)
-        from fp4train.kernels.triton.squares import quantize_squares
-
-        tile_blocks = max(1, TILE // (n * n))
-        tiles = _cdiv(groups, tile_blocks)
-        constants |= {"BLOCKS": tile_blocks}
-        sizes = (rows, cols, groups, tiles, width, strides[0], stored[0])
-        return Launch(quantize_squares, _cdiv(rows, n) * tiles, sizes, constants, 4 if n <= 64 else 8)
-
-    def _whole(self, x_RC: Tensor, values: bool, *, given: bool) -> _Whole:
-        from fp4train.kernels.triton.whole import quantize_whole
-
-        spec = self.spec
-        rows, cols = x_RC.shape
-        contiguous = _is_strided(x_RC)
-        groups = _cdiv(cols, LANES)
-        tile_rows, tile_groups = tile(groups, TILE // LANES)
-        tiles = _cdiv(groups, tile_groups)
-        constants = rounding_constants(spec) | {
-            "POW2": spec.scale == "pow2",
-            "PER_ROW": self.per_row,
-            "GIVEN": given,
-            "INVERSE_MARGIN": 2.0 ** -(spec.delayed.margin if spec.delayed else 0),
-            "IF_INFINITE": torch.finfo(x_RC.dtype).max,
-            "ROWS": tile_rows,
-            "GROUPS": tile_groups,
-            "OUTPUT": "values" if values else "codes",
-            "HARDWARE": not interpreted(),
-        }
-        sizes = (rows, cols, tiles, cols, cols if contiguous else x_RC.stride(0), cols)
-        launch = Launch(quantize_whole, _cdiv(rows, tile_rows) * tiles, sizes, constants)
-        scales = () if values and not self.per_row else (rows if self.per_row else 1, 1)
-        return _Whole(launch, torch.bfloat16 if values else torch.uint8, scales, contiguous)
-
-    _whole_given, _whole_measured = partialmethod(_whole, given=True), partialmethod(_whole, given=False)
-
-    def _amax_by_row(self, x_RC: Tensor, _: bool) -> _Amax:
-        from fp4train.kernels.triton.amax import amax_rows
-
-        if self.spec.hadamard is not None:
-            return self._amax_transformed(x_RC, per_row=True)
-        rows, cols = x_RC.shape
+        tile_rows, tile_blocks = column_tile(n, spec)
+        outer = "row" if per_row else "tensor"
+        made = Variant(
+            **_hadamard(spec),
+            n=n,
+            tile_rows=tile_rows,
+            tile_blocks=tile_blocks,
+            hardware=not interpreted(),
+            outer=outer,
+        )
+        tiles = _cdiv(rows, tile_rows)
+        programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
+        launch = Launch(columns.amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made})
+        return AmaxPlan(launch, False, False, results)
+    if per_row:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
-        launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
-        return _Amax(launch, turned=False, contiguous=False, results=(rows, 1))
-
-    def _amax_of_all(self, x_RC: Tensor, _: bool) -> _Amax:
-        from fp4train.kernels.triton.amax import amax_tensor
-
-        if self.spec.hadamard is not None:
-            return self._amax_transformed(x_RC, per_row=False)
-        turned = x_RC.stride(0) == 1 and x_RC.shape[0] > 1
-        if turned:
-            x_RC = x_RC.T
-        contiguous = _is_strided(x_RC)
-        rows, cols = x_RC.shape
-        tile_cols = min(1024, max(64, 1 << (cols - 1).bit_length()))
-        tile_rows = 8192 // tile_cols
-        tiles, strips = _cdiv(cols, tile_cols), _cdiv(rows, tile_rows)
-        steps = max(1, tiles * strips // (32 * _processors(x_RC.device)))
-        sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
-        constants = {"ROWS": tile_rows, "COLS": tile_cols}
-        launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
-        return _Amax(launch, turned, contiguous, results=())
-
-    def _amax_transformed(self, x_RC: Tensor, *, per_row: bool) -> _Amax:
-        from fp4train.kernels.triton.amax import amax_hadamard
-
-        rows, cols = x_RC.shape
-        n = self.spec.block[1] or 16
-        tile_blocks, tile_rows, warps = column_tile(n, self.spec)
-        tiles = _cdiv(rows, tile_rows)
-        constants = {
-            "N": n,
-            "BLOCKS": tile_blocks,
-            "ROWS": tile_rows,
-            "PER_ROW": per_row,
-            "HARDWARE": not interpreted(),
-        }
-        programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
-        sizes = (rows, cols, *x_RC.stride(), tiles)
-        launch = Launch(amax_hadamard, programs, sizes, constants | hadamard_constants(self.spec), warps)
-        return _Amax(launch, turned=False, contiguous=False, results=(rows, 1) if per_row else ())
+        launch = Launch(amax.amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
+        return AmaxPlan(launch, False, False, results)
+    turned = x_RC.stride(0) == 1 and rows > 1
+    if turned:
+        x_RC = x_RC.T
+    contiguous = _is_strided(x_RC)
+    rows, cols = x_RC.shape
+    tile_cols = min(1024, max(64, 1 << (cols - 1).bit_length()))
+    tile_rows = 8192 // tile_cols
+    tiles, strips = _cdiv(cols, tile_cols), _cdiv(rows, tile_rows)
+    steps = max(1, tiles * strips // (32 * _processors(x_RC.device)))
+    sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
+    constants = {"ROWS": tile_rows, "COLS": tile_cols}
+    launch = Launch(amax.amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
+    return AmaxPlan(launch, turned, contiguous, results)
 
 
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """x's GPU as the current one, which costs some microseconds where it is not."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return _HERE
+def values_dtype(spec: QuantSpec) -> torch.dtype:
+    return torch.bfloat16 if spec.exact_in_bf16 else torch.float32
+
+
+def _elements(spec: QuantSpec) -> dict[str, Any]:
+    """The fields of a variant that describe elements and their rounding."""
+    fmt = spec.format
+    return {
+        "mantissa": fmt.mantissa_bits,
+        "min_exponent": fmt.min_exponent,
+        "max_exponent": fmt.max_exponent,
+        "code_bits": fmt.bits - 1,
+        "largest": fmt.max,
+        "nan_code": fmt.nan_code,
+        "nan_value": {"e4m3": 480.0, "e5m2": 114688.0}.get(fmt.name, fmt.max),  # which would have the NaN's code
+        "stochastic": spec.rounding == "stochastic",
+    }
+
+
+def _scales(spec: QuantSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a variant that describe scales of x of `dtype`; in float32 arithmetic, as in `quantize.scaling`."""
+    bound = torch.tensor(spec.global_bound * spec.format.max * spec.guard, dtype=torch.float32)
+    largest = torch.tensor(spec.format.max * spec.guard, dtype=torch.float32)
+    outer = spec.global_scale or "none"
+    if spec.block[1] is None:
+        outer = "tensor" if spec.block[0] is None else "row"
+    scale = spec.scale
+    if scale == "e8m0":
+        scale = f"e8m0_{spec.scale_rounding}"
+    elif scale == "e4m3" and spec.formula == "te2.13":
+        scale = "e4m3_te2.13"
+    return {
+        "scale": scale,
+        "signed_zero": spec.scale != "e4m3",
+        "outer": outer,
+        "bound": bound.item(),
+        "range": largest.item(),
+        "inverse_range": largest.reciprocal().item(),
+        "if_infinite": torch.finfo(dtype).max,
+        "inverse_margin": 2.0 ** -(spec.delayed.margin if spec.delayed else 0),
+    }
+
+
+def _hadamard(spec: QuantSpec) -> dict[str, Any]:
+    """The fields of a variant that describe the transform."""
+    if spec.hadamard is None:
+        return {}
+    negative = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
+    return {"size": spec.hadamard.size, "negative": negative, "factor": 1.0 / math.sqrt(spec.hadamard.size)}
+
+
+def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
+    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature.
+
+    The word of the step is a pointer where a CUDA graph is recorded: another signature.
+    """
+    if key is None:
+        return (0,) * 6
+    counter2 = (key.step * 8 + key.operand) & MASK
+    words = (
+        key.seed & MASK,
+        key.seed >> 32,
+        counter2,
+        key.layer,
+        key.col_offset // LANES & MASK,
+        key.row_offset & MASK,
+    )
+    signed = [word - (1 << 32) if word >> 31 else word for word in words]
+    if key.counters is None:
+        return tuple(signed)
+    return (*signed[:2], key.counters[key.operand], *signed[3:])
+
+
+def tile(groups: int, blocks: int) -> tuple[int, int]:
+    """(rows, blocks a row) of a program of `blocks` blocks (a power of two), with few places beyond a row's end."""
+    divisor = groups & -groups
+    across = max(divisor, min(8, 1 << (groups - 1).bit_length()))
+    across = min(across, blocks)
+    return blocks // across, across
+
+
+def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
+    """(rows, blocks a row) of a program of the columns kernels: 32 bytes of codes a row; four or two rows a thread, two
+    where the random words need the registers."""
+    return (128, 4) if n == 16 and spec.rounding == "nearest" else (64, 4)
+
+
+def interpreted() -> bool:
+    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def _is_strided(x_RC: Tensor) -> bool:
@@ -390,10 +292,3 @@ def _cdiv(a: int, b: int) -> int:
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def _launch(
-    kernel: Callable[..., Any], programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int = 4
-) -> None:
-    """Without contraction: a * b + c must round twice, as it does in torch."""
-    kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)  # type: ignore[index]

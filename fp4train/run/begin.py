@@ -1,4 +1,4 @@
-"""What is written where a run begins or goes on: configuration, history, metrics, swaps, plan. The lead writes it."""
+"""What is written where a run begins or goes on: configuration, journal, metrics, plan. The lead writes it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from typing import Any
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.config import Config, plain
+from fp4train.config import plain
 from fp4train.errors import UserError
 from fp4train.precision.plan import Plan
-from fp4train.run.environment import environment
+from fp4train.run.host import environment
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
-from fp4train.run.record.belonging import lost_records
-from fp4train.run.record.swaps import plain_swaps, read_entries, record_swap, write_entries
+from fp4train.run.record.journal import (
+    Journal,
+    Record,
+    changes,
+    configuration,
+    flat,
+    plan_text,
+    read_journal,
+    recorded_swaps,
+    swaps,
+    swaps_file,
+)
+from fp4train.run.record.trust import lost_records, write_config
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import Rewind
 from fp4train.sealed import CONFIG_LIMIT
@@ -38,38 +48,44 @@ def begin(
     swap: tuple[str, dict[str, Any]] | None,
     rewind: Rewind | None = None,
 ) -> None:
-    """Write that the run begins or goes on: record, configuration, history, metrics."""
-    config, directory = run.config, run.directory
+    """Write that the run begins or goes on: configuration, journal, metrics."""
+    directory, swapped, told = run.directory, recorded_swaps(source), read_journal(source)
     branching = source.resolve() != directory.resolve()
-    record = _begin_record(config, cfg, source, directory, start, init, swap)
-    if rewind is not None:
-        record |= {"event": "rewind", **rewind.record}
-    run_directory.write_config(directory, cfg, run.identity)
+    write_config(directory, cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
-    found: list[str] = []
-    lost: list[str] = []
     if branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
         run_directory.copy_files(
             source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
         )
-        if entries := read_entries(source):
-            write_entries(directory, entries)
+    run.journal = Journal.read(run.folder, run.identity)
+    for at in run.journal.set_swaps(swapped, run.step):
+        _log.warning("%s: the swap at step %d is not on record: taken over", swaps_file(source), at)
+    record = _start_record(cfg, source, run, start, init, told)
+    if start is not None:
+        for at in (each["step"] for each in swapped if each["step"] > start.step):
+            _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", at, directory)
+        if swap is not None:
+            record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
+    if rewind is not None:
+        record |= {"event": "rewind", **rewind.record}
+    found: list[str] = []
+    lost: list[str] = []
     if start is None:
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
     else:
         if not branching:
             run.saver.saved, run.saver.good = start.step, start.state.get("good")  # type: ignore[assignment]
-        lost = list(lost_records(run.folder, start.state, history.read_history(directory)).values())
+        lost = list(lost_records(run.folder, start.state, run.journal.records).values())
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
-        if swap is not None:
-            record_swap(directory, start.step, swap[1], swap[0])
-    run.swaps = read_entries(directory)
-    record["environment"] = environment(run.device, run.fingerprint, run.world.size)
-    run.history = history.append(directory, plan=run.plan, **record)
-    run.tracker = config.track.build(
-        directory, config.run.name, plain(cfg), resume_step=None if start is None else start.step
+    ran_on = environment(run.device, run.fingerprint, run.world.size)
+    run.journal.add(**record, plan=run.plan, environment=ran_on)
+    run.journal.write()
+    run.folder.remove(run_directory.SWAPS)  # of an older version: the journal has them now
+    run.swaps = swaps(run.journal.records)
+    run.tracker = run.config.track.build(
+        directory, run.config.run.name, plain(cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
         for what in found:
@@ -118,59 +134,39 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
             raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
 
 
-def _begin_record(
-    config: Config,
+def _start_record(
     cfg: DictConfig,
     source: Path,
-    directory: Path,
+    run: Run,
     start: checkpoint.Checkpoint | None,
     init: checkpoint.Checkpoint | None,
-    swap: tuple[str, dict[str, Any]] | None,
+    told: Sequence[Record],
 ) -> dict[str, Any]:
-    """What the history says of this start: event, step, where from, what changed. A resume logs its changes."""
+    """What the journal says of this start: event, step, where from, what changed since `told`. Logs the changes."""
     if start is None:
-        return {
-            "event": "start" if init is None else "init",
-            "step": 0,
-            "config": plain(cfg),
-            **({} if init is None else {"from": str(init.path)}),
-        }
-    branching = source.resolve() != directory.resolve()
-    record: dict[str, Any] = {
-        "event": "branch" if branching else "resume",
-        "step": start.step,
-        "from": str(start.path) if branching else start.path.name,
-    }
-    records = history.read_history(source)
-    before = history.configuration(records)
+        record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": plain(cfg)}
+        return record if init is None else record | {"from": str(init.path)}
+    record = {"event": "resume", "step": start.step, "from": start.path.name}
+    if source.resolve() != run.directory.resolve():
+        record |= {"event": "branch", "from": str(start.path)}
+    before = configuration(told)
     if before is None:
-        record["config"] = plain(cfg)
-    else:
-        record["changed"] = history.changes(before, history.flat(plain(cfg)))
-    swaps = plain_swaps(source)
-    for step, recipe in swaps.items():
-        known = history.recorded_swaps(records).get(step)
-        if known != recipe:
-            _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.SWAPS, step)
-            record.setdefault("changed", {})[f"{run_directory.SWAPS}, step {step}"] = (known, recipe)
-    for key, (old, new) in record.get("changed", {}).items():
+        return record | {"config": plain(cfg)}
+    changed = changes(before, flat(plain(cfg)))
+    for key, (old, new) in changed.items():
         if key not in ("run.name", "run.dir"):
             _log.info("changed: %s: %s → %s", key, old, new)
-    for later in (step for step in swaps if step > start.step):
-        _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", later, directory)
-    if swap is not None:
-        record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
-    return record
+    return record | {"changed": changed}
 
 
-def write_plan(directory: Path, plan: Plan, step: int, gathers: Sequence[str]) -> None:
-    """Keep the plan with the run: the past before `step` as the history has it, the rest as `plan` says.
+def write_plan(directory: Path, records: Sequence[Record], plan: Plan, step: int, gathers: Sequence[str]) -> None:
+    """Keep the plan with the run: the past before `step` as the journal has it, the rest as `plan` says.
 
     Args:
         gathers: what ranks send each other of the weights, in words.
     """
     try:
-        text = history.plan_text(directory, plan, step)
-        run_directory.write_text(directory / run_directory.PLAN, printable("\n\n".join((text, *gathers))) + "\n")
+        text = "\n\n".join((plan_text(records, plan, step), *gathers))
+        run_directory.write_text(directory / run_directory.PLAN, printable(text) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -23,9 +27,8 @@ from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.nn import Linear, convert
 from fp4train.parallel.agree import check_same
-from fp4train.parallel.apply import distribute, share_tensors
+from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
-from fp4train.parallel.launch import Place
 from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
@@ -33,23 +36,32 @@ from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
-from fp4train.run.advice import divided_blocks, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.begin import abandon_later, begin, write_plan
-from fp4train.run.cut import check_cut
-from fp4train.run.oscillation import check_oscillation
-from fp4train.run.outliers import check_outliers
+from fp4train.run.checks import (
+    Counted,
+    check_cut,
+    check_memory,
+    check_oscillation,
+    divided_blocks,
+    never_chosen,
+    nothing_quantised,
+    short,
+    warn_of_schedule,
+)
+from fp4train.run.device import choose_device
+from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs, identity_of
-from fp4train.run.record.swaps import as_swap, read_swaps
+from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
-from fp4train.run.size import check_memory, told
-from fp4train.run.step_graph import StepGraph, check_graph, check_plan
+from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
-from fp4train.run.supervise.gpu import check_gpu, warn_of_unseen_gpu
-from fp4train.run.weights import load_init, load_weights
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
+
+EVERY = 10.0
+"""Seconds between two messages of what takes long to build."""
 
 COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
@@ -59,51 +71,57 @@ VALIDATION_SEED = 0
 """Chooses the validation sequences of every run, whatever its run.seed."""
 
 
-def choose_device(name: str, place: Place | None = None) -> torch.device:
-    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number.
+class _Undrawn(TorchFunctionMode):
+    """Weights on the meta device have no values, and torch would load its compiler to draw them."""
 
-    A GPU becomes the current one of the process: NCCL and FSDP2 take that.
-    """
-    warn_of_unseen_gpu(name)
-    seen = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(seen if name == "auto" else name)
-    except RuntimeError as error:
-        raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
-    if device.type == "cpu":
-        return device
-    if place is not None and place.size > 1:
-        if device.index is not None:
-            raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
-        if place.local_rank >= (there := torch.cuda.device_count()):
-            raise UserError(
-                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu"
-            )
-        device = torch.device("cuda", place.local_rank)
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    check_gpu(device, name)
-    return device
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
         check_memory(config.model, vocab_size)
-    with torch.random.fork_rng(devices=[]), told("building the model", config.model, vocab_size):
+    with torch.random.fork_rng(devices=[]), _told("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
-        with torch.device("meta" if device.type == "meta" else "cpu"):
+        drawing = _Undrawn() if device.type == "meta" else nullcontext()
+        with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-    with told("converting its linear layers", config.model, vocab_size):
+    with _told("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
     if config.train.compile and device.type != "meta":
         _compile(model, device)
     return model
+
+
+@contextmanager
+def _told(doing: str, shape: object, vocab_size: int) -> Iterator[None]:
+    """Say every few seconds how many parameters were registered since this began, and how long the rest will take.
+
+    Args:
+        doing: "building the model".
+    """
+    whole = shape.parameter_count(vocab_size=vocab_size) if isinstance(shape, Counted) else None
+    began = last = time.monotonic()
+    done = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal done, last
+        done += 0 if parameter is None else parameter.numel()
+        if (now := time.monotonic()) - last < EVERY:
+            return
+        last, rest = now, ""
+        if whole and done:
+            left = (now - began) * max(0.0, whole / done - 1)
+            rest = f" of {short(whole)}, about {tqdm.format_interval(left)} left"
+        _log.info("%s: %s parameters%s", doing, short(done), rest)
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _compile(model: nn.Module, device: torch.device) -> None:
@@ -151,21 +169,29 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
 
 
 def build_plan(
-    config: Config, layers: Mapping[str, Layer], timeline: Timeline, device: Device, data_ranks: int = 1
+    config: Config,
+    layers: Mapping[str, Layer],
+    timeline: Timeline,
+    device: Device,
+    data_ranks: int = 1,
+    *,
+    stages: int = 1,
 ) -> Plan:
     """What will run where, and why.
 
     Args:
         layers: of the whole model, by name (`find_layers`).
         data_ranks: parts that a batch is cut into.
+        stages: of a pipeline.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device`, or steps are to
-            be recorded and a recipe depends on the host.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device` or over so many
+            stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
     try:
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
             check_plan(plan)
         return plan
@@ -200,7 +226,7 @@ def build(
     branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_cut(config, world.mesh)
-        run_directory.config_text(cfg)
+        config_text(cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
@@ -231,7 +257,7 @@ def build(
         with world.together():
             if config.train.cuda_graph:
                 check_graph(run)
-                run.graph = StepGraph(run)
+                run.runner = RecordedSteps(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
@@ -254,7 +280,7 @@ def build(
         abandon_later(run, even_if_none=rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 
@@ -273,9 +299,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         model, born = _unborn(config, data.vocab_size, world)
         share_tensors(model, world, config.parallel)
         layers = find_layers(model)
-        plan = build_plan(config, layers, timeline, Device.of(world.device), world.mesh.data)
+        mesh = world.mesh
+        plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
         check_oscillation(config, plan)
-        check_outliers(plan, stages=world.mesh.pipeline)
         cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)

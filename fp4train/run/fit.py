@@ -4,18 +4,27 @@ Asked before anything is taken over. A moment of another shape would make torch'
 not theirs, and one of another dtype would be taken in silence.
 
 Shapes are those of whole tensors; of values a rank looks at those that it holds, without a collective.
+
+A new run may begin with the weights of another one (`init`), which must fit as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp4train.nn.outliers import NORMS
+from fp4train import checkpoint
+from fp4train.config import Config
+from fp4train.errors import UserError
+from fp4train.nn.executors import STATE_TENSORS
+from fp4train.parallel.held import Inventory
+from fp4train.run.record import directory as run_directory
+from fp4train.run.restored import restored
 from fp4train.run.supervise.guard import first_non_finite
 from fp4train.shards import local
 
@@ -81,16 +90,13 @@ def check_scaling(own: Mapping[str, Tensors], saved: Any) -> None:
         for name, tensor in entries.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} of {layer} is no tensor")
-            if name.startswith("outliers."):
-                norms = name == NORMS
-                if tensor.dtype != (torch.float64 if norms else torch.int64) or tensor.dim() != int(norms):
+            known = STATE_TENSORS.get(name) or STATE_TENSORS.get(name.partition(".")[0])
+            if known is not None:
+                dtype, dimensions, finite = known
+                if tensor.dtype != dtype or tensor.dim() != dimensions:
                     raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")
-                if not tensor.isfinite().all():
+                if finite and not tensor.isfinite().all():
                     raise ValueError(f"{name} of {layer} is not finite")
-            if name.startswith(("history.", "used.")):
-                dimensions = 1 if name.startswith("history.") else 0
-                if tensor.dtype != torch.float32 or tensor.dim() != dimensions:
-                    raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")
 
 
 def checked_scale(value: Any) -> float:
@@ -114,3 +120,55 @@ def _check(name: str, found: Any, shape: torch.Size, dtype: torch.dtype | None) 
         raise ValueError(f"{name} has shape {list(found.shape)}, not {list(shape)}")
     if dtype is not None and found.dtype != dtype:
         raise ValueError(f"{name} has dtype {found.dtype}, not {dtype}")
+
+
+def load_init(config: Config, ranks: checkpoint.CheckpointGroup) -> checkpoint.Checkpoint | None:
+    """The checkpoint whose weights a new run begins with; None: it draws its own.
+
+    Raises:
+        UserError: `init` is no run directory, or has no usable checkpoint.
+    """
+    if config.init is None:
+        return None
+    source = run_directory.require_run(Path(config.init))
+    return checkpoint.load(source / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
+
+
+def load_weights(model: nn.Module, found: checkpoint.Checkpoint, inventory: Inventory | None = None) -> None:
+    """Give `model` the weights of a checkpoint of another run.
+
+    Args:
+        inventory: of the whole model, of which `model` is a part.
+
+    Raises:
+        UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
+    """
+    try:
+        saved = restored(found, model, inventory=inventory)["model"]
+        if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
+            raise TypeError("they are no tensors by name")
+    except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError) as error:
+        raise UserError(f"init: {found.path} holds no weights: {error}") from error
+    own = model.state_dict()
+    problems = [
+        f"{name} is {_shape(saved[name])} there and {_shape(own[name])} here"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    problems += [f"{name} is missing there" for name in own if name not in saved]
+    problems += [f"{name} has no place here" for name in saved if name not in own]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the "
+            "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
+        )
+    try:
+        check_model(model, saved)
+    except ValueError as error:
+        raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
+    model.load_state_dict(saved)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"

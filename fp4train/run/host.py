@@ -1,4 +1,4 @@
-"""The host process during a training run: Python's garbage collector, glibc's allocator, and the memory that is used.
+"""The host process of a run: Python's garbage collector, glibc's allocator, its memory, and the record of its machine.
 
 Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
 Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
@@ -14,10 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import platform
+import re
 import resource
+import socket
 import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from fp4train import __version__
+from fp4train.hardware import Device, driver_version
 
 STEPS: int = 10
 """Steps between two collections."""
@@ -77,3 +87,48 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return all([bool(mallopt(parameter, value)) for parameter, value in _SETTINGS])
+
+
+PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
+"""Whose versions change what a run computes, or how fast."""
+
+
+def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str, Any]:
+    """Plain JSON values.
+
+    Args:
+        device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have equal data.
+        ranks: how many processes train together.
+    """
+    versions = {"fp4train": __version__, "python": platform.python_version()}
+    versions |= {name: found for name in PACKAGES if (found := _version(name)) is not None}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    if (driver := driver_version()) is not None:
+        versions["driver"] = driver
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(Device.of(device)),
+        "ranks": ranks,
+        "data": fingerprint,
+        "versions": versions,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or "unknown"

@@ -14,7 +14,7 @@ from fp4train.errors import UserError
 from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history
+from fp4train.run.record import journal
 
 _log = logging.getLogger(__name__)
 
@@ -124,13 +124,13 @@ def _differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> 
 
 def _check_edits(run: Path, saved: DictConfig) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
-    recorded = history.configuration(history.read_history(run))
+    recorded = journal.configuration(journal.read_journal(run))
     if recorded is None:
         if run_directory.identity(run) is not None:
             missing = run / run_directory.HISTORY
             _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
         return
-    edits = history.changes(recorded, history.flat(plain(saved)))
+    edits = journal.changes(recorded, journal.flat(plain(saved)))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
         if (name := key.removeprefix("parallel.")) in DROPPED:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.backends import LAYER_BACKENDS
+from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
 from fp4train.config.binding import bind
-from fp4train.data import Feed, Loader
+from fp4train.data.loader import Feed, Loader
 from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
@@ -30,11 +31,13 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
-from fp4train.run.record.requests import Inbox
-from fp4train.run.record.swaps import Entry
+from fp4train.run.observe import reset_oscillating
+from fp4train.run.record.inbox import Inbox
+from fp4train.run.record.journal import Entry, Journal
 from fp4train.run.restored import restored
-from fp4train.run.step_graph import StepGraph
+from fp4train.run.step import EagerSteps, StepRunner
 from fp4train.run.supervise.divergence import Divergence
+from fp4train.run.supervise.ledger import Step
 from fp4train.run.supervise.saving import Saver
 from fp4train.track import Tracker
 
@@ -47,9 +50,8 @@ class Run:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         identity: the random number that the run's parts carry.
-        history: the sum of the last record of its history.
-        swaps: the record of swaps.
-        torn: the weights are being updated; an exception now leaves them between two steps.
+        swaps: those that the journal has.
+        mid_update: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
             ones after it change none either. None: all that were read were good.
         weak_gradient: it was said that the gradient is lost in quantisation noise.
@@ -75,9 +77,8 @@ class Run:
     fingerprint: str
     folder: Folder
     identity: str = ""
-    history: str = ""
     swaps: list[Entry] = field(default_factory=list)
-    torn: bool = False
+    mid_update: bool = False
     failed: torch.Tensor | None = None
     weak_gradient: bool = False
     saved_config: bytes | None = None
@@ -88,10 +89,17 @@ class Run:
     def __post_init__(self) -> None:
         self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
+        self.journal = Journal(self.folder, None)
+        """The lead's; empty on other ranks, and before the run begins."""
         self.feed = Feed(self.train_data, self.device)
         self.divergence = Divergence()
-        self.graph: StepGraph | None = None
-        """Records and replays the steps; None: the host queues every kernel."""
+        self.runner: StepRunner = EagerSteps(self)
+        self._regions: list[tuple[LayerBackend, list[Table]]] = []
+
+    @cached_property
+    def hooks(self) -> list[Callable[[Run, Step], None]]:
+        """What is called with each step after it is queued, for what the configuration turns on."""
+        return [reset_oscillating] if self.config.oscillation.every else []
 
     @property
     def policy(self) -> LayerPolicy:
@@ -136,25 +144,26 @@ class Run:
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
         for module in self.linears():
-            module.hold(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+        tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
+        self._regions = [(backend, each) for backend, each in tables if each]
 
     def region(self) -> AbstractContextManager[object]:
-        """What the backends of the current stretch need around a forward pass."""
-        stretch, stack = self.plan.at(self.step), ExitStack()
-        for name, backend in LAYER_BACKENDS.items():
-            if tables := stretch.tables(name):
-                stack.enter_context(backend.region(tables))
+        """What the backends of the stretch that is applied need around a forward pass."""
+        stack = ExitStack()
+        for backend, tables in self._regions:
+            stack.enter_context(backend.region(tables))
         return stack
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Where every module runs by itself and no step is recorded, so that hooks see all tensors."""
-        graph, self.graph = self.graph, None
+        runner, self.runner = self.runner, EagerSteps(self)
         try:
             with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
                 yield
         finally:
-            self.graph = graph
+            self.runner = runner
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -206,7 +215,7 @@ class Run:
             "good_steps": self.good_steps,
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
-            "history": self.history,
+            "history": self.journal.last,
             "swaps": self.swaps,
             "divergence": asdict(self.divergence),
         }

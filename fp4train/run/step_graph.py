@@ -27,34 +27,21 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fp4train.data.loader import Rows
 from fp4train.errors import UserError
+from fp4train.nn.executors import why_no_graph
+from fp4train.precision import Recipe
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.quantize.random import write_step_counters
-from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.transform import Hadamard
+from fp4train.run.step import EagerSteps, Queued, Scaling
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 T = TypeVar("T")
-Rows = tuple[Tensor, Tensor]
-"""Tokens and targets of a microbatch."""
-Scaling = dict[str, dict[str, Tensor]]
 
 WARM_UP = 3
 """Steps that run eagerly before one is recorded."""
-_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-
-
-class Queued(NamedTuple):
-    """What a step that is queued leaves on the device."""
-
-    names: list[str]
-    """The parameters that have gradients."""
-    numbers: Tensor
-    """Mean loss, norm of all gradients, norm of each."""
-    norms: Tensor
-    """That of this rank's part of each gradient."""
 
 
 class Recorder(Protocol):
@@ -110,15 +97,15 @@ class _Recorded(NamedTuple):
     failed: Tensor
 
 
-class StepGraph:
-    """Runs the steps of `run`: eagerly at first, then recorded.
+class RecordedSteps:
+    """Queues the steps of `run`: eagerly at first, then recorded.
 
     Args:
         recorder: makes the recorder of a graph; another than `CudaRecorder` emulates one in tests.
     """
 
     def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
-        self.run, self._make = run, recorder
+        self.run, self._eager, self._make = run, EagerSteps(run), recorder
         self._of: PlannedStretch | None = None
         self._recorder: Recorder | None = None
         self._warm = 0
@@ -126,12 +113,11 @@ class StepGraph:
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
         self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
 
-    def step(self, rows: Iterable[Rows], work: Callable[[Iterable[Rows]], Queued]) -> Queued:
-        """Queue the step that `run.step` is at.
+    def scaling(self) -> Scaling:
+        return _copy_of(self.run.scaling())  # a recorded step writes into the tensors themselves
 
-        Args:
-            rows: the microbatches of the step.
-            work: queues a step on such rows; it does the same for every step of a stretch of the plan.
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """Queue the step that `run.step` is at.
 
         Raises:
             UserError: the step cannot be recorded. The weights are as they were before it then.
@@ -144,10 +130,10 @@ class StepGraph:
         if self._recorded is None and self._warm < WARM_UP:
             self._warm += 1
             with self._on_the_device():  # so that the kernels which read these numbers are compiled and loaded
-                return self._recorder.warm_up(lambda: work(rows))
+                return self._recorder.warm_up(lambda: self._eager.step(recipe, rows))
         batch = list(rows)
         if self._recorded is None:
-            self._recorded = self._record(self._recorder, batch, work)
+            self._recorded = self._record(self._recorder, recipe, batch)
         return self._replay(self._recorded, batch)
 
     def drop(self) -> None:
@@ -162,15 +148,15 @@ class StepGraph:
         if (before.recipe, before.layers) != (stretch.recipe, stretch.layers):
             self.drop()
 
-    def _record(self, recorder: Recorder, batch: list[Rows], work: Callable[[Iterable[Rows]], Queued]) -> _Recorded:
+    def _record(self, recorder: Recorder, recipe: Recipe, batch: list[Rows]) -> _Recorded:
         run = self.run
         inputs = [(tokens.clone(), targets.clone()) for tokens, targets in batch]
         failed_before = torch.zeros((), dtype=torch.bool, device=run.device)
-        failed, scaling = run.failed, copy_of(run.scaling())
+        failed, scaling = run.failed, _copy_of(run.scaling())
 
         def step() -> tuple[Queued, Tensor]:
             run.failed = failed_before
-            queued = work(inputs)
+            queued = self._eager.step(recipe, inputs)
             assert run.failed is not None
             _write(run.scaling(), scaling)
             return queued, run.failed
@@ -182,7 +168,7 @@ class StepGraph:
                 queued, failed_after = recorder.record(step)
         except RuntimeError as error:
             self.drop()
-            run.torn, run.failed = False, failed  # nothing has run
+            run.mid_update, run.failed = False, failed  # nothing has run
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -220,15 +206,14 @@ class StepGraph:
         if any(recorded.scaling.values()):
             _write(run.scaling(), recorded.scaling)  # what a step outside of the graph has entered
             run.load_scaling(recorded.scaling)
-        run.torn = True
+        run.mid_update = True
         recorded.recorder.replay()
         run.failed = recorded.failed
         # The next replay overwrites them, and a step's numbers are read after that.
-        queued = recorded.queued
-        return Queued(queued.names, queued.numbers.clone(), queued.norms.clone())
+        return recorded.queued._replace(numbers=recorded.queued.numbers.clone())
 
 
-def copy_of(scaling: Scaling) -> Scaling:
+def _copy_of(scaling: Scaling) -> Scaling:
     """The same values in memory of their own."""
     return {layer: {name: each.clone() for name, each in state.items()} for layer, state in scaling.items()}
 
@@ -285,21 +270,4 @@ def why_not(stretch: PlannedStretch) -> str | None:
     """Why a step of `stretch` depends on the host; None if it can be recorded."""
     if stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    for name, layer in stretch.layers.items():
-        if layer.has_outliers and layer.quantised:
-            return f"recipe {layer.recipe.name}, {name}: the host counts the steps by which outlier channels are chosen"
-        for gemm in layer.gemms:
-            for operand, spec in zip(_OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
-                if spec is None:
-                    continue
-                where = f"recipe {layer.recipe.name}, {name}, operand {operand} of {gemm.name}"
-                if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
-                    return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-                if isinstance(spec.hadamard, Rotation):
-                    return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
-                if gemm.backend == "te" and spec.delayed is not None:
-                    return (
-                        f"{where}: delayed scaling on backend=te updates its histories on the host; with "
-                        "backend=emulate or native they are fp4train's, which can be recorded"
-                    )
-    return None
+    return next(filter(None, map(why_no_graph, stretch.layers.values())), None)

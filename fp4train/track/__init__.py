@@ -2,9 +2,8 @@
 
 from fp4train.track.config import JsonlTracking, NoTracking, TensorBoardTracking, WandbTracking
 from fp4train.track.metrics import MetricsLog, mend, read_metrics
-from fp4train.track.queued import Queued
 from fp4train.track.statistics import STATISTICS, Columns, Statistics, read_statistics
-from fp4train.track.tracker import NullTracker, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
 
 __all__ = [

@@ -4,7 +4,7 @@ Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume,
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
-from fp4train.track.queued import Queued
 from fp4train.track.tensorboard import TensorBoardTracker
-from fp4train.track.tracker import NullTracker, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
 from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
@@ -46,17 +45,27 @@ class Tracking(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlTracking:
-    """RUN/metrics.jsonl only."""
+    """RUN/metrics.jsonl only; a subclass may name a service beside it."""
 
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Tracker:
         """Lines after `resume_step` are dropped."""
-        return MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+        metrics = MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+        try:
+            return Trackers(metrics, *self._beside(Path(run_dir), run_name, config, resume_step))
+        except Exception as error:  # not installed, a broken setting, no answer
+            _log.warning("%s is switched off: %s", type(self).__name__.removesuffix("Tracking").lower(), error)
+            return metrics
+
+    def _beside(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
+    ) -> Sequence[Tracker]:
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandbTracking:
+class WandbTracking(JsonlTracking):
     """RUN/metrics.jsonl, and Weights & Biases beside it.
 
     Args:
@@ -78,58 +87,27 @@ class WandbTracking:
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
-    def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
-    ) -> Tracker:
-        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
-        start = partial(
-            WandbTracker,
-            run_dir,
-            run_name,
-            config,
-            project=self.project,
-            entity=self.entity,
-            group=self.group,
-            tags=self.tags,
-            offline=self.mode == "offline",
-            timeout=self.timeout,
-            resumed=resume_step is not None,
-        )
-        return _beside(
-            metrics,
-            "wandb",
-            partial(
-                Queued,
-                start,
-                WandbTracker.__name__,
-                start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
-                finish_seconds=2 * self.timeout + PROBE_SECONDS,
-                abandon=end_service,
-            ),
-        )
+    def _beside(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
+    ) -> Sequence[Tracker]:
+        options = {key: getattr(self, key) for key in ("project", "entity", "group", "tags", "timeout")}
+        options |= {"offline": self.mode == "offline", "resumed": resume_step is not None}
+        start_seconds, finish_seconds = STARTS * self.timeout + IMPORT_SECONDS, 2 * self.timeout + PROBE_SECONDS
+        start = partial(WandbTracker, run_dir, run_name, config, **options)
+        bounds = {"start_seconds": start_seconds, "finish_seconds": finish_seconds}
+        return (Queued(start, WandbTracker.__name__, **bounds, abandon=end_service),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBoardTracking:
+class TensorBoardTracking(JsonlTracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
 
-    def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
-    ) -> Tracker:
-        metrics = JsonlTracking().build(run_dir, run_name, config, resume_step=resume_step)
+    def _beside(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
+    ) -> Sequence[Tracker]:
         start = partial(TensorBoardTracker, run_dir, config, resume_step=resume_step)
         name = TensorBoardTracker.__name__
-        queued = partial(Queued, start, name, start_seconds=IMPORT_SECONDS, finish_seconds=FLUSH_SECONDS)
-        return _beside(metrics, "tensorboard", queued)
-
-
-def _beside(metrics: Tracker, name: str, start: Callable[[], Tracker]) -> Tracker:
-    """The metrics, and a service that may fail to start: not installed, a broken setting, no answer."""
-    try:
-        return Trackers(metrics, start())
-    except Exception as error:
-        _log.warning("%s is switched off: %s", name, error)
-        return metrics
+        return (Queued(start, name, start_seconds=IMPORT_SECONDS, finish_seconds=FLUSH_SECONDS),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ Numbers are written in their shortest exact form, so that two runs with equal lo
 import json
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.sealed import Chain, Gap, Rolling, identity, unlike
+from fp4train.sealed import Appended, Chain, Gap, Scanned, cut, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -64,12 +63,15 @@ class MetricsLog:
         self.path = Path(path)
         try:
             with files.parent(self.path, create=True) as (folder, name):
-                self._chain = _repair(folder, name, resume_step)
-                self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-                self._all = Rolling(folder.pieces(name, LIMIT))
+                self._chain, known = Chain(identity(folder) or ""), _whole(folder, name, REMEDY)
+
+                def keep(line: dict[str, Any]) -> bool:
+                    return resume_step is None or line["step"] <= resume_step
+
+                self._all, _ = cut(folder, name, known, lambda each: self._chain.again(each.raw), keep)
+                self._file = Appended(folder, name, self._all.size)
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error}") from error
-        self._written = self._all.size
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
         self._behind = self._full = False
@@ -88,7 +90,7 @@ class MetricsLog:
         """
         if not self._worker.wait(END_SECONDS):
             raise TimeoutError(f"{self.path} is not written after {END_SECONDS:g} s")
-        os.fsync(self._descriptor)
+        self._file.sync()
         self._statistics.sync()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -96,16 +98,11 @@ class MetricsLog:
 
         Never raises for the disk: where it is full, that is reported once and the lines wait for the next call.
         """
-        if reserved := [key for key in RESERVED if key in values]:
-            raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
-        self._append({"step": step, **values})
+        self._append({"step": step}, values)
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
         """Append a line about something that happened: swap, resume, phase, guard, ..."""
-        values = values or {}
-        if reserved := [key for key in RESERVED if key in values]:
-            raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
-        self._append({"step": step, "event": event, **values})
+        self._append({"step": step, "event": event}, values or {})
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Tables (the plan) are files of their own in the run directory, not metrics."""
@@ -124,10 +121,12 @@ class MetricsLog:
         if not self._worker.leave(END_SECONDS) or self._waiting:
             _log.error("%s: %d lines are lost, they could not be written", self.path, len(self._waiting))
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
+        if reserved := [key for key in RESERVED if key in values]:
+            raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
         if not self._open:
             raise ValueError(f"{self.path} is finished; nothing can be logged any more")
-        data = self._chain.seal(_dump(line))
+        data = self._chain.seal(_dump({**head, **values}))
         self._all.add(data)
         self._waiting.append(data)
         if self._behind and self._worker.wait(0):
@@ -145,7 +144,7 @@ class MetricsLog:
         failing = self._full
         try:
             while self._waiting:
-                self._write(self._waiting[0])
+                self._file.write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
             self._full = True
@@ -156,23 +155,13 @@ class MetricsLog:
             if failing:
                 _log.warning("%s can be written again; nothing is lost", self.path)
 
-    def _write(self, data: bytes) -> None:
-        written = 0
-        try:
-            while written < len(data):  # a nearly full disk takes a part first, then refuses
-                written += os.write(self._descriptor, data[written:])
-        except BaseException:
-            os.ftruncate(self._descriptor, self._written)
-            raise
-        self._written += len(data)
-
     def _close(self) -> None:
         self._flush()
         self._statistics.close()
         try:
-            os.fsync(self._descriptor)
+            self._file.sync()
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
 
 REMEDY = "resuming the run leaves it out and keeps the file as it is beside"
@@ -191,7 +180,7 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
     path = Path(path)
     try:
         with files.parent(path) as (folder, name):
-            return [line for _, line in _lines(folder, name, remedy)]
+            return [each.value for each in _whole(folder, name, remedy)]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -213,17 +202,30 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     Raises:
         UserError: a file cannot be read or written.
     """
-    found: list[str] = []
+    steps: set[int] = set()
+
+    def keep(line: dict[str, Any]) -> bool:
+        steps.update([line["step"]] if "event" not in line else ())
+        return True
+
     try:
         with files.parent(path) as (folder, name):
             changed = unlike(folder, name, mark, LIMIT)
-            steps = _mended(folder, name, found) if folder.status(name) is not None else set()
-            if changed:
-                found.append(f"the file {changed} since the checkpoint of step {resume_step}")
-                if missing := _missing(steps, resume_step):
-                    found.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
+            # The lines may be those of the run that this one is a branch of: the first one may follow any.
+            known, anew = _scan(folder, name, Chain()), Chain(identity(folder) or "")
+            _, wrong = cut(folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    found = [
+        f"line {each.number} was damaged and is left out"
+        if each.value is None
+        else f"lines before line {each.number} are missing"
+        for each in wrong
+    ]
+    if changed:
+        found.append(f"the file {changed} since the checkpoint of step {resume_step}")
+        if missing := _missing(steps, resume_step):
+            found.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
     return found
 
 
@@ -236,61 +238,43 @@ def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
     return first, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
-def _mended(folder: Folder, name: str, found: list[str]) -> set[int]:
-    """Leave the whole lines of a log, chained to the run beside it, which may be a branch of the one that wrote them.
-
-    Adds what was wrong to `found`, and gives the steps that it has.
-    """
-    chain, anew = Chain(), Chain(identity(folder) or "")
-    kept: list[bytes] = []
-    steps: set[int] = set()
-    damaged, same = 0, True
+def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
+    """The lines; not the torn end of one, nor a damaged last one, of which a warning is given."""
+    damaged: Scanned | None = None
     for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
-        if damaged:
-            found.append(f"line {damaged} was damaged and is left out")
-        damaged = 0
-        try:
-            try:
-                line = _parsed(raw, chain)
-            except Gap:
-                line = _parsed(raw, chain)
-                found.append(f"lines before line {number} are missing")
-        except (ValueError, RecursionError):
-            damaged, same = number, False  # if it is the last one, a kill may have torn it
-            continue
-        kept.append(anew.again(raw))
-        same = same and kept[-1] == raw
-        if "event" not in line:
-            steps.add(line["step"])
-    if found:
-        folder.write(f"{name}.damaged", folder.pieces(name, LIMIT))
-    if not same:
-        folder.write(name, kept)
-    return steps
-
-
-def _lines(folder: Folder, name: str, remedy: str = REMEDY) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(raw, parsed) of each whole line. Only the end may be torn: the part after the last newline, or the last line."""
-    path, chain = folder.path / name, Chain(identity(folder))
-    damaged: tuple[int, bytes, Exception] | None = None
-    for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
-        torn = not raw.endswith(b"\n")
+        torn, why = not raw.endswith(b"\n"), ""
         if torn and len(raw) < files.LINE:
             break
         if damaged is not None:
-            raise UserError(f"{path}, line {damaged[0]}: not a line of metrics ({damaged[2]}); {remedy}")
+            yield damaged
+            damaged = None
         try:
             if torn:
                 raise ValueError(f"it has more than {files.LINE:,} bytes")
-            line = _parsed(raw, chain)
-        except Gap as error:
-            raise UserError(f"{path}, line {number}: {error}; {remedy}") from error
+            try:
+                line = _parsed(raw, chain)
+            except Gap as error:
+                line, why = _parsed(raw, chain), str(error)
         except (ValueError, RecursionError) as error:
-            damaged = number, raw, error
+            damaged = Scanned(number, raw, None, str(error) or type(error).__name__)
             continue
-        yield raw, line
-    if damaged is not None and damaged[1].strip(b"\0\n"):  # a power cut may leave zeros for data
-        _log.warning("%s, line %d, the last one, is damaged and left out (%s)", path, damaged[0], damaged[2])
+        yield Scanned(number, raw, line, why)
+    if damaged is not None and damaged.raw.strip(b"\0\n"):  # a power cut may leave zeros for data
+        where = f"{folder.path / name}, line {damaged.number}"
+        _log.warning("%s, the last one, is damaged and left out (%s)", where, damaged.why)
+
+
+def _whole(folder: Folder, name: str, remedy: str) -> Iterator[Scanned]:
+    """The lines of a log with which nothing is wrong.
+
+    Raises:
+        UserError: something is wrong with one.
+    """
+    for each in _scan(folder, name, Chain(identity(folder))):
+        if each.why:
+            why = f"not a line of metrics ({each.why})" if each.value is None else each.why
+            raise UserError(f"{folder.path / name}, line {each.number}: {why}; {remedy}")
+        yield each
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
@@ -326,18 +310,3 @@ def _dump(line: Mapping[str, Any]) -> bytes:
     if nonfinite:
         plain["nonfinite"] = nonfinite
     return json.dumps(plain, allow_nan=False).encode()
-
-
-def _repair(folder: Folder, name: str, resume_step: int | None) -> Chain:
-    """Leave whole lines only, and none after `resume_step`, in a file that has no other name (a hard link); the chain
-    for what follows."""
-    chain = Chain(identity(folder) or "")
-    status = folder.status(name)
-    if status is None:
-        return chain
-    lines = _lines(folder, name)
-    kept = [(raw, chain.again(raw)) for raw, line in lines if resume_step is None or line["step"] <= resume_step]
-    size = sum(len(raw) for raw, new in kept if raw == new)
-    if size != status.st_size or status.st_nlink > 1:
-        folder.write(name, (new for _, new in kept))
-    return chain

@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 
 from fp4train import files
 from fp4train.errors import UserError
-from fp4train.sealed import Rolling, identity
+from fp4train.sealed import Appended, Scanned, cut, identity
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +77,7 @@ class Statistics:
         recipe: name of the recipe that held.
         layers, names: what the tables' indices stand for: layers, operands ("fprop.x").
         operands: rows of `OPERAND`. gradients: rows of `GRADIENT`.
+        after: checksum of the block before, as the block that was read says it; None: it says none, or was not read.
     """
 
     step: int
@@ -86,6 +86,7 @@ class Statistics:
     names: tuple[str, ...]
     operands: NDArray[Any]
     gradients: NDArray[Any]
+    after: int | None = None
 
     def to_bytes(self, after: int) -> bytes:
         """The block; `after`: checksum of the one before."""
@@ -127,25 +128,28 @@ class StatisticsLog:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
-        self._descriptor: int | None = None
-        self._failing = False
+        self._file: Appended | None = None
+        self._failing, self._last = False, 0
+
+        def again(block: Scanned) -> bytes:
+            raw: bytes = block.raw if block.value.after is None else block.value.to_bytes(self._last)
+            self._last = _checksum(raw)
+            return raw
+
+        def keep(block: Statistics) -> bool:
+            return resume_step is None or block.step <= resume_step
+
         try:
             with files.parent(self.path, create=True) as (folder, name):
                 self._last = zlib.crc32((identity(folder) or "").encode())
-                status = folder.status(name)
-                data = b"" if status is None else folder.read(name, LIMIT)
-                kept = []
-                for block in _blocks(data, self.path, None, _log.warning):
-                    if resume_step is None or block.parsed.step <= resume_step:
-                        kept.append(block.raw if block.after is None else block.parsed.to_bytes(self._last))
-                        self._last = _checksum(kept[-1])
-                self._all = Rolling(kept)
-                if status is not None and (status.st_nlink > 1 or self._all.mark() != Rolling((data,)).mark()):
-                    folder.write(name, kept)
+                data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
+                self._all, wrong = cut(folder, name, _blocks(data, None), again, keep)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {error}; move it away to go on without what was measured"
             ) from error
+        for each in wrong:
+            _log.warning("%s: %s", self.path, each.why)
         self.mark = self._all.mark()
         """Of what is written, for the next checkpoint."""
 
@@ -155,15 +159,11 @@ class StatisticsLog:
         try:
             if self._all.size + len(data) > LIMIT:
                 raise OSError(errno.EFBIG, f"it has {LIMIT:,} bytes")
-            if self._descriptor is None:
+            if self._file is None:
                 with files.parent(self.path) as (folder, name):
-                    self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                    self._file = Appended(folder, name, self._all.size)
                     folder.sync()
-            try:
-                files.write_all(self._descriptor, data)
-            except BaseException:
-                os.ftruncate(self._descriptor, self._all.size)
-                raise
+            self._file.write(data)
             self._all.add(data)
             self._last, self.mark = _checksum(data), self._all.mark()
             self._failing = False
@@ -174,14 +174,14 @@ class StatisticsLog:
 
     def sync(self) -> None:
         """Make what is written durable."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        if self._file is not None:
+            self._file.sync()
 
     def close(self) -> None:
         """A second call does nothing."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> Columns:
@@ -202,7 +202,11 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     first = None if own is None else zlib.crc32(own.encode())
-    blocks = [each.parsed for each in _blocks(data, path, first, say)]
+    blocks: list[Statistics] = []
+    for each in _blocks(data, first):
+        if each.why:
+            say(f"{path}: {each.why}")
+        blocks += [] if each.value is None else [each.value]
     rows = sum(len(each.operands) + len(each.gradients) for each in blocks)
     longest = max((len(name) for each in blocks for name in (each.recipe, *each.layers, *each.names)), default=0)
     if 4 * rows * longest > LIMIT:
@@ -230,39 +234,28 @@ def _columns(tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """A whole block as it is in the file; `after`: what it says of the block before."""
-
-    raw: bytes
-    parsed: Statistics
-    after: int | None
-
-
-def _blocks(data: bytes, path: Path, first: int | None, say: Callable[[str], object]) -> Iterator[_Block]:
-    """The whole blocks. What is damaged is skipped up to the next block; a torn end is left out. Linear in the file.
+def _blocks(data: bytes, first: int | None) -> Iterator[Scanned]:
+    """The blocks. What is damaged is skipped up to the next one; a torn end is left out. Linear in the file.
 
     Args:
         first: what the first block comes after; None: not compared.
-        say: takes a sentence for what is damaged or missing.
     """
     at, before, left = 0, first, _FREE + 4 * len(data)
     while 0 <= at < len(data):
-        if (found := _block(data, at)) is not None:
-            if found.after is not None and before is not None and found.after != before:
-                say(f"{path}: measured steps before step {found.parsed.step} are missing, or it is of another run")
-            before = _checksum(found.raw)
-            yield found
-            at += len(found.raw)
+        raw = data[at : at + _claimed(data, at)]
+        if (block := _block(raw)) is not None:
+            gone = None not in (block.after, before) and block.after != before
+            why = f"measured steps before step {block.step} are missing, or it is of another run" if gone else ""
+            yield Scanned(0, raw, block, why)
+            at, before = at + len(raw), _checksum(raw)
             continue
         following = data.find(_MAGIC, at + 1)
-        while following >= 0 and left > 0 and _block(data, following) is None:
+        while following >= 0 and left > 0 and _block(data[following : following + _claimed(data, following)]) is None:
             left -= _claimed(data, following) + _TRY
             following = data.find(_MAGIC, following + 1)
         if following >= 0:
-            end = following if left > 0 else len(data)
-            say(f"{path}: {end - at} bytes at {at} are damaged and left out")
-            following = end
+            following = following if left > 0 else len(data)
+            yield Scanned(0, b"", None, f"{following - at} bytes at {at} are damaged and left out")
         at, before = following, None
 
 
@@ -279,8 +272,8 @@ def _claimed(data: bytes, at: int) -> int:
     return end - at if magic == _MAGIC and end <= len(data) else 0
 
 
-def _block(data: bytes, at: int) -> _Block | None:
-    raw = data[at : at + _claimed(data, at)]
+def _block(raw: bytes) -> Statistics | None:
+    """What a block holds; None: it is none."""
     if not raw or zlib.crc32(memoryview(raw)[_HEAD.size :]) != _checksum(raw):
         return None
     _, first, second, *_ = _HEAD.unpack_from(raw)
@@ -292,20 +285,20 @@ def _block(data: bytes, at: int) -> _Block | None:
             if any(dtype[name].kind != known[name].kind for name in known.names or ()):
                 return None
         operands, gradients = np.frombuffer(raw[begin:middle], dtypes[0]), np.frombuffer(raw[middle:], dtypes[1])
-        names = {key: tuple(map(str, head[key])) for key in ("layers", "names")}
         parsed = Statistics(
             step=np.int64(head["step"]).item(),
             recipe=str(head["recipe"]),
             operands=operands,
             gradients=gradients,
-            **names,
+            after=None if head.get("after") is None else int(str(head["after"]), 16),
+            layers=tuple(map(str, head["layers"])),
+            names=tuple(map(str, head["names"])),
         )
         for rows in (operands, gradients):
             if len(rows) and int(rows["layer"].max()) >= len(parsed.layers):
                 return None
         if len(operands) and int(operands["operand"].max()) >= len(parsed.names):
             return None
-        after = None if head.get("after") is None else int(str(head["after"]), 16)
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
-    return _Block(raw=raw, parsed=parsed, after=after)
+    return parsed

@@ -9,10 +9,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fp4train import files
 from fp4train.track.statistics import Statistics
+from fp4train.track.tracker import spreads
 
 FOLDER = "tensorboard"
 
@@ -54,11 +53,8 @@ class TensorBoardTracker:
         self._text(name, "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines), 0)
 
     def log_statistics(self, statistics: Statistics) -> None:
-        rows = statistics.operands
-        for name in ("sqnr_db", "underflow", "saturation", "kurtosis"):
-            finite = rows[name][np.isfinite(rows[name])]
-            if len(finite):
-                self._writer.add_histogram(f"histogram/{name}", finite, statistics.step)
+        for name, values in spreads(statistics):
+            self._writer.add_histogram(f"histogram/{name}", values, statistics.step)
 
     def finish(self, exit_code: int = 0) -> None:
         self._writer.close()

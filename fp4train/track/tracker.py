@@ -1,12 +1,26 @@
-"""What the training loop talks to, and the combination that keeps a failing service away from it."""
+"""What the training loop talks to. Services beside the metrics are kept away from it: none stalls or ends a run.
+
+`Trackers` leaves a service out that fails. `Queued` calls one in a thread of its own: every wait of the caller is
+bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or at
+the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
+"""
 
 import logging
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from fp4train.track.statistics import Statistics
+from fp4train.worker import Worker
+
+SPREAD = ("sqnr_db", "underflow", "saturation", "kurtosis")
+"""The statistics of operands that are shown as histograms."""
 
 _log = logging.getLogger(__name__)
+
+CAPACITY = 10_000
 
 
 class Tracker(Protocol):
@@ -28,21 +42,45 @@ class Tracker(Protocol):
         """End the run, within seconds; a second call does nothing."""
 
 
-class NullTracker:
+class Relay(ABC):
+    """A tracker that hands all calls on."""
+
+    @abstractmethod
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        kept = dict(values)
+        self._relay(lambda tracker: tracker.log(step, kept))
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
+        kept = dict(values or {})
+        self._relay(lambda tracker: tracker.log_event(step, event, kept))
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._relay(lambda tracker: tracker.log_table(name, columns, rows))
+
+    def log_statistics(self, statistics: Statistics) -> None:
+        self._relay(lambda tracker: tracker.log_statistics(statistics))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._relay(lambda tracker: tracker.finish(exit_code))
+
+
+def spreads(statistics: Statistics) -> Iterator[tuple[str, Any]]:
+    """The finite values of each statistic of `SPREAD` that has some, over layers and operands."""
+    for name in SPREAD:
+        values = statistics.operands[name]
+        if len(finite := values[np.isfinite(values)]):
+            yield name, finite
+
+
+class NullTracker(Relay):
     """Keeps nothing."""
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None: ...
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
-
-    def log_statistics(self, statistics: Statistics) -> None: ...
-
-    def finish(self, exit_code: int = 0) -> None: ...
+    def _relay(self, call: Callable[[Tracker], None]) -> None: ...
 
 
-class Trackers:
+class Trackers(Relay):
     """One tracker that matters and others beside it.
 
     What the first raises reaches the caller. One of the others that raises is reported once and left out from then on.
@@ -52,28 +90,6 @@ class Trackers:
         self._first = first
         self._others = list(others)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._first.log(step, values)
-        self._each(lambda tracker: tracker.log(step, values))
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
-        self._first.log_event(step, event, values)
-        self._each(lambda tracker: tracker.log_event(step, event, values))
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._first.log_table(name, columns, rows)
-        self._each(lambda tracker: tracker.log_table(name, columns, rows))
-
-    def log_statistics(self, statistics: Statistics) -> None:
-        self._first.log_statistics(statistics)
-        self._each(lambda tracker: tracker.log_statistics(statistics))
-
-    def finish(self, exit_code: int = 0) -> None:
-        try:
-            self._first.finish(exit_code)
-        finally:
-            self._each(lambda tracker: tracker.finish(exit_code))
-
     def mark(self) -> dict[str, int | str] | None:
         """What the first one has written by now, see `MetricsLog.mark`."""
         return mark(self._first)
@@ -82,17 +98,102 @@ class Trackers:
         """Make what the first one has written durable."""
         sync(self._first)
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._others):
-            try:
-                call(tracker)
-            except Exception as error:  # whatever a service's client may raise
-                self._others.remove(tracker)
-                _log.warning("%s failed and is switched off: %s", type(tracker).__name__, error)
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(self._first)
+        finally:
+            for tracker in list(self._others):
                 try:
-                    tracker.finish(1)
-                except Exception as second:
-                    _log.debug("%s could not be finished either: %s", type(tracker).__name__, second)
+                    call(tracker)
+                except Exception as error:  # whatever a service's client may raise
+                    self._others.remove(tracker)
+                    _switch_off(tracker, type(tracker).__name__, error)
+
+
+class Queued(Relay):
+    """Carries out a tracker's calls in a thread.
+
+    Args:
+        start: makes the tracker; called in the thread.
+        name: what messages call it.
+        start_seconds: how long to wait for `start`; finish_seconds: for what is left in the queue at the end.
+        abandon: called where the tracker does not answer; frees what would block the end of the process.
+
+    Raises:
+        TimeoutError: `start` did not return in time.
+        Exception: whatever `start` raised.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Tracker],
+        name: str,
+        *,
+        start_seconds: float,
+        finish_seconds: float,
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.inner: Tracker | None = None
+        self._start, self._finish_seconds, self._abandon = start, finish_seconds, abandon
+        self._raised: list[Exception] = []
+        self._dropped, self._over = 0, False
+        self._worker = Worker(name, self._failed, capacity=CAPACITY)
+        self._worker.put(self._begin)
+        in_time = self._worker.wait(start_seconds)
+        if in_time and not self._raised:
+            return
+        self._over = True
+        self._worker.leave()
+        if in_time:
+            raise self._raised[0]
+        abandon()
+        raise TimeoutError(f"it did not start within {start_seconds:g} s")
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Wait for what is queued, within bounds; a second call does nothing."""
+        if not self._over:
+            super().finish(exit_code)
+            if not self._worker.leave(seconds := self._finish_seconds):
+                text = "%s does not answer and is left behind after %g s; the metrics log is whole"
+                _log.warning(text, self.name, seconds)
+                self._abandon()
+        self._over = True
+        if self._dropped:
+            text = "%s was too slow: %d lines did not reach it; the metrics log is whole"
+            _log.warning(text, self.name, self._dropped)
+            self._dropped = 0
+
+    def _relay(self, call: Callable[[Tracker], None]) -> None:
+        def act() -> None:
+            if self.inner is not None and not self._over:
+                call(self.inner)
+
+        if not self._over and not self._worker.put(act):
+            if not self._dropped:
+                _log.warning("%s does not keep up: lines are left out there, the metrics log has them", self.name)
+            self._dropped += 1
+
+    # -- the thread's ---------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.inner = self._start()
+
+    def _failed(self, error: Exception) -> None:
+        """Whatever a service's client may raise."""
+        if self.inner is None:
+            self._raised.append(error)
+        elif not self._over:
+            self._over = True
+            _switch_off(self.inner, self.name, error)
+
+
+def _switch_off(tracker: Tracker, name: str, error: Exception) -> None:
+    _log.warning("%s failed and is switched off: %s", name, error)
+    try:
+        tracker.finish(1)
+    except Exception as second:
+        _log.debug("%s could not be finished either: %s", name, second)
 
 
 def mark(tracker: Tracker) -> dict[str, int | str] | None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from fp4train import files
 from fp4train.track.statistics import Statistics
+from fp4train.track.tracker import SPREAD, spreads
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +42,10 @@ class WandbTracker:
         run_dir: wandb writes below RUN/wandb.
         run_name: the run's name in the charts.
         config: the resolved configuration.
-        project, entity, group, tags: as in `wandb.init`.
         offline: do not even try to go online.
         timeout: seconds to wait for the server at the start, and again for the upload at the end.
         resumed: continue the run whose id is in the run directory.
+        named: project, entity, group and tags, as in `wandb.init`.
     """
 
     def __init__(
@@ -53,13 +54,10 @@ class WandbTracker:
         run_name: str,
         config: Mapping[str, Any],
         *,
-        project: str,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: tuple[str, ...] = (),
         offline: bool = False,
         timeout: float = 5.0,
         resumed: bool = False,
+        **named: Any,
     ) -> None:
         import wandb
 
@@ -76,10 +74,6 @@ class WandbTracker:
                 id=run_id,
                 resume="allow",
                 name=run_name,
-                project=project,
-                entity=entity,
-                group=group,
-                tags=list(tags),
                 config=dict(config),
                 allow_val_change=True,
                 settings=wandb.Settings(
@@ -90,6 +84,7 @@ class WandbTracker:
                     finish_timeout=timeout,
                     finish_timeout_raises=True,
                 ),
+                **named,
             )
 
         settings = wandb.setup().settings
@@ -112,21 +107,9 @@ class WandbTracker:
         if self._run is None:
             self._run = start("offline")
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
-            _log.log(
-                logging.INFO if expected else logging.WARNING,
-                "wandb is offline (%s); send the run later with:\n  wandb sync %s",
-                why_offline,
-                self._local(),
-            )
+            later = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
+            _log.log(logging.INFO if expected else logging.WARNING, later, why_offline, self._local())
         self._run.define_metric("*", step_metric="step")
-
-    @property
-    def online(self) -> bool:
-        return not self._run.offline
-
-    @property
-    def run_id(self) -> str:
-        return str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **values})
@@ -143,25 +126,14 @@ class WandbTracker:
         """Histograms over layers and operands, and the ten worst operands; the metrics have the summary."""
         import wandb
 
-        rows = statistics.operands
-        values: dict[str, Any] = {
-            f"histogram/{name}": wandb.Histogram(rows[name][np.isfinite(rows[name])])
-            for name in ("sqnr_db", "underflow", "saturation", "kurtosis")
-            if np.isfinite(rows[name]).any()
-        }
-        shown = ("sqnr_db", "underflow", "saturation", "kurtosis", "amax")
-        values["worst operands"] = wandb.Table(
-            columns=["layer", "operand", *shown],
-            data=[
-                [
-                    statistics.layers[row["layer"]],
-                    statistics.names[row["operand"]],
-                    *(float(row[name]) for name in shown),
-                ]
-                for row in rows[np.argsort(rows["sqnr_db"])][:10]
-            ],
-        )
-        self._run.log({"step": statistics.step, **values})
+        rows, shown = statistics.operands, (*SPREAD, "amax")
+        drawn = {f"histogram/{name}": wandb.Histogram(values) for name, values in spreads(statistics)}
+        data = [
+            [statistics.layers[row["layer"]], statistics.names[row["operand"]], *(float(row[name]) for name in shown)]
+            for row in rows[np.argsort(rows["sqnr_db"])][:10]
+        ]
+        worst = wandb.Table(columns=["layer", "operand", *shown], data=data)
+        self._run.log({"step": statistics.step, **drawn, "worst operands": worst})
 
     def finish(self, exit_code: int = 0) -> None:
         if self._finished:
@@ -170,11 +142,8 @@ class WandbTracker:
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
-            _log.warning(
-                "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb sync %s",
-                self._timeout,
-                self._local(),
-            )
+            rest = "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb sync %s"
+            _log.warning(rest, self._timeout, self._local())
 
     def _local(self) -> Path:
         return Path(self._run.dir).parent

@@ -12,12 +12,12 @@ from typing import Any
 from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, losses
 
 FILES = (
-    *("config.yaml", "metrics.jsonl", "swaps.json", "history.jsonl", "statistics.bin", "plan.txt", "heartbeat.json"),
+    *("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin", "plan.txt", "heartbeat.json"),
     *("checkpoints/*/state.json", "checkpoints/*/tensors.safetensors", "cache/*.bin", "cache/*.json"),
 )
 RANK, SENSITIVITY = "studies/rank/rank.json", "studies/sensitivity/sensitivity.json"
 READ = {
-    **{name: name for name in ("config.yaml", "metrics.jsonl", "swaps.json", "history.jsonl", "statistics.bin")},
+    **{name: name for name in ("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin")},
     **{"state.json": "checkpoints/*/state.json", "tensors.safetensors": "checkpoints/*/tensors.safetensors"},
     **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
     **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
@@ -61,6 +61,7 @@ def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
 
 def read_part(run: Path, kind: str) -> Any:
     """What fp4train reads from the record `kind` of `run`: when it goes on, or when it reports about the run."""
+
     from fp4train import checkpoint
     from fp4train.config.schema import plain
     from fp4train.data import cache
@@ -68,9 +69,8 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.lab.studies.record import StudyRecord
     from fp4train.lab.studies.results import read_studies
     from fp4train.run import resume
-    from fp4train.run.record import directory, history
-    from fp4train.run.record.belonging import check_belongs, lost_records
-    from fp4train.run.record.swaps import read_entries
+    from fp4train.run.record import directory, journal
+    from fp4train.run.record.trust import check_belongs, lost_records
     from fp4train.track.metrics import mend, read_metrics
     from fp4train.track.statistics import read_statistics
 
@@ -98,7 +98,7 @@ def read_part(run: Path, kind: str) -> Any:
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
         resume._check_edits(run, directory.read_config(run))
-        records = history.read_history(run)
+        records = journal.read_journal(run)
         with Folder.open(run) as folder:
             for text in lost_records(folder, start.state, records).values():
                 say(text)
@@ -110,8 +110,6 @@ def read_part(run: Path, kind: str) -> Any:
         for text in mend(run / kind, start.step, start.state.get("metrics")):  # type: ignore[arg-type]
             say(text)
         return read_metrics(run / kind)
-    if kind == "swaps.json":
-        return read_entries(run)
     return start.step, start.state, {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in start.tensors.items()}
 
 

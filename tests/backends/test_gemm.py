@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from prepared import prepared
 
 from fp4train.backends import BACKENDS, Operands, Table, choose, matmul, native
 from fp4train.hardware import Device, find_gpu
@@ -76,7 +77,7 @@ def test_empty_operands_multiply(rows: int, cols: int) -> None:
     for name, specs in {"native": [FP8], "emulate": [None, QuantSpec(), FP8], "reference": [None, QuantSpec()]}.items():
         backend = BACKENDS[name]
         for spec in specs:
-            a, b = (backend.prepare(torch.ones(r, cols), spec) for r in (rows, 5))
+            a, b = (prepared(backend, torch.ones(r, cols), spec) for r in (rows, 5))
             found = backend.product(a, b, out_dtype=torch.bfloat16)
             assert found.shape == (rows, 5)
             assert torch.equal(found, torch.full((rows, 5), float(cols)).bfloat16()), (backend, spec)
@@ -90,7 +91,7 @@ def test_codes_and_decoded_operands_give_the_same_product(spec: QuantSpec) -> No
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(20, 40, generator=generator), torch.randn(24, 40, generator=generator)
     emulate = BACKENDS["emulate"]
-    decoded = emulate.product(emulate.prepare(x, spec), emulate.prepare(w, spec), out_dtype=torch.bfloat16)
+    decoded = emulate.product(prepared(emulate, x, spec), prepared(emulate, w, spec), out_dtype=torch.bfloat16)
     stored = emulate.product(quantize(x, spec), quantize(w, spec), out_dtype=torch.bfloat16)
     assert torch.equal(decoded, stored)
 
@@ -207,8 +208,8 @@ def test_tokens_are_padded_for_scaled_mm_which_changes_no_product(spec: QuantSpe
     scaled, exact = BACKENDS["native"], BACKENDS["reference"]
     for a, b in ((x, w), (w @ x.T, x.T.contiguous())):  # tokens as rows, and as the contraction
         a, b = (a, b) if a.shape[1] == b.shape[1] else (a, torch.randn(16, a.shape[1], generator=generator))
-        found = scaled.product(scaled.prepare(a, spec), scaled.prepare(b, spec), out_dtype=torch.float32)
-        wanted = exact.product(exact.prepare(a, spec), exact.prepare(b, spec), out_dtype=torch.float32)
+        found = scaled.product(prepared(scaled, a, spec), prepared(scaled, b, spec), out_dtype=torch.float32)
+        wanted = exact.product(prepared(exact, a, spec), prepared(exact, b, spec), out_dtype=torch.float32)
         assert found.shape == wanted.shape
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
@@ -225,7 +226,9 @@ def test_scaled_mm_multiplies_the_codes(
     results = {}
     for name in ("native", "emulate", "reference"):
         gemm = BACKENDS[name]
-        results[name] = gemm.product(gemm.prepare(x, first), gemm.prepare(w, second), out_dtype=out_dtype, bias=added)
+        results[name] = gemm.product(
+            prepared(gemm, x, first), prepared(gemm, w, second), out_dtype=out_dtype, bias=added
+        )
     scale = results["reference"].abs().max()
     for name in ("native", "emulate"):
         error = (results[name].double() - results["reference"].double()).abs()

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
-from fp4train.backends import matmul, widened
-from fp4train.backends.emulate import widening
+from fp4train.backends import emulate, matmul, widened
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, FP16, FP32, NVFP4, Recipe, autocast
 from fp4train.quantize import Decoded
@@ -23,13 +22,13 @@ each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.fixture
 def bare_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies neither BF16 nor FP16."""
-    monkeypatch.setattr(widening, "WITHOUT_INSTRUCTIONS", frozenset(HALVES))
+    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset(HALVES))
 
 
 @pytest.fixture
 def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies both."""
-    monkeypatch.setattr(widening, "WITHOUT_INSTRUCTIONS", frozenset())
+    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset())
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from forked import forked
 from torch import Tensor
 
 from fp4train import checkpoint
@@ -421,33 +421,30 @@ def test_a_checkpoint_set_aside_by_a_killed_process_is_found_and_put_back(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["step_00000010", "step_00000020"]
 
 
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from fp4train import checkpoint
-folder, moment = Path(sys.argv[1]), sys.argv[2]
-checkpoint.save(folder, 10, {"w": torch.ones(1000)}, {}, keep=1)
-def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-if moment == "written":
-    checkpoint.writing._replace = die
-elif moment == "half":
-    def half(descriptor, tensors):
+def killed(folder: Path, moment: str) -> None:
+    """Save two checkpoints; a kill at `moment` of the second."""
+    save(folder, 10, {"w": torch.ones(1000)}, {}, keep=1)
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(descriptor: int, tensors: object) -> None:
         os.write(descriptor, b"half")
         die()
-    checkpoint.writing.write_parts = half
-elif moment == "pruning":
-    checkpoint.folder.Folder.remove_folder = lambda self, name: (die() if "step_00000010" in name else None)
-checkpoint.save(folder, 20, {"w": torch.ones(1000)}, {}, keep=1)
-"""
+
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "written":
+            patch.setattr(checkpoint.writing, "_replace", die)
+        elif moment == "half":
+            patch.setattr(checkpoint.writing, "write_parts", half)
+        elif moment == "pruning":
+            patch.setattr(Folder, "remove_folder", lambda self, name: die() if "step_00000010" in name else None)
+        save(folder, 20, {"w": torch.ones(1000)}, {}, keep=1)
 
 
 @pytest.mark.parametrize(("moment", "left"), [("half", 10), ("written", 10), ("pruning", 20)])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, left: int) -> None:
-    root = Path(checkpoint.__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
-    assert child.returncode == -signal.SIGKILL
+    assert forked(lambda: killed(tmp_path, moment)) == -signal.SIGKILL
     assert load(tmp_path).step == left
     assert any(name.startswith(".tmp_") for name in os.listdir(tmp_path))
     save_steps(tmp_path, 30, keep=2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.config import overrides, to_config
+from fp4train.config import composition, overrides, to_config
 from fp4train.errors import UserError
 from fp4train.precision import LayerPolicy
 
@@ -12,9 +12,8 @@ POLICY = "_target_: fp4train.precision.LayerPolicy\nlast: 0\nkeep: ['blocks.0', 
 
 
 def composed(*arguments: str) -> LayerPolicy:
-    given = overrides.with_files(["run.name=a", "run.dir=a", *arguments])
-    overrides.check(given)
-    return to_config(overrides.compose(overrides.with_defaults(given))).policy
+    (made,) = composition.composed(overrides.with_files(["run.name=a", "run.dir=a", *arguments]))
+    return to_config(made.cfg).policy
 
 
 def test_a_file_is_an_option_whose_keys_can_be_set_as_those_of_any_other(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.config import CONFIGS, RECIPES, overrides, plain
+from fp4train.config import CONFIGS, RECIPES, composition, overrides, plain
 from fp4train.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_the_tree_has_no_links() -> None:
 
 def test_every_recipe_is_an_option_of_the_group() -> None:
     for path in RECIPES.glob("*.yaml"):
-        found = plain(overrides.compose([f"recipe={path.stem}", "run.name=x"]))["recipe"]
+        found = plain(composition.compose([f"recipe={path.stem}", "run.name=x"]))["recipe"]
         assert found["_target_"].startswith("fp4train.precision.")
 
 
@@ -40,8 +40,8 @@ def test_a_folder_of_the_users_adds_groups_and_options_and_builds_on_ours(tmp_pa
     )
     assert overrides.groups([tmp_path])["recipe"] == [*overrides.groups()["recipe"], "house"]
     arguments = ["--config-dir", str(tmp_path), "experiment=mine"]
-    overrides.check(arguments)
-    found = plain(overrides.compose(["experiment=mine", "run.name=x"], [tmp_path]))
+    composition.check(arguments)
+    found = plain(composition.compose(["experiment=mine", "run.name=x"], [tmp_path]))
     assert found["recipe"]["hadamard"] is False and found["recipe"]["stochastic_rounding"] is True
     assert found["train"]["steps"] == 7
 
@@ -50,9 +50,9 @@ def test_a_folder_with_neither_options_nor_plugins_is_refused_with_what_is_expec
     (tmp_path / "sysctl.d").mkdir()
     (tmp_path / "sysctl.d/10.yaml").write_text("{}")
     with pytest.raises(UserError, match=r"no options and no plugins: .*recipe/NAME.yaml, in folders named data"):
-        overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+        composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
     (tmp_path / "mylab.py").touch()
-    overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+    composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
 
 
 @pytest.mark.parametrize("option", ["recipe/nvfp4", "model/llama_tiny", "data/tokenizer/bytes"])
@@ -63,7 +63,7 @@ def test_an_option_of_our_name_is_refused_and_not_ignored(tmp_path: Path, option
     with pytest.raises(
         UserError, match=rf"{option}.yaml: fp4train has a {group}={name} already; give the file another"
     ):
-        overrides.check(["--config-dir", str(tmp_path), "train.steps=2"])
+        composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from fp4train.config import foreign, overrides
+from fp4train.config import composition, foreign, overrides
 from fp4train.config.schema import keys, plain
 
 
 def test_every_suggestion_is_a_key_a_group_or_an_option() -> None:
-    have, groups = set(keys(plain(overrides.compose([]), resolve=False))), overrides.groups()
+    have, groups = set(keys(plain(composition.compose([]), resolve=False))), overrides.groups()
     for ours, theirs, _ in foreign.words():
         key, equals, options = ours.partition("=")
         assert key in have or key in groups or not ours or key == "data.path", ours

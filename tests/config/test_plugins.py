@@ -10,7 +10,7 @@ import pytest
 
 from fp4train.config import plugins
 from fp4train.config.binding import bind, complete
-from fp4train.config.targets import check_targets, own_class
+from fp4train.config.plugins import check_targets, own_class
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.optim import Optimizer

@@ -1,8 +1,6 @@
 """Every file of configs/data composes with every tokenizer, binds to its dataclass, and holds its defaults."""
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +54,3 @@ def test_a_tokenizer_is_chosen_within_its_source(source: str, tokenizer: str) ->
     kind, mandatory = TOKENIZERS[tokenizer]
     bound = bind([f"data={source}", *SOURCES[source][1], f"data/tokenizer={tokenizer}", *mandatory])
     assert type(bound.tokenizer) is kind
-
-
-def test_importing_the_package_imports_none_of_the_heavy_libraries() -> None:
-    code = "import sys, fp4train.data; print([m for m in ('datasets', 'tokenizers', 'pyarrow') if m in sys.modules])"
-    root = CONFIGS.parents[1]
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
-    assert result.stdout.strip() == "[]"

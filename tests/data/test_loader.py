@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp4train.data import DataError, Feed, Loader, TokenArray
-from fp4train.data.loader import permute
+from fp4train.data import DataError, Loader, TokenArray
+from fp4train.data.loader import Feed, permute
 
 CPU = torch.device("cpu")
 

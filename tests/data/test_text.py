@@ -96,7 +96,7 @@ def test_a_changed_file_is_tokenised_again_and_has_another_fingerprint(tmp_path:
 def test_every_flipped_byte_of_the_cache_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fp4train.data.digests.CHUNK", 1000)
+    monkeypatch.setattr("fp4train.data.cache.CHUNK", 1000)
     (tmp_path / "a.txt").write_text(LINES * 20)  # longer than the places that a fingerprint looks at
     before = whole(build(tmp_path / "a.txt", tmp_path))
     (tokens,) = (tmp_path / "cache").glob("*.bin")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, TokenData, Tokens, digests
+from fp4train.data import DataError, TokenData, Tokens, cache
 from fp4train.data.tokens import same_data
 
 IDS = np.arange(1000) % 500
@@ -160,10 +160,10 @@ def test_a_file_that_has_not_changed_is_read_once_per_run(tmp_path: Path, monkey
     (np.arange(2000, dtype=np.uint16) % 500).tofile(path)
     first = build(path).fingerprint
     with monkeypatch.context() as patch:
-        patch.setattr(digests, "digests", lambda ids: pytest.fail("it is read again"))
+        patch.setattr(cache, "digests", lambda ids: pytest.fail("it is read again"))
         assert build(path).fingerprint == first
     for damage in (b"", b"[]", b'{"x": 1}', b"\xff"):
-        (tmp_path / "run" / digests.KEPT).write_bytes(damage)
+        (tmp_path / "run" / cache.KEPT).write_bytes(damage)
         assert build(path).fingerprint == first
 
 

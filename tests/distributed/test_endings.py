@@ -1,6 +1,5 @@
 """All ranks end together: what cannot begin is told once, by rank 0; what ends a run is agreed, and leaves it whole."""
 
-import json
 import os
 import random
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import recorded
 
 Ranks = Any
 
@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, ra
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
-    patch = f"import os\nimport fp4train.parallel.meeting as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
+    patch = f"import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
     ended = ranks(2, "run.name=a", patch=patch)
     assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
     assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(ended, by=1 - rank)
@@ -223,7 +223,7 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
             "original = loop.train_step",
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.requests import request_swap",
+            "        from fp4train.run.record.inbox import request_swap",
             "        body = {'_target_': 'fp4train.precision.MXFP8'}",
             "        request_swap(run.directory, body, 'mxfp8', 3)",
             "    return original(run, recipe)",
@@ -234,7 +234,7 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ask)
     assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
     ranks.same("one", "asked")
-    assert json.loads(Path(ranks.folder, "runs/asked/swaps.json").read_text())[0]["step"] == 3
+    assert recorded(Path(ranks.folder, "runs/asked")) == [(3, "mxfp8")]
 
 
 def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:

@@ -96,7 +96,7 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
             "original = loop.train_step",
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.requests import request_swap",
+            "        from fp4train.run.record.inbox import request_swap",
             "        request_swap(run.directory, {'_target_': 'fp4train.precision.MXFP8'}, 'mxfp8', 3)",
             "    return original(run, recipe)",
             "loop.train_step = step",

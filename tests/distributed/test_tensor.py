@@ -19,7 +19,7 @@ import llama_steps
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from fp4train.nn.place import Ranks
+from fp4train.nn.ranks import Ranks
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 
 data = int(arguments[1])
@@ -164,8 +164,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from fp4train.models.common.cut import TensorCut, TokenRanks
-from fp4train.nn.place import all_rows, part_of_rows
+from fp4train.nn.ranks import all_rows
 from fp4train.parallel.tensor import cut_tensors
+
+class Part(torch.autograd.Function):  # this rank's rows in forward; in backward the gradients of all rows
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return ranks.part(x).clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.ranks.gather_rows(dy), None
 
 class Two(nn.Module):
     tensor = None
@@ -179,7 +189,7 @@ class Two(nn.Module):
 
     def forward(self, x):
         cut = self.tensor is not None and self.tensor.sequence
-        x = part_of_rows(x, self.tensor.ranks) if cut else x
+        x = Part.apply(x, self.tensor.ranks) if cut else x
         y = self.down(torch.relu(self.up(x)))
         return all_rows(y, self.tensor.ranks) if cut else y
 

@@ -17,7 +17,7 @@ from fp4train.parallel.tensor import copies, cut_tensors
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
 from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.run.advice import divided_blocks
+from fp4train.run.checks import divided_blocks
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_backend_that_runs_layers_as_a_whole_is_refused_for_a_shard(mesh: Devi
     with pytest.raises(ValueError, match="tensor parallelism needs collectives between them"):
         for module in model.modules():
             if isinstance(module, f4.nn.Linear):
-                module.settle(module.layer, "te")
+                module.rename(module.layer, "te")
         plan(model, NVFP4())
 
 

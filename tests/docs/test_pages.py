@@ -2,10 +2,8 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +12,8 @@ import pytest
 import yaml
 
 from fp4train import backends
-from fp4train.config import overrides
+from fp4train.cli import main
+from fp4train.config import composition
 from fp4train.config.binding import bind
 from fp4train.config.folders import own_options
 from fp4train.data.huggingface import HuggingFace
@@ -81,7 +80,7 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
     found = [words for words in commands(page) if not words[0].startswith("--")]
     assert found
     for words in found:
-        overrides.check(words)
+        composition.check(words)
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
@@ -93,7 +92,7 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
     choices = re.search(r"^\| `backend=` \|.*$", page, re.MULTILINE)
     assert choices and set(backends.CHOICES) <= set(re.findall(r"\w+", choices[0]))
     keys = [key for key in first_cells("configuration.md", "key") if re.fullmatch(r"[\w.]+=", key)]
-    overrides.check([f"{key}null" for key in keys if "." in key])
+    composition.check([f"{key}null" for key in keys if "." in key])
 
 
 def test_data_names_every_key_of_a_source_and_every_source() -> None:
@@ -151,8 +150,8 @@ def test_the_recipe_in_yaml_is_one(mine: Path) -> None:
     assert isinstance(found, Recipe)
 
 
-def test_own_classes_train_and_resume(mine: Path) -> None:
-    """Every option that plugins.md shows, in a process of its own, by the commands that it shows."""
+def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option that plugins.md shows, by the commands that it shows; the class is imported by each anew."""
     shown = sorted(str(path.relative_to(mine / "mine")) for path in (mine / "mine").rglob("*.*"))
     assert shown == [
         "data/counting.yaml",
@@ -163,18 +162,18 @@ def test_own_classes_train_and_resume(mine: Path) -> None:
         "recipe/house.yaml",
         "schedule/inverse_root.yaml",
     ]
+    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     first, again = commands("plugins.md")
-    train([*first, *SMALL], mine)
-    train([*first, *SMALL, "recipe=four_bit_gradients"], mine)
-    train([word.replace("=400", "=3") for word in again], mine)
+    for words in (
+        [*first, *SMALL],
+        [*first, *SMALL, "recipe=four_bit_gradients"],
+        [word.replace("=400", "=3") for word in again],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0, shlex.join(words)
+        assert sys.modules.pop("mylab")
     metrics = (mine / "runs/shift-house/metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if "train/loss" in line] == [1, 2, 3]
     plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
     assert "blocks.0" in plan and "E2M1·E4M3" in plan
-
-
-def train(arguments: list[str], folder: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fp4train", *arguments]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

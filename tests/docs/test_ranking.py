@@ -8,7 +8,7 @@ import pytest
 
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
-from fp4train.lab.studies.rank import Request
+from fp4train.lab.studies.bases import RankRequest
 from fp4train.lab.studies.sequential import ALPHA, needed, share
 from fp4train.lab.studies.statistics import quantile
 
@@ -41,7 +41,7 @@ def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table_has_every_key_and_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", TEXT, re.MULTILINE))
     assert list(rows) and set(rows) == set(OPTIONS)
-    defaults = {name: field.default for name, field in Request.__dataclass_fields__.items()}
+    defaults = {name: field.default for name, field in RankRequest.__dataclass_fields__.items()}
     for name in ("forks", "schedule", "margin", "processes"):
         assert rows[name] == str(defaults[name]).lower(), name
 

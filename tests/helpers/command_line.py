@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint.tensors import write_parts
 from fp4train.cli import main
+from fp4train.run.record.journal import read_journal, swaps
 from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import shard_of
 
@@ -60,6 +62,8 @@ class Cli:
     text: Path
     folder: Path
     capture: pytest.CaptureFixture[str]
+    finished: dict[tuple[str, ...], Path] = field(default_factory=dict)
+    """Copies of the runs that `trained` made, by their arguments."""
 
     @property
     def paths(self) -> tuple[str, str]:
@@ -87,6 +91,21 @@ class Cli:
     def __call__(self, *arguments: str) -> Outcome:
         """Run a tiny run to its end."""
         return self.raw(*self.tiny(*arguments))
+
+    def trained(self, *arguments: str) -> Path:
+        """A finished run, which is trained once for all tests that begin with these arguments, and copied to here.
+
+        For tests of what comes after it: one that has patched something trains a run of its own.
+        """
+        name = next(word.removeprefix("run.name=") for word in arguments if word.startswith("run.name="))
+        run = Path("runs", name)
+        if kept := self.finished.get(arguments):
+            shutil.copytree(kept, run)
+            return run
+        assert self(*arguments).code == 0
+        kept = self.text.parent / "finished" / str(len(self.finished))
+        self.finished[arguments] = Path(shutil.copytree(run, kept))
+        return run
 
     def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
         """A tiny run in a process of its own."""
@@ -182,6 +201,11 @@ def reseal_config(run: Path | str, change: Callable[[dict[str, Any]], None]) -> 
     body = yaml.safe_dump(values)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     path.write_text(f"{' '.join(head.split()[:4])} sha256 {checksum}\n{body}")
+
+
+def recorded(run: Path | str) -> list[tuple[int, str]]:
+    """Step and name of the swaps that a run's journal has."""
+    return [(swap["step"], swap["name"]) for swap in swaps(read_journal(Path(run)))]
 
 
 def left(run: str) -> list[str]:

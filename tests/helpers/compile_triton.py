@@ -24,44 +24,42 @@ POINTERS = {
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One call of `launcher._launch`."""
+class Noted:
+    """One launch: its kernel, and all arguments but the compile-time ones."""
 
-    kernel: Any
-    programs: int
+    launch: launcher.Launch
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    warps: int
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> Iterator[list[Noted]]:
     """Launches are noted instead of run, and CPU tensors pass for CUDA ones."""
-    launches: list[Launch] = []
+    launches: list[Noted] = []
 
-    def note(kernel: Any, programs: int, arguments: Any, constants: Any, *, warps: int = 4) -> None:
-        launches.append(Launch(kernel, programs, arguments, constants, warps))
+    def note(self: launcher.Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
+        launches.append(Noted(self, (*pointers, *self.sizes, *words)))
 
     with (
-        mock.patch.object(launcher, "_launch", note),
+        mock.patch.object(launcher.Launch, "__call__", note),
         mock.patch.object(launcher, "interpreted", lambda: False),
     ):
         yield launches
 
 
-def launches_of(call: Callable[[], object]) -> list[Launch]:
+def launches_of(call: Callable[[], object]) -> list[Noted]:
     with recorded() as launches:
         call()
     return launches
 
 
-def compile_launch(launch: Launch, capability: int) -> Any:
+def compile_launch(noted: Noted, capability: int) -> Any:
     """The compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`), specialised as a launch with these arguments would be."""
-    kernel = launch.kernel
+    kernel, launch = noted.launch.kernel, noted.launch
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, (parameter, value) in enumerate(zip(kernel.params, launch.arguments, strict=False)):
+
+    for index, (parameter, value) in enumerate(zip(kernel.params, noted.arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]

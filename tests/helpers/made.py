@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.run.record.history import chained_sum
+from fp4train.lab.studies.statistics import quantile
+from fp4train.run.record.journal import chained_sum
 from fp4train.sealed import sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
+SETTINGS = {"steps": 24, "schedule": "linear", "lr": 0.003, "batches": 8}
+"""Of the forks of a ranking."""
 
 
 def write_run(
@@ -107,21 +110,23 @@ def write_ranking(
     run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
 ) -> Path:
     """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each of `runs`."""
-    gap = {"mean": 0.002, "error": 0.0001, "low": 0.0018, "high": 0.0022, "t": 20.0}
+    error = 0.0002 / quantile(0.95, len(runs) - 1 if len(runs) > 1 else 5)
+    gap = {"mean": 0.002, "error": error, "low": 0.0018, "high": 0.0022, "t": 20.0}
     forks: list[Any] = []
     shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
     found = {
-        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": {"steps": 24}} for a in runs],
+        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs],
         "reference": "bf16",
         "forks": 6,
+        "units": len(runs),
         "tested": True,
-        "floor": {**gap, "mean": 0.0, "low": -0.0003, "high": 0.0003},
+        "floor": {**gap, "mean": 0.0, "error": 1.5 * error, "low": -0.0003, "high": 0.0003},
         "candidates": [
             {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
             {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
         ],
         "order": ["bf16", name],
-        "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "verdict": "apart"}],
+        "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "together": [0.001, 0.003], "verdict": "apart"}],
     }
     return _study(run, "rank-30-ab", "rank.json", found)
 
@@ -130,8 +135,9 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
     """A sensitivity in the form of sensitivity.json."""
 
     def part(kind: str, mean: float) -> dict[str, Any]:
-        nmse = {"mean": mean, "error": 0.01, "interval": [mean - 0.02, mean + 0.02]}
-        return {"kind": kind, "nmse": nmse, "bias2": None, "loss": {**nmse, "mean": 0.001}}
+        nmse = {"mean": mean, "error": 0.01, "count": 8, "freedom": 7, "interval": [mean - 0.02, mean + 0.02]}
+        other = {key: None for key in ("variance", "bias2", "output")}
+        return {"kind": kind, "nmse": nmse, **other, "cosine": nmse, "loss": {**nmse, "mean": 0.001}}
 
     found = {
         "step": 30,

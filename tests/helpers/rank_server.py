@@ -21,19 +21,19 @@ import torch.distributed as dist
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.cli import main as command_line
-from fp4train.config import overrides
+from fp4train.config import composition
 
 FOR_THE_FORKS = (
     "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
     "torch.distributed.checkpoint",
     "fp4train.lab.analysis.heatmap",
-    "fp4train.kernels.cpu.adapter",
+    "fp4train.kernels.cpu",
     "fp4train.models.llama",
     "fp4train.optim.adamw",
-    "fp4train.parallel.apply",
+    "fp4train.parallel.fsdp",
     "fp4train.quantize.cpu",
     "fp4train.run.build",
-    "fp4train.run.determinism",
+    "fp4train.run.device",
     "fp4train.run.resume",
     "fp4train.train",
 )
@@ -93,7 +93,7 @@ def main() -> None:
     curves.draw_curves = lambda run: run / "curves.png"
     for module in FOR_THE_FORKS:
         importlib.import_module(module)
-    overrides.check(["data=text", "train.steps=1"])
+    composition.check(["data=text", "train.steps=1"])
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     print("ready", flush=True)
     for line in sys.stdin:

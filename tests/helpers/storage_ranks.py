@@ -265,7 +265,8 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         folder=place,
         identity="",
         saved_config=b"",
-        inbox=SimpleNamespace(sync=lambda: None),
+        inbox=SimpleNamespace(sync=lambda journal: None),
+        journal=None,
     )
     run.state = lambda: state(model, optimizer)
     settings = CheckpointSettings(every=0, keep=10, also=folder / "also")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import Kernels, Machine, Scheme, adapter
+from fp4train.kernels.cpu import Kernels, Machine, Scheme
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 NVFP4 = Scheme(
     element="e2m1",
@@ -38,17 +38,17 @@ MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instr
 def codes(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
     """(codes, scales, amax), or None where x is not finite."""
     kernels = Kernels(scheme, machine)
-    made = kernels.codes(x, None, amax)
+    made = kernels.job(x, None, amax, True)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:4]
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
 
 
-def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor, ...] | None:
+def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
     """(values, factor), or None where x is not finite."""
     kernels = Kernels(scheme, machine)
-    made = kernels.values(x, None, amax)
+    made = kernels.job(x, None, amax, False)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1:3]
+    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -90,11 +90,11 @@ def test_a_measured_amax_is_that_of_an_amax_given(machine: Machine) -> None:
 def test_what_the_extension_does_not_take_is_refused_before_it_is_called() -> None:
     kernels = Kernels(NVFP4)
     refused = [torch.ones(16), torch.ones(2, 16).double(), torch.ones(0, 16), torch.ones(16, 0)]
-    for make in (kernels.codes, kernels.values):
-        assert all(make(x, None, None) is None for x in refused)
-        assert make(torch.ones(2, 16), None, torch.ones(2)) is None, "an amax of another size"
-        assert getattr(Kernels(replace(NVFP4, stochastic=True)), make.__name__)(torch.ones(2, 16), None, None) is None
-        assert getattr(Kernels(replace(NVFP4, measures=False)), make.__name__)(torch.ones(2, 16), None, None) is None
+    for as_codes in (True, False):
+        assert all(kernels.job(x, None, None, as_codes) is None for x in refused)
+        assert kernels.job(torch.ones(2, 16), None, torch.ones(2), as_codes) is None, "an amax of another size"
+        for scheme in (replace(NVFP4, stochastic=True), replace(NVFP4, measures=False)):
+            assert Kernels(scheme).job(torch.ones(2, 16), None, None, as_codes) is None
 
 
 @pytest.mark.parametrize("field", ["element", "scale", "scale_rounding", "formula"])
@@ -139,7 +139,7 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "assert not module.quantize(job, None, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
-    path, head = adapter._cpu().__file__, NVFP4.packed() + cpu.NO_RANDOM
+    path, head = cpu._loaded().__file__, NVFP4.packed() + cpu.NO_RANDOM
     command = [sys.executable, "-c", script, str(path), head.hex()]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["pthreads", "299999.0"]
@@ -164,15 +164,15 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 
 def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
-    for layout in (None, (adapter.LAYOUT + 1, JOB_BYTES, DECODE_BYTES)):
+    for layout in (None, (cpu.LAYOUT + 1, JOB_BYTES, DECODE_BYTES)):
         stale = ModuleType("_cpu")
         if layout is not None:
             stale.layout = layout
-        assert "built from other sources" in str(adapter._stale(stale)) and "rebuild it" in str(adapter._stale(stale))
+        assert "built from other sources" in str(cpu._stale(stale)) and "rebuild it" in str(cpu._stale(stale))
 
 
 def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
-    extension = adapter._cpu()
+    extension = cpu._loaded()
     with pytest.raises(ValueError, match=f"a packed job has {JOB_BYTES} bytes"):
         extension.quantize(bytes(JOB_BYTES - 1), None, 1, 0)
     with pytest.raises(ValueError, match="a packed job has"):
@@ -185,7 +185,7 @@ def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
 
 def test_an_address_of_zero_is_refused_instead_of_read() -> None:
     """The address of a tensor without memory, such as DTensor or FakeTensor."""
-    extension = adapter._cpu()
+    extension = cpu._loaded()
     with pytest.raises(TypeError, match="no memory of its own"):
         extension.quantize(bytes(JOB_BYTES), None, 1, 0)
     with pytest.raises(TypeError, match="no memory of their own"):
@@ -194,4 +194,4 @@ def test_an_address_of_zero_is_refused_instead_of_read() -> None:
 
 def test_refuses_an_instruction_set_by_number() -> None:
     with pytest.raises(ValueError, match="lacks the instruction set"):
-        adapter._cpu().decode(bytes(DECODE_BYTES), 1, 9)
+        cpu._loaded().decode(bytes(DECODE_BYTES), 1, 9)

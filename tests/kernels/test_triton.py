@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton, triton_constants, triton_launch
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize import triton as backend
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
@@ -85,11 +85,6 @@ print("equal")
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
 
 
-def test_importing_the_backend_does_not_import_triton() -> None:
-    code = "import sys, fp4train.quantize.triton; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 @needs_triton
 def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails in the midst of a kernel there; compiled kernels are not concerned."""
@@ -130,7 +125,7 @@ def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 33, 96, 256, 5120])
 def test_tiles_are_whole_and_waste_little_beyond_a_row(groups: int) -> None:
-    rows, across = triton_constants.tile(groups, 256)
+    rows, across = triton_launch.tile(groups, 256)
     assert rows * across == 256
     assert -(-groups // across) * across - groups < 8
 
@@ -139,8 +134,8 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
     key = RandomKey(
         seed=2**64 - 1, step=2**29 - 1, layer=2**32 - 1, operand=7, row_offset=2**32 - 1, col_offset=2**35 - 8
     )
-    assert triton_constants.random_words(key) == (-1, -1, -1, -1, -1, -1)
-    assert triton_constants.random_words(None) == (0,) * 6
+    assert triton_launch.random_words(key) == (-1, -1, -1, -1, -1, -1)
+    assert triton_launch.random_words(None) == (0,) * 6
 
 
 @needs_triton
@@ -160,16 +155,16 @@ def test_a_quantisation_costs_little_python_before_tritons_launcher(
     monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, values: bool
 ) -> None:
     """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10 µs."""
-    monkeypatch.setattr(triton_launch, "_launch", lambda *args, **options: None)
+    monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    quantizer = triton.TritonQuantizer(spec)
+    quantizer = backend.TritonQuantizer(spec)
     run = quantizer.values if values else quantizer.codes
     x, key = torch.zeros(64, 64, dtype=torch.bfloat16), RandomKey(seed=1, step=2, layer=3, operand=0)
     run(x, key if spec.rounding == "stochastic" else None)
     entered: list[str] = []
 
     def note(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_name not in ("<lambda>", "_launch", "__call__"):
+        if event == "call" and frame.f_code.co_name not in ("<lambda>", "__call__"):
             entered.append(frame.f_code.co_name)
 
     sys.setprofile(note)
@@ -184,29 +179,29 @@ def test_a_quantisation_costs_little_python_before_tritons_launcher(
 def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each quantisation of a step costs tens of microseconds of Python, while the GPU waits."""
     made: list[str] = []
-    plans = triton_launch.Launches(QuantSpec(rounding="stochastic"))
-    monkeypatch.setattr(triton_launch, "_launch", lambda *args, **options: None)
+    quantizer = backend.TritonQuantizer(QuantSpec(rounding="stochastic"))
+    monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    for name in ("_blocks", "_amax_of_all"):
-        method = getattr(plans, name)
+    for name in ("plan_quantize", "plan_amax"):
+        plan = getattr(triton_launch, name)
 
-        def noted(x: torch.Tensor, values: bool, method: Any = method, name: str = name) -> Any:
+        def noted(*arguments: Any, plan: Any = plan, name: str = name) -> Any:
             made.append(name)
-            return method(x, values)
+            return plan(*arguments)
 
-        monkeypatch.setattr(plans, name, noted)
+        monkeypatch.setattr(backend, name, noted)
     key = RandomKey(seed=1, step=2, layer=3, operand=0)
     x = torch.zeros(64, 48, dtype=torch.bfloat16)
     for step in range(3):
-        plans.codes(torch.zeros_like(x), RandomKey(seed=1, step=step, layer=3, operand=0), None)
-    assert made == ["_blocks", "_amax_of_all"]
+        quantizer.codes(torch.zeros_like(x), RandomKey(seed=1, step=step, layer=3, operand=0))
+    assert made == ["plan_quantize", "plan_amax"]
     for other in (x.float(), x[:32], torch.zeros(48, 64, dtype=torch.bfloat16).T):
         made.clear()
-        plans.codes(other, key, None)
-        assert made == ["_blocks", "_amax_of_all"], "other dtypes, shapes and strides are other launches"
+        quantizer.codes(other, key)
+        assert made == ["plan_quantize", "plan_amax"], "other dtypes, shapes and strides are other launches"
     made.clear()
-    plans.values(x, key, torch.ones(()))
-    assert made == ["_blocks"], "values are another launch than codes; a given amax is not measured"
+    quantizer.values(x, key, torch.ones(()))
+    assert made == ["plan_quantize"], "values are another launch than codes; a given amax is not measured"
 
 
 @needs_triton
@@ -216,16 +211,16 @@ def test_fp8_per_tensor_and_row_are_decoded_after_the_triton_kernels_in_the_inte
 import torch
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.backends import BACKENDS
-from fp4train.quantize import triton, quantize
+from fp4train.quantize import quantize
 x = torch.randn(33, 48).bfloat16()
 for block in ((None, None), (1, None)):
     spec = QuantSpec(element="e4m3", block=block, scale="fp32", global_scale=None)
     kernel = quantizer(spec, "cpu", "triton")
     codes, wanted = kernel.codes(x), quantize(x, spec, kernel="reference")
     assert torch.equal(codes.codes, wanted.codes)
-    for decoded in (kernel.decode(codes), triton.decode(codes)):
-        assert torch.equal(decoded.values, wanted.decoded().values), block
-        assert torch.equal(decoded.scale, wanted.decoded().scale), block
+    decoded = kernel.decode(codes)
+    assert torch.equal(decoded.values, wanted.decoded().values), block
+    assert torch.equal(decoded.scale, wanted.decoded().scale), block
 print("equal")
 """
     run = interpreted("-c", code)

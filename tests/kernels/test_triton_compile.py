@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey
-from fp4train.quantize import triton as backend
+from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
 
@@ -32,15 +32,15 @@ def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "nvfp4 codes": lambda: backend.quantize(_x(), NVFP4),
-    "nvfp4 stochastic values": lambda: backend.quantize_dequantize(_x(), STOCHASTIC, key=KEY),
-    "nvfp4 stochastic values, of a recorded step": lambda: backend.quantize_dequantize(_x(), STOCHASTIC, key=RECORDED),
-    "wgrad codes": lambda: backend.quantize(_x().T, WGRAD, key=KEY),
-    "wgrad values of float32": lambda: backend.quantize_dequantize(_x(torch.float32).T, WGRAD, key=KEY),
-    "weights": lambda: backend.quantize(_x(), SQUARE),
-    "mxfp8 codes": lambda: backend.quantize(_x(), MXFP8),
-    "mxfp8 codes, columns": lambda: backend.quantize(_x(torch.float16).T, MXFP8),
-    "fp8": lambda: backend.quantize(_x(), FP8),
+    "nvfp4 codes": lambda: TritonQuantizer(NVFP4).codes(_x()),
+    "nvfp4 stochastic values": lambda: TritonQuantizer(STOCHASTIC).values(_x(), KEY),
+    "nvfp4 stochastic values, of a recorded step": lambda: TritonQuantizer(STOCHASTIC).values(_x(), RECORDED),
+    "wgrad codes": lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY),
+    "wgrad values of float32": lambda: TritonQuantizer(WGRAD).values(_x(torch.float32).T, KEY),
+    "weights": lambda: TritonQuantizer(SQUARE).codes(_x()),
+    "mxfp8 codes": lambda: TritonQuantizer(MXFP8).codes(_x()),
+    "mxfp8 codes, columns": lambda: TritonQuantizer(MXFP8).codes(_x(torch.float16).T),
+    "fp8": lambda: TritonQuantizer(FP8).codes(_x()),
 }
 
 
@@ -59,15 +59,15 @@ def test_compiles_and_keeps_subnormals_and_ieee_division(name: str, capability: 
 
 
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
-    (launch,) = launches_of(lambda: backend.quantize_dequantize(_x(), MXFP8))
+    (launch,) = launches_of(lambda: TritonQuantizer(MXFP8).values(_x()))
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert re.search(r"ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.v4\.b32", ptx)
 
 
 def test_a_product_and_a_sum_are_not_contracted() -> None:
-    """t = x * enc + 0.0 must round twice; the fmas left are those of element.py, for 32 elements and 4 scales."""
-    (launch,) = launches_of(lambda: backend.quantize_dequantize(_x(), NVFP4, amax=torch.ones(())))
+    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales."""
+    (launch,) = launches_of(lambda: TritonQuantizer(NVFP4).values(_x(), amax=torch.ones(())))
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert len(re.findall(r"\badd(\.rn)?\.f32", ptx)) >= 32
     assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
@@ -75,6 +75,6 @@ def test_a_product_and_a_sum_are_not_contracted() -> None:
 
 def test_random_words_are_drawn_where_they_are_used() -> None:
     """A layout conversion would send every word through shared memory: 4 KB are for turning the codes over, no more."""
-    _, launch = launches_of(lambda: backend.quantize(_x().T, WGRAD, key=KEY))
+    _, launch = launches_of(lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY))
     compiled = compile_launch(launch, 90)
     assert len(re.findall(r"\bbar\.sync", compiled.asm["ptx"])) <= 6

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.config.binding import bind
-from fp4train.config.overrides import compose
-from fp4train.models.common.initialise import Filled, Initial, Normal, materialise, why_not_born
-from fp4train.models.common.normal import fill_normal, key_of
+from fp4train.config.composition import compose
+from fp4train.models.common.initialise import (
+    Filled,
+    Initial,
+    Normal,
+    fill_normal,
+    key_of,
+    materialise,
+    why_not_born,
+)
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.quantize.random import philox4x32
 
@@ -44,7 +51,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of rows nor those within a long row."""
     whole = drawn((7, 50))
     for chunk in (3, 50, 120):
-        monkeypatch.setattr("fp4train.models.common.normal._CHUNK", chunk)
+        monkeypatch.setattr("fp4train.models.common.initialise._CHUNK", chunk)
         assert torch.equal(drawn((7, 50)), whole)
 
 

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 POLICY = LayerPolicy(last=1)
-needs_inductor = pytest.mark.skipif(  # test_skips.py fails where that must not be
+needs_inductor = pytest.mark.skipif(  # tests/house/test_skips.py fails where that must not be
     shutil.which("g++") is None, reason="inductor needs a C++ compiler, which no package brings"
 )
 
@@ -456,4 +456,4 @@ def test_layers_that_record_or_split_outlier_channels_run_outside_with_the_same_
             found.append([y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), at
         layers = [m for model in (eager, other) for m in model if isinstance(m, f4.nn.Linear)]
-        assert [m.outliers.latest is not None for m in layers] == [at >= 2] * 4, at
+        assert [m.channels is not None for m in layers] == [at >= 2] * 4, at

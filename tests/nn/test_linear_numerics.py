@@ -93,7 +93,7 @@ def run(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, **options: int) ->
 
 
 def by_hand(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """The formulas of `fp4train.nn.gemms`, in float64 products of dequantised tensors."""
+    """The formulas of `fp4train.nn.executors.gemms`, in float64 products of dequantised tensors."""
     import zlib
 
     def q(tensor: Tensor, spec: QuantSpec | None, operand: int) -> Tensor:
@@ -256,7 +256,7 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
 
     def bits(offset: int, tokens: int) -> tuple[Tensor, Tensor]:
         context = Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset)
-        call = layer.new_call(context, layer.gemms_in(context, torch.device("cpu")), training=True)
+        call = layer.new_call(context, layer.executor_in(context, torch.device("cpu")), 0, training=True)
         rows = random_bits(call.key(2), tokens, 64)
         columns = random_bits(call.key(4, along_tokens=True), 64, tokens)
         return rows, columns
@@ -276,7 +276,7 @@ def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
     groups: list[int] = []
     for index in range(64):
         context = Context(recipe=NVFP4(), step=0, token_offset=7 * index)
-        call = layer.new_call(context, layer.gemms_in(context, torch.device("cpu")), training=True)
+        call = layer.new_call(context, layer.executor_in(context, torch.device("cpu")), 0, training=True)
         first = call.key(4, along_tokens=True).col_offset // 8
         groups.append(first)
     assert len(set(groups)) == 64
@@ -290,7 +290,7 @@ def test_every_operand_layer_step_and_seed_has_bits_of_its_own() -> None:
         assert not torch.equal(layer(x), base[0])
     with autocast(STOCHASTIC_WEIGHTS, seed=SEED + 1, step=STEP):
         assert not torch.equal(layer(x), base[0])
-    layer.settle(Layer(name="other", in_features=48, out_features=64, block=0, blocks=1), "emulate")
+    layer.rename(Layer(name="other", in_features=48, out_features=64, block=0, blocks=1), "emulate")
     assert not torch.equal(run(layer, x, dy, STOCHASTIC_WEIGHTS)[0], base[0])
-    layer.settle(Layer(name=NAME, in_features=48, out_features=64, block=0, blocks=1), "emulate")
+    layer.rename(Layer(name=NAME, in_features=48, out_features=64, block=0, blocks=1), "emulate")
     assert all(torch.equal(a, b) for a, b in zip(run(layer, x, dy, STOCHASTIC_WEIGHTS), base, strict=True))

@@ -10,7 +10,7 @@ from torch import nn
 from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, OscillationReset, follow, values_of, why_not
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
-from fp4train.run.oscillation import watched
+from fp4train.run.observe import watched
 
 SPEC = QuantSpec(global_scale="block")
 SETTINGS = OscillationReset(every=10, watch=6, ratio=8.0, start=10)
@@ -95,9 +95,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
         step=10,
         plan=Namespace(at=lambda step: Namespace(layers=layers)),
         linears=lambda: [
-            Namespace(
-                layer=Namespace(name=name), weight=each.weight, outliers=Namespace(latest=None), transposed=turned
-            )
+            Namespace(layer=Namespace(name=name), weight=each.weight, channels=None, transposed=turned)
             for name, each in model.items()
         ],
     )

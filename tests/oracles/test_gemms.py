@@ -9,6 +9,7 @@ each element within half a unit in the last place (bound: 2e-3).
 import pytest
 import torch
 from golden import load_golden
+from prepared import prepared
 
 from fp4train.backends import BACKENDS
 from fp4train.nn import Linear
@@ -39,7 +40,7 @@ def test_float32_products_equal_the_reference(case: str, backend: str) -> None:
     }
     for name, (first, first_spec, second, second_spec, golden) in operands.items():
         found = gemm.product(
-            gemm.prepare(first, first_spec), gemm.prepare(second, second_spec), out_dtype=torch.float32
+            prepared(gemm, first, first_spec), prepared(gemm, second, second_spec), out_dtype=torch.float32
         )
         assert relative(found, golden) <= 1e-6, name
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from fp4train.nn import Linear
-from fp4train.nn.gathered import Gathered
+from fp4train.nn.weights import Gathered
 from fp4train.parallel.gather import Payload, Sent, WeightGather
 
 

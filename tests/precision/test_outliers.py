@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp4train as f4
-from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.estimate import layer_costs
 from fp4train.nn import Linear
@@ -30,10 +30,9 @@ from fp4train.precision import (
 )
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, apart, plan, resolve
-from fp4train.run.advice import never_chosen
-from fp4train.run.outliers import check_outliers
-from fp4train.run.record import history
+from fp4train.precision.plan import Plan, plan, resolve
+from fp4train.run.checks import never_chosen
+from fp4train.run.record.journal import Journal, read_journal
 from fp4train.run.step_graph import check_plan
 
 CPU = Device.of(torch.device("cpu"))
@@ -101,7 +100,7 @@ def test_a_recipe_shows_both_tables() -> None:
 
 def stretches(recipe: Recipe, steps: int, *swaps: Swap) -> list[tuple[int, int, bool | None]]:
     found = Timeline(recipe=recipe, steps=steps, swaps=swaps).stretches()
-    return [(each.start, each.stop, each.outliers) for each in found]
+    return [(each.start, each.stop, each.split) for each in found]
 
 
 def test_the_timeline_counts_recorded_steps_through_swaps() -> None:
@@ -145,8 +144,11 @@ def test_the_plan_says_what_is_multiplied_apart_from_which_step_on() -> None:
 
 
 def test_the_record_of_a_run_keeps_both_parts(tmp_path: Path) -> None:
-    history.append(tmp_path, event="start", step=0, plan=small())
-    (record,) = history.read_history(tmp_path)
+    with Folder.open(tmp_path) as folder:
+        written = Journal(folder, None)
+        written.add("start", 0, small())
+        written.write()
+    (record,) = read_journal(tmp_path)
     assert [len(each.rows) for each in record.stretches] == [6, 9]
     assert record.stretches[1].shares == small().shares(15)
 
@@ -163,7 +165,7 @@ def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend
 
 def test_the_cost_is_that_of_both_parts() -> None:
     gpu = find_gpu("B200")
-    rows = layer_costs(apart(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu))), gpu, 4096, 1)
+    rows = layer_costs(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096, 1)
     assert [row.size[2] for row in rows if row.gemm_name == "fprop"] == [288, 32]
     assert all(row.emulated for row in rows)
 
@@ -180,12 +182,12 @@ def test_layers_that_are_cut_and_recorded_steps_are_refused() -> None:
         resolve(cut, RECIPE, None, "auto", CPU)
     with pytest.raises(ValueError, match=r"cuda_graph=true cannot record.*the host counts the steps"):
         check_plan(small())
-    with pytest.raises(UserError, match=r"parallel.pp"):
-        check_outliers(small(), stages=2)
-    check_outliers(small(), stages=1)
+    with pytest.raises(ValueError, match=r"parallel.pp"):
+        small().check_ranks(stages=2)
+    small().check_ranks(stages=1)
     narrow = plan(nn.Sequential(nn.Linear(32, 64)), RECIPE, steps=100)
-    with pytest.raises(UserError, match=r"leaves no other channel of any layer \(the widest has 32 input channels\)"):
-        check_outliers(narrow, stages=1)
+    with pytest.raises(ValueError, match=r"leaves no other channel of any layer \(the widest has 32 input channels\)"):
+        narrow.check_ranks(stages=1)
 
 
 def test_a_run_that_ends_before_the_choice_is_told() -> None:
@@ -216,7 +218,7 @@ def test_layers_do_what_the_plan_says_at_every_step() -> None:
             with f4.autocast(timeline.recipe_at(step), step=step):
                 module(torch.randn(32, module.in_features)).sum().backward()
             expected = resolved.at(step).layers[module.layer.name].outliers is not None
-            ran = timeline.recipe_at(step).quantised and module.outliers.latest is not None
+            ran = timeline.recipe_at(step).quantised and module.channels is not None
             assert ran == expected, (step, module.layer.name)
 
 
@@ -229,4 +231,4 @@ def test_a_table_of_ones_own_can_have_outlier_channels() -> None:
     for step in range(2):
         with f4.autocast(own, step=step):
             layer(torch.randn(8, 96)).sum().backward()
-    assert isinstance(layer, Linear) and layer.outliers.latest is not None
+    assert isinstance(layer, Linear) and layer.channels is not None

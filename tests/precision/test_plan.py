@@ -1,6 +1,7 @@
 """Forward and backward run what the plan says."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fp4train.precision import (
     Timeline,
     autocast,
 )
+from fp4train.precision.context import Context, use
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan, make_plan, resolve
 from fp4train.precision.report import cells, render, table
@@ -217,11 +219,30 @@ def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(monkeyp
     stretch = f4.plan(model, recipe, policy).at(0)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.hold(stretch.layers[module.layer.name], recipe, policy, torch.device("cpu"))
+            module.apply_plan(stretch.layers[module.layer.name], recipe, policy, torch.device("cpu"))
     monkeypatch.setattr("fp4train.nn.linear.resolve", lambda *_, **__: pytest.fail("resolved again"))
     tokens = torch.zeros(1, TIME, dtype=torch.int64)
     with autocast(recipe, policy=policy, step=0):
         assert model(tokens, tokens).isfinite()
+
+
+def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast_goes_on_resolving() -> None:
+    layer, x, device = Linear(32, 32), torch.randn(8, 32), torch.device("cpu")
+    context = Context(recipe=NVFP4(), step=0, applied=True)
+    with use(context), pytest.raises(RuntimeError, match=r"called in NVFP4 on cpu, .* is none: apply the plan"):
+        layer(x)
+    layer.apply_plan(resolve(layer.layer, NVFP4(), None, "auto", CPU), NVFP4(), None, device)
+    with use(context):
+        wanted = layer(x)
+        with autocast(BF16()):
+            assert not torch.equal(layer(x), wanted), "a nested context overrides, and is resolved"
+        assert torch.equal(layer(x), wanted)
+    for other in (replace(context, recipe=BF16()), replace(context, policy=LayerPolicy())):
+        with use(other), pytest.raises(RuntimeError, match=r"is that of NVFP4: apply the plan of the coming stretch"):
+            layer(x)
+    layer.rename(layer.layer, "auto")
+    with autocast(NVFP4(), step=0):
+        assert torch.equal(layer(x), wanted)
 
 
 def test_the_plan_of_the_rest_begins_where_it_is_asked_for() -> None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from fp4train.config import RECIPES
 from fp4train.config.binding import bind
-from fp4train.config.overrides import compose
+from fp4train.config.composition import compose
 from fp4train.precision import (
     BF16,
     FP16,

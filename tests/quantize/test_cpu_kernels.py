@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.kernels.cpu import adapter as kernels
 from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, RandomKey, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
 if (missing := kernels.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 KEY = RandomKey(seed=0x123456789ABCDEF, step=7, layer=99, operand=3, row_offset=5, col_offset=24)
 NVFP4 = QuantSpec()

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fp4train.backends.te.quantizers import family
+from fp4train.formats import E4M3
 from fp4train.precision import QuartetII
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer
-from fp4train.quantize.eden import corrected_scales, stochastic_e4m3
-from fp4train.quantize.rounding import round_to_values
+from fp4train.quantize.rounding import corrected_scales, round_to_codes, round_to_values
 
 SPEC = QuantSpec(rounding="eden", global_bound=256, hadamard=Hadamard(size=128, signs="step"))
 KEY = RandomKey(seed=3, step=7, layer=11, operand=4)
@@ -51,7 +51,7 @@ def test_a_corrected_group_keeps_its_projection_onto_x() -> None:
 @pytest.mark.parametrize("x", [0.0, 2.0**-9, 1.0, 1.03, 447.0, 448.0, 1000.0])
 def test_scales_are_rounded_to_one_of_their_neighbours_and_on_average_not_at_all(x: float) -> None:
     bits = torch.arange(1 << 16, dtype=torch.int32)
-    values = stochastic_e4m3(torch.full((1 << 16,), x), bits).view(torch.float8_e4m3fn).float()
+    values = round_to_codes(torch.full((1 << 16,), x), E4M3, bits).view(torch.float8_e4m3fn).float()
     assert values.unique().numel() <= 2
     assert values.double().mean().item() == pytest.approx(min(x, 448.0), rel=1e-6)
 

@@ -50,11 +50,23 @@ def pictures() -> None:
     """Asks for curves to be drawn."""
 
 
+@pytest.fixture(scope="session")
+def finished() -> dict[tuple[str, ...], Path]:
+    """The runs that several tests begin with, see `Cli.trained`."""
+    return {}
+
+
 @pytest.fixture
-def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    finished: dict[tuple[str, ...], Path],
+) -> Cli:
     """The command line in an empty working directory."""
     monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
+    return Cli(text, tmp_path, capsys, finished)
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.history import chained_sum
-from fp4train.run.record.swaps import read_swaps
+from fp4train.run.record.journal import chained_sum, read_swaps
 
 WRONG = {
     "an unknown recipe": (
@@ -144,7 +143,7 @@ def test_a_name_may_be_nested_and_another_place_is_the_directorys_to_say(cli: Cl
 
 
 def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
     said = cli("run.name=a", "train.steps=2", "model.hidden=96").message
     assert "runs/a belongs to another configuration (train.steps: 1 → 2; model.hidden: 64 → 96)" in said
@@ -194,7 +193,7 @@ def test_a_saved_configuration_is_data(cli: Cli, damage: str, message: str) -> N
 
 
 def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     path = Path("runs/a/config.yaml")
     body = path.read_text().partition("\n")[2]  # without the checksum, as in runs of older versions
     path.write_text(body.replace("  seq_len: 32\n", "  seq_len: 32\n  shuffle: 3\n"))
@@ -210,7 +209,7 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
 
 def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(cli: Cli) -> None:
     """The key is gone: the norm is summed in float64 on any number of ranks."""
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     path, record = Path("runs/a/config.yaml"), Path("runs/a/history.jsonl")
     body = path.read_text().partition("\n")[2]
     assert "norm:" not in body
@@ -229,7 +228,7 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
 
 
 def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     Path("runs/a/swaps.json").write_text('[{"step": 0, "name": "x", "recipe": {"_target_": "os.system"}}]')
     said = cli("resume=runs/a", "train.steps=2").message
     assert "swaps.json is not what the checkpoint of step 1 was trained with" in said
@@ -246,7 +245,7 @@ def test_damaged_records_of_swaps_are_named(cli: Cli) -> None:
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
     assert cli("run.name=a", "checkpoint.every=2").code == 137
     stop_at(-1)
@@ -383,7 +382,7 @@ def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) 
 
 
 def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     below = "runs/a/checkpoints/step_00000001"
     assert cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
     assert "no key=value; a run goes on with resume=runs/a" in cli.raw("train", "runs/a").message
@@ -393,7 +392,7 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
 
 
 def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2").code == 0
+    cli.trained("run.name=a", "train.steps=2")
     assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0
     assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["a", "b-recipe=bf16", "b-recipe=mxfp8"]
 
@@ -450,7 +449,7 @@ def test_a_folder_that_cannot_be_read_is_named(cli: Cli, monkeypatch: pytest.Mon
     def refuse(folder: Path) -> list[int]:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     monkeypatch.setattr(checkpoint, "steps", refuse)
     assert cli("resume=runs/a", "train.steps=2").message == "runs/a/checkpoints: Permission denied"
 

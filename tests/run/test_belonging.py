@@ -18,16 +18,20 @@ from command_line import (
     events,
     left,
     losses,
+    recorded,
     reseal,
     steps,
 )
 
+from fp4train.run.record.directory import identity
+from fp4train.run.record.journal import chained_sum
 from fp4train.run.supervise.saving import Outcome, Saver
+from fp4train.sealed import checksum
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
     for name in ("a", "b"):
-        assert cli(f"run.name={name}", "train.steps=1", *STEADY).code == 0
+        cli.trained(f"run.name={name}", "train.steps=1", *STEADY)
     shutil.rmtree("runs/a/checkpoints")
     shutil.copytree("runs/b/checkpoints", "runs/a/checkpoints")
     said = cli("resume=runs/a", "train.steps=2").message
@@ -35,7 +39,7 @@ def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: C
 
 
 def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
     assert cli("run.name=a", "checkpoint.every=2").code == 137
     stop_at(-1)
@@ -56,11 +60,11 @@ def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
 
 
 def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
     header, signed = good.index(b"\n"), good.index(b" signed ")
-    for place in (*range(2, header, 13), *range(header + 1, len(good), 97)):
+    for place in (*range(2, header, 17), *range(header + 1, len(good), 311)):
         bad = bytearray(good)
         bad[place] ^= 1
         path.write_bytes(bad)
@@ -95,50 +99,103 @@ def test_a_hostile_configuration_is_refused_with_one_line_that_tells_nothing(cli
     assert said.startswith("runs/a/config.yaml") and os.environ["HOME"] not in said
 
 
-def test_a_record_of_swaps_that_is_lost_is_written_anew(cli: Cli, stop_at: StopAt) -> None:
+def swapped(cli: Cli, stop_at: StopAt) -> Path:
+    """A run that was swapped at step 2 and killed after the checkpoint of step 4; its journal."""
     stop_at(2)
     assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
     stop_at(5)
     assert cli("resume=runs/a", "recipe=bf16").code == 137
     stop_at(-1)
-    Path("runs/a/swaps.json").unlink()
+    return Path("runs/a/history.jsonl")
+
+
+@pytest.mark.parametrize("lines", [0, 1], ids=["all of it", "its last line"])
+def test_swaps_that_a_journal_has_lost_are_written_anew(cli: Cli, stop_at: StopAt, lines: int) -> None:
+    path = swapped(cli, stop_at)
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:lines])
+    path.write_bytes(kept) if kept else path.unlink()
+    said = cli("resume=runs/a", "run.name=b").message
+    assert said == f"{path} lacks records, but runs/a was swapped at step 2: resume it in place first"
     again = cli("resume=runs/a")
-    assert again.code == 0 and "swaps.json is missing; it is written anew from the checkpoint of step 4" in again.err
+    assert again.code == 0 and f"{path} lacks records; its swaps are written anew from the checkpoint" in again.err
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 2 + ["BF16"] * 4
+    assert recorded("runs/a") == [(2, "bf16")] and path.read_bytes().startswith(kept)
 
 
-def test_a_record_of_swaps_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
-    stop_at(2)
-    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
-    stop_at(5)
-    assert cli("resume=runs/a", "recipe=bf16").code == 137
+def test_a_swap_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
+    path = swapped(cli, stop_at)
+    good = path.read_text()
+    path.write_text(good.replace("precision.BF16", "precision.FP32"))
+    assert "is damaged (its checksum differs)" in cli("resume=runs/a").message
+    lines = [json.loads(line) for line in good.splitlines()]
+    lines[1]["at"] = 1
+    lines[1]["sum"] = chained_sum(lines[1], lines[0]["sum"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    newest = Path("runs/a/checkpoints/step_00000004")
+
+    def resealed(state: dict[str, Any]) -> None:
+        state["history"] = lines[1]["sum"]
+
+    reseal(newest, lambda held: None, resealed)
+    assert "is not what the checkpoint of step 4 was trained with (the swap at step 2)" in cli("resume=runs/a").message
+
+
+def older(run: Path, entries: list[dict[str, Any]]) -> None:
+    """Give a run the record of swaps that older versions kept beside the journal."""
+    known = identity(run)
+    sealed = [entry | {"run": known} for entry in entries]
+    (run / "swaps.json").write_text(json.dumps([each | {"sha256": checksum(each)} for each in sealed], indent=1))
+
+
+def test_the_swaps_of_an_older_version_are_taken_over_into_the_journal(cli: Cli, stop_at: StopAt) -> None:
+    path = swapped(cli, stop_at)
+    known = [json.loads(line) for line in path.read_text().splitlines()]
+    past = {"step": 2, "name": "bf16", "recipe": known[1]["recipe"]}
+    coming = {"step": 5, "name": "mxfp8", "recipe": {"_target_": "fp4train.precision.MXFP8"}, "request": "1-ab"}
+    older(path.parent, [past, coming])
+    assert "mxfp8" in cli.raw("swap", "runs/a").out and "MXFP8" in cli.raw("plan", "resume=runs/a").out
+    Path("runs/a/swap_requests").mkdir()
+    Path("runs/a/swap_requests/1-ab.taken").write_text("{}")
+    stop_at(4)
+    ended = cli("resume=runs/a")
+    assert ended.code == 137 and "swaps.json: the swap at step 5 is not on record: taken over" in ended.err
+    assert recorded("runs/a") == [(2, "bf16"), (5, "mxfp8")] and not Path("runs/a/swaps.json").exists()
     stop_at(-1)
+    assert cli("resume=runs/a").code == 0 and left("runs/a") == []
+    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 2 + ["BF16"] * 3 + ["MXFP8"]
+    assert events("runs/a", "swap refused") == []
+
+
+def test_a_changed_record_of_an_older_version_is_refused(cli: Cli, stop_at: StopAt) -> None:
+    journal = swapped(cli, stop_at)
+    past = {"step": 2, "name": "bf16", "recipe": {"_target_": "fp4train.precision.BF16"}}
+    older(journal.parent, [past])
     path = Path("runs/a/swaps.json")
     good = path.read_text()
     path.write_text(good.replace("precision.BF16", "precision.FP32"))
     assert "was changed after it had been recorded" in cli("resume=runs/a").message
     path.write_text("[]")
-    assert "is not what the checkpoint of step 4 was trained with" in cli("resume=runs/a").message
+    assert "swaps.json is not what the checkpoint of step 4 was trained with" in cli("resume=runs/a").message
     path.write_text(good)
-    assert cli("resume=runs/a").code == 0
+    assert cli("resume=runs/a").code == 0 and not path.exists()
 
 
 def test_a_request_whose_removal_was_cut_off_is_not_carried_out_twice(
     cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fp4train.run.record.requests as requests
+    import fp4train.run.record.inbox as inbox
 
     stop_at(2)
     assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
     assert cli.raw("swap", "runs/a", "recipe=bf16").code == 0
     stop_at(5)
     with monkeypatch.context() as patch:
-        patch.setattr(requests, "_set_aside", lambda *_: None)  # the kill comes before it
+        patch.setattr(inbox, "_set_aside", lambda *_: None)  # the kill comes before it
         assert cli("resume=runs/a").code == 137
     assert left("runs/a") == [".taken"]
     stop_at(-1)
     assert cli("resume=runs/a").code == 0
-    assert [s["step"] for s in json.loads(Path("runs/a/swaps.json").read_text())] == [2]
+    assert recorded("runs/a") == [(2, "bf16")]
     assert left("runs/a") == []
 
 
@@ -189,7 +246,7 @@ def test_a_damaged_line_of_the_metrics_does_not_block_a_resume(cli: Cli, stop_at
 
 
 def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
-    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 0
+    cli.trained("run.name=a", "checkpoint.every=2", *STEADY)
     before = Path("runs/a/metrics.jsonl").read_bytes()
     shutil.rmtree("runs/a/checkpoints")
     assert "its checkpoints are gone" in cli("run.name=a", "checkpoint.every=2", *STEADY).message

@@ -4,7 +4,7 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train.config import CONFIGS, RECIPES, Config, overrides, plain, to_config
+from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, plain, to_config
 from fp4train.config.binding import bind, complete, unknown_keys
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
@@ -18,37 +18,28 @@ GIVEN = {
 OPTIONS = [f"{group}={option}" for group, options in overrides.groups().items() for option in options]
 
 
-def config(*arguments: str) -> Config:
-    return to_config(overrides.compose([*arguments, "run.name=x"]))
-
-
 def test_all_yaml_files_of_the_tree_are_covered() -> None:
     files = [*CONFIGS.rglob("*.yaml"), *RECIPES.glob("*.yaml")]
-    assert (
-        len(OPTIONS) == len(files) - 1
-    )  # train.yaml is no option and "recipe=nvfp4" in OPTIONS and "data/tokenizer=bpe" in OPTIONS
+    assert len(OPTIONS) == len(files) - 1, "train.yaml is no option"
+    assert {"recipe=nvfp4", "data/tokenizer=bpe"} <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_it_is_planned(option: str) -> None:
-    found = config(option, *GIVEN.get(option, []), *(["phases=none"] if option == "recipe=fp16" else []))
-    meta = torch.device("meta")
+def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: str) -> None:
+    phases = ["phases=none"] if option == "recipe=fp16" else []
+    composed = composition.compose([option, *GIVEN.get(option, []), *phases, "run.name=x"])
+    node = plain(composed)
+    assert list(unknown_keys(node, Config)) == []
+    assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
+    found, meta = to_config(composed), torch.device("meta")
     model = build_model(found, 257, meta)
     assert all(p.device == meta for p in model.parameters())
     plan = build_plan(found, find_layers(model), build_timeline(found), torch.device("cpu"))
-    shares = plan.shares(0)
-    assert sum(shares.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_it_means_the_same_with_its_defaults_written_out(option: str) -> None:
-    node = plain(overrides.compose([option, *GIVEN.get(option, []), "run.name=x"]))
-    assert list(unknown_keys(node, Config)) == []
-    assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
+    assert sum(plan.shares(0).values()) == pytest.approx(1)
 
 
 def test_defaults_are_written_out_as_the_classes_have_them() -> None:
-    node = plain(overrides.compose(["run.name=x"]))
+    node = plain(composition.compose(["run.name=x"]))
     for section in ("model", "data", "optim", "schedule", "recipe", "policy", "track"):
         node[section] = {"_target_": node[section]["_target_"]}
     written = complete(node, Config)

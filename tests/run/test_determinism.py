@@ -10,7 +10,7 @@ import torch
 from command_line import Cli
 
 from fp4train.errors import UserError
-from fp4train.run.determinism import CUBLAS, determinism
+from fp4train.run.device import CUBLAS, determinism
 
 
 def settings() -> tuple[object, ...]:

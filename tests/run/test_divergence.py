@@ -12,8 +12,8 @@ from recorder_on_cpu import RecorderOnCpu
 import fp4train.run.build as build
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.run.record import history
-from fp4train.run.step_graph import StepGraph
+from fp4train.run.record import journal
+from fp4train.run.step_graph import RecordedSteps
 
 RUN = (
     *("recipe=bf16", "model.layers=1", "train.batch_size=2", "train.steps=24", "eval.every=0"),
@@ -54,8 +54,8 @@ def state(run: str) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in found.tensors.items()}
 
 
-def rewinds(run: str) -> list[history.Record]:
-    return [record for record in history.read_history(Path(run)) if record.event == "rewind"]
+def rewinds(run: str) -> list[journal.Record]:
+    return [record for record in journal.read_journal(Path(run)) if record.event == "rewind"]
 
 
 def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(cli: Cli) -> None:
@@ -159,7 +159,7 @@ def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monke
 
     def recorded(*arguments: Any) -> Any:
         run = assemble(*arguments)
-        run.graph = StepGraph(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
+        run.runner = RecordedSteps(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
         return run
 
     monkeypatch.setattr(build, "assemble", recorded)

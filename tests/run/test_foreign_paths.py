@@ -33,30 +33,10 @@ READERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of this user."""
-    folder = tmp_path_factory.mktemp("made")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        Cli(text, folder, _Silent())("run.name=a", "train.steps=2", *STEADY)  # type: ignore[arg-type]
-    finally:
-        os.chdir(before)
-    return folder / "runs/a"
-
-
-class _Silent:
-    """Stands for the capture of a test."""
-
-    def readouterr(self) -> Any:
-        return type("Nothing", (), {"out": "", "err": ""})
-
-
 @pytest.fixture
-def foreign(made: Path, cli: Cli) -> Path:
-    """The run `made` in runs/a, and things outside of it that are not its business."""
-    shutil.copytree(made, "runs/a")
+def foreign(cli: Cli) -> Path:
+    """A finished run of this user in runs/a, and things outside of it that are not its business."""
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     Path("secret").write_text("my key " * 1000)
     Path("home/.kube").mkdir(parents=True)
     Path("home/.kube/config.yaml").write_text("clusters: []\n")

@@ -15,19 +15,20 @@ import pytest
 import torch
 from command_line import Cli, losses
 
-import fp4train.train as loop
 from fp4train import checkpoint, hardware
 from fp4train.backends.te import availability
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.parallel.launch import Place
+from fp4train.parallel.launch import ProcessRank
 from fp4train.precision import NVFP4
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
-from fp4train.run.build import choose_device
-from fp4train.run.supervise import gpu, rescue
+from fp4train.run import device, step
+from fp4train.run.device import choose_device
+from fp4train.run.run import Run
+from fp4train.run.supervise import rescue
 
 STEADY = ("phases=none", "schedule=constant", "checkpoint.every=2", "eval.every=0")
 OUT_OF_MEMORY = torch.OutOfMemoryError(
@@ -40,18 +41,17 @@ LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kern
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool], None]:
     """`fail_at(3, error, dead)`: the backward pass of step 3 raises; `dead`: so does all that touches the GPU after."""
-    backward, scaling = loop.forward_and_backward, loop.Run.load_scaling
+    original, scaling = step.train_losses, Run.load_scaling
 
-    def set_up(step: int, error: Exception, dead: bool) -> None:
+    def set_up(number: int, error: Exception, dead: bool) -> None:
         failed = False
 
-        def forward_and_backward(run: Any, recipe: Any, rows: Any) -> Any:
+        def train_losses(run: Any, *arguments: Any) -> Any:
             nonlocal failed
-            found = backward(run, recipe, rows)
-            if run.step == step:
+            yield from original(run, *arguments)
+            if run.step == number:
                 failed = True
                 raise error
-            return found
 
         def touch(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
@@ -61,8 +61,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool],
 
             return call
 
-        monkeypatch.setattr(loop, "forward_and_backward", forward_and_backward)
-        monkeypatch.setattr(loop.Run, "load_scaling", touch(scaling))
+        monkeypatch.setattr(step, "train_losses", train_losses)
+        monkeypatch.setattr(Run, "load_scaling", touch(scaling))
         monkeypatch.setattr(rescue, "finite_weights", touch(rescue.finite_weights))
 
     return set_up
@@ -136,10 +136,10 @@ def test_each_rank_makes_its_gpu_the_current_one_before_anything_asks_it(monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: calls.append(("asked", device)) or (9, 0))
-    place = Place(rank=6, size=8, local_rank=2, local_size=4)
-    device = choose_device("auto", place)
-    assert device == torch.device("cuda", 2)
-    assert calls == [("set", device), ("asked", device)]
+    place = ProcessRank(rank=6, size=8, local_rank=2, local_size=4)
+    chosen = choose_device("auto", place)
+    assert chosen == torch.device("cuda", 2)
+    assert calls == [("set", chosen), ("asked", chosen)]
 
 
 def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
@@ -148,7 +148,7 @@ def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update.\nmore")
 
-    monkeypatch.setattr(gpu, "driver_version", lambda: "535.54.03")
+    monkeypatch.setattr(device, "driver_version", lambda: "535.54.03")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)

@@ -46,7 +46,7 @@ def bad_gradient(name: str) -> Any:
 
 
 def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, poison: Any) -> None:
-    assert cli("run.name=whole", *STEADY).code == 0
+    cli.trained("run.name=whole", *STEADY)
     poison(3, bad_output("blocks.1.mlp.up"))
     ended = cli("run.name=a", "checkpoint.every=0", *STEADY)
     assert ended.code == 1

@@ -66,9 +66,9 @@ def test_names_in_a_run_directory_do_not_act_on_a_terminal(cli: Cli, tmp_path: P
         assert not set("\x1b\r") & set(ended.out + ended.err)
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "swaps.json", "config.yaml"])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "swaps.json", "history.jsonl", "config.yaml"])
 def test_a_pipe_in_a_run_directory_stops_nobody(cli: Cli, name: str) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     Path("runs/a", name).unlink(missing_ok=True)
     os.mkfifo(Path("runs/a", name))
     began = time.monotonic()

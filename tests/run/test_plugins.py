@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli, StopAt, events, losses
 
+from fp4train.run.record.journal import read_journal, swaps
+
 LAB = '''
 from dataclasses import dataclass
 
@@ -92,7 +94,7 @@ def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) ->
     assert cli.raw("swap", "runs/a", "recipe=own", *OWN).code == 0
     assert cli(*OWN, "resume=runs/a").code == 0
     assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4", "Recipe", "Recipe"]
-    assert json.loads(Path("runs/a/swaps.json").read_text())[0]["recipe"]["_target_"] == "ownlab.Recipe"
+    assert swaps(read_journal(Path("runs/a")))[0]["recipe"]["_target_"] == "ownlab.Recipe"
     assert "add plugins=[ownlab]" in cli("resume=runs/a", "train.steps=4").message
 
 
@@ -108,7 +110,7 @@ def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(cli:
 
 
 def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     Path("evil.py").write_text("open('hit', 'w')\n" + LAB)
     monkeypatch.syspath_prepend(str(cli.folder))
     config = Path("runs/a/config.yaml")
@@ -143,7 +145,7 @@ def test_a_yaml_file_cannot_name_plugins(cli: Cli) -> None:
 
 
 def test_a_plugin_without_a_use_changes_nothing(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2").code == 0
+    cli.trained("run.name=a", "train.steps=2")
     assert cli(*OWN, "run.name=b", "train.steps=2").code == 0
     assert losses("runs/a") == losses("runs/b")
     again = cli(*OWN, "run.name=a", "train.steps=2")

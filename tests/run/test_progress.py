@@ -9,8 +9,9 @@ import torch
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.parallel.world import World
+from fp4train.precision import NVFP4
 from fp4train.run.build import Run
-from fp4train.run.supervise.progress import Progress
+from fp4train.run.supervise.ledger import Numbers, Progress, Step
 
 MODEL = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocab_multiple=1)
 # q and o 32×32, k and v 16×32, gate, up and down 64×32, in two blocks; the head 257×32.
@@ -29,8 +30,13 @@ def run_on(device: str) -> Run:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that `Progress` sees, in seconds."""
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr("fp4train.run.supervise.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("fp4train.run.supervise.ledger.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
+
+
+def step_at(clock: SimpleNamespace) -> Step:
+    """A step of NVFP4 whose numbers are known now."""
+    return Step(index=0, recipe=NVFP4(), numbers=Numbers(torch.zeros(2)), names=[], values={})
 
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA B200", 2250e12)])
@@ -47,19 +53,19 @@ def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_mfu_is_the_speed_of_a_step_over_the_peak(clock: SimpleNamespace) -> None:
     with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4", clock.now) == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
+        assert progress.advance(step_at(clock), 2.0) == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
         clock.now += 0.25
-        assert progress.advance(2.0, "NVFP4", clock.now)["perf/mfu"] == 0.5, "of this step, not a mean over several"
+        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.5, "of this step, not a mean over several"
     with Progress(0, 10, tokens=1000) as progress:
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4", clock.now) == {"perf/tokens_per_s": 2000.0}
+        assert progress.advance(step_at(clock), 2.0) == {"perf/tokens_per_s": 2000.0}
 
 
 def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> None:
     with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        progress.advance(2.0, "NVFP4", clock.now)
+        progress.advance(step_at(clock), 2.0)
         clock.now += 100.0  # an evaluation
         progress.resume_timing()
         clock.now += 0.5
-        assert progress.advance(2.0, "NVFP4", clock.now)["perf/mfu"] == 0.25
+        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.25

@@ -42,7 +42,7 @@ TENSORS = {
 
 @pytest.mark.parametrize(("change", "message"), TENSORS.values(), ids=TENSORS.keys())
 def test_a_tensor_that_does_not_fit_is_named_and_refused(cli: Cli, change: Any, message: str) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     reseal(Path("runs/a/checkpoints/step_00000002"), change, lambda state: None)
     said = cli("resume=runs/a", "train.steps=3").message
     assert "does not fit this model" in said and message in said
@@ -85,7 +85,7 @@ STATES = {
 
 @pytest.mark.parametrize("change", STATES.values(), ids=STATES.keys())
 def test_a_crafted_state_is_refused_with_one_line(cli: Cli, change: Any) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     reseal(Path("runs/a/checkpoints/step_00000001"), lambda held: None, change)
     before = Path("runs/a/metrics.jsonl").read_bytes()
     ended = cli("resume=runs/a", "train.steps=2")
@@ -95,7 +95,7 @@ def test_a_crafted_state_is_refused_with_one_line(cli: Cli, change: Any) -> None
 
 @pytest.mark.parametrize("mark", [None, [], {"bytes": "x"}, {"bytes": -1, "sha256": 3}])
 def test_a_crafted_mark_of_the_metrics_costs_nothing(cli: Cli, mark: Any) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     reseal(Path("runs/a/checkpoints/step_00000001"), lambda held: None, setting("metrics", mark))
     assert cli("resume=runs/a", "train.steps=2").code == 0
     assert sorted(losses("runs/a")) == [1, 2]

@@ -1,11 +1,10 @@
 """A run that was interrupted equals one that was not, to the bit."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Cli, StopAt, events, losses
+from command_line import Cli, StopAt, events, losses, recorded
 
 CASES = {
     "nvfp4 through its cooldown phase": [],
@@ -77,7 +76,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(cli: Cli, stop_at
 
 
 def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
     for name in ("a", "b"):
         assert cli(f"run.name={name}", "checkpoint.every=2").code == 137
@@ -118,22 +117,22 @@ def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(cli: Cli
     stop_at(4)
     command = ["resume=runs/a", "recipe=mxfp8"]
     assert cli(*command).code == 137
-    assert [(s["step"], s["name"]) for s in json.loads(Path("runs/a/swaps.json").read_text())] == [(2, "mxfp8")]
+    assert recorded("runs/a") == [(2, "mxfp8")]
     assert [e["recipe"] for e in events("runs/a", "swap")] == ["mxfp8"]
     stop_at(5)
     assert cli(*command).code == 137, "the same command again goes on and records nothing more"
     stop_at(-1)
     assert cli("resume=runs/a").code == 0
     assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 2 + ["MXFP8"] * 4
-    assert [s["step"] for s in json.loads(Path("runs/a/swaps.json").read_text())] == [2]
+    assert recorded("runs/a") == [(2, "mxfp8")]
     assert "_target_: fp4train.precision.NVFP4" in Path("runs/a/config.yaml").read_text()
     assert "steps 2–5: MXFP8 (swap at step 2)" in Path("runs/a/plan.txt").read_text()
 
 
 def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2").code == 0
+    cli.trained("run.name=a", "train.steps=2")
     assert "is finished" in cli("resume=runs/a", "recipe=mxfp8").out
-    assert not Path("runs/a/swaps.json").exists()
+    assert recorded("runs/a") == []
 
 
 def test_a_new_name_makes_a_branch_and_leaves_the_run_alone(cli: Cli, stop_at: StopAt) -> None:
@@ -153,7 +152,7 @@ def test_a_new_name_makes_a_branch_and_leaves_the_run_alone(cli: Cli, stop_at: S
 
 def test_a_branch_does_not_land_on_another_run(cli: Cli) -> None:
     for name in ("a", "b"):
-        assert cli(f"run.name={name}", "train.steps=1").code == 0
+        cli.trained(f"run.name={name}", "train.steps=1")
     before = {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()}
     assert "runs/b holds a run already" in cli("resume=runs/a", "run.name=b", "train.steps=2").message
     assert {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()} == before
@@ -161,7 +160,7 @@ def test_a_branch_does_not_land_on_another_run(cli: Cli) -> None:
 
 def test_a_resume_may_change_the_optimizers_constants(cli: Cli) -> None:
     for name in ("a", "b"):
-        assert cli(f"run.name={name}", "train.steps=2", "phases=none", "schedule=constant").code == 0
+        cli.trained(f"run.name={name}", "train.steps=2", "phases=none", "schedule=constant")
     assert cli("resume=runs/a", "train.steps=5").code == 0
     assert cli("resume=runs/b", "train.steps=5", "optim.weight_decay=50").code == 0
     assert losses("runs/a")[3] == losses("runs/b")[3], "decay acts in the step after"
@@ -176,7 +175,7 @@ def test_a_run_without_checkpoints_cannot_be_resumed(cli: Cli, stop_at: StopAt) 
 
 
 def test_what_is_resumed_cannot_be_another_run(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     assert "train.seq_len: 32 → 16" in cli("resume=runs/a", "train.seq_len=16", "train.steps=2").message
     assert "run.seed: 0 → 5" in cli("resume=runs/a", "run.seed=5", "train.steps=2").message
     assert "contradict" in cli("resume=runs/a", "run.overwrite=true").message

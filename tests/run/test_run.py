@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import PATIENCE, Cli, events, lines, losses
+from command_line import PATIENCE, Cli, events, lines, losses, recorded
 
 import fp4train.train as loop
 from fp4train import checkpoint
@@ -23,7 +21,7 @@ from fp4train.run.build import Run
 @pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
-)  # see test_skips.py
+)  # see tests/house/test_skips.py
 def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
     small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
@@ -100,8 +98,7 @@ def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, mon
 
         return call
 
-    for module in ("progress", "ledger"):
-        monkeypatch.setattr(f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("fp4train.run.supervise.ledger.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(Run, "peak_tokens_per_s", lambda run: 1024.0)
     for name, seconds in (("train_step", 0.5), ("evaluate", 100.0), ("save", 10.0)):
         monkeypatch.setattr(loop, name, taking(seconds, getattr(loop, name)))
@@ -137,10 +134,10 @@ def test_a_laptop_shows_the_plan_of_a_gpu_and_not_its_own(cli: Cli) -> None:
 
 
 def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", "phases=none", "schedule=constant").code == 0
+    cli.trained("run.name=a", "train.steps=2", "phases=none", "schedule=constant")
     planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")
     assert "steps 0–1: NVFP4 (recipe)" in planned.out and "steps 2–4: BF16 (swap at step 2)" in planned.out
-    assert not Path("runs/a/swaps.json").exists()
+    assert recorded("runs/a") == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +147,7 @@ def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
 )
 def test_no_plan_of_a_resumed_run_that_training_would_refuse(cli: Cli, changed: list[str]) -> None:
     for name in ("a", "b"):
-        assert cli(f"run.name={name}", "train.steps=1").code == 0
+        cli.trained(f"run.name={name}", "train.steps=1")
     planned = cli("plan", "resume=runs/a", "train.steps=2", *changed)
     assert planned.code == 1 and planned.out == ""
     assert planned.message == cli("resume=runs/a", "train.steps=2", *changed).message
@@ -271,13 +268,3 @@ def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.Monke
     assert "wandb is offline (not logged in" in err and "Traceback" not in err
     assert list(Path("runs/a/wandb").glob("offline-run-*/*.wandb"))
     assert sorted(losses("runs/a")) == [1, 2, 3]
-
-
-def test_what_a_command_does_not_use_is_not_imported() -> None:
-    code = (
-        "import sys, fp4train.cli, fp4train.run.build, fp4train.train\n"
-        "heavy = {'matplotlib', 'wandb', 'datasets', 'transformer_engine', 'triton', 'tokenizers', 'transformers'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"

@@ -24,7 +24,7 @@ from fp4train.run.supervise import rescue, saving
 
 
 def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=whole", "checkpoint.every=2").code == 0
+    cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
     assert cli("run.name=a", "checkpoint.every=2", "checkpoint.also=second").code == 137
     stop_at(-1)

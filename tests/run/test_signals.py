@@ -17,7 +17,7 @@ STEADY = ("phases=none", "schedule=constant")
 def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    assert cli("run.name=whole", "train.steps=4", "eval.every=2", *STEADY).code == 0
+    cli.trained("run.name=whole", "train.steps=4", "eval.every=2", *STEADY)
     original = loop.train_step
 
     def train_step(run: Any, recipe: Any) -> Any:

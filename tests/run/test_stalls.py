@@ -1,6 +1,5 @@
 """Steps go on where a disk does not answer: each wait is bounded, said once, and nothing is lost when it answers."""
 
-import json
 import os
 import threading
 import time
@@ -9,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import STEADY, Before, Cli, lines, losses, steps
+from command_line import STEADY, Before, Cli, lines, losses, recorded, steps
 
 import fp4train.train as loop
 from fp4train.files import Folder
-from fp4train.run.record import requests
+from fp4train.run.record import inbox
 from fp4train.track import metrics
 
 WAIT = 0.3
@@ -24,7 +23,7 @@ STALL = 5.0
 @pytest.fixture
 def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each step began."""
-    monkeypatch.setattr(requests, "WAIT_SECONDS", WAIT)
+    monkeypatch.setattr(inbox, "WAIT_SECONDS", WAIT)
     monkeypatch.setattr(metrics, "WAIT_SECONDS", WAIT)
     original, times = loop.train_step, []
 
@@ -77,23 +76,23 @@ def test_a_disk_that_lists_no_requests_stalls_no_step(
 def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
     cli: Cli, step_times: list[float], before: Before, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    original, tries = Folder.write, []
+    original, tries = Folder.append, []
 
-    def write(folder: Folder, name: str, data: Any, **options: Any) -> None:
-        if name == "swaps.json":
+    def append(folder: Folder, name: str, data: bytes, at: int) -> None:
+        if b'{"event": "swap"' in data:
             tries.append(len(step_times))
             if len(tries) == 1:
                 time.sleep(STALL)
                 if fails:
                     raise OSError(28, "No space left on device")
-        original(folder, name, data, **options)
+        original(folder, name, data, at)
 
-    monkeypatch.setattr(Folder, "write", write)
+    monkeypatch.setattr(Folder, "append", append)
     before(2, lambda run: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
     ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
     assert ended.code == 0 and ended.err.count("steps go on") == 1
     assert step_times[8] - step_times[2] < STALL, "six steps and one wait"
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["BF16"] * 6
     assert tries == [3, 9] if fails else tries == [3], "the checkpoint that counts on it has it written first"
-    assert [(e["step"], e["name"]) for e in json.loads(Path("runs/a/swaps.json").read_text())] == [(3, "bf16")]
+    assert recorded("runs/a") == [(3, "bf16")]
     assert steps() == [9] and cli("resume=runs/a", "train.steps=10").code == 0

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from command_line import Cli, events, lines
 
-import fp4train.run.statistics as statistics
+import fp4train.run.observe as observe
 from fp4train.track import STATISTICS, read_statistics
 
 SMALL = ("recipe=nvfp4", "policy=all", "phases=none", "eval.errors_every=2")
 
 
 def test_a_resumed_run_has_the_statistics_of_an_uninterrupted_one(cli: Cli) -> None:
-    assert cli("run.name=whole", *SMALL).code == 0
+    cli.trained("run.name=whole", *SMALL)
     whole = read_statistics(Path("runs/whole"))
     assert sorted(set(whole.operands["step"])) == [2, 4, 6]
     assert len(whole.operands["step"]) == 3 * 6 * len(set(whole.operands["layer"]))
@@ -27,9 +27,9 @@ def test_a_resumed_run_has_the_statistics_of_an_uninterrupted_one(cli: Cli) -> N
 
 
 def test_a_line_of_metrics_has_the_summary_of_the_statistics_and_no_more(cli: Cli) -> None:
-    assert cli("run.name=a", *SMALL).code == 0
-    found = read_statistics(Path("runs/a"))
-    measured = {line["step"]: line for line in lines("runs/a") if "error/sqnr_db" in line}
+    cli.trained("run.name=whole", *SMALL)
+    found = read_statistics(Path("runs/whole"))
+    measured = {line["step"]: line for line in lines("runs/whole") if "error/sqnr_db" in line}
     assert sorted(measured) == [2, 4, 6]
     assert all(sum(key.startswith("error/") for key in line) == 9 for line in measured.values())
     at = found.operands["step"] == 4
@@ -45,7 +45,7 @@ def test_a_line_of_metrics_has_the_summary_of_the_statistics_and_no_more(cli: Cl
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp16"])
 def test_a_gradient_below_the_threshold_is_told_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    monkeypatch.setattr(statistics, "THRESHOLD", 1e9)
+    monkeypatch.setattr(observe, "THRESHOLD", 1e9)
     ended = cli("run.name=a", *SMALL[1:], f"recipe={recipe}")
     assert ended.code == 0
     told = events("runs/a", "weak gradient")
@@ -57,6 +57,6 @@ def test_a_gradient_below_the_threshold_is_told_once(cli: Cli, monkeypatch: pyte
 
 
 def test_the_default_run_is_far_from_the_threshold(cli: Cli) -> None:
-    assert cli("run.name=a", *SMALL).code == 0
-    assert all(line["error/gradient_to_noise"] > 5 for line in lines("runs/a") if "error/noise" in line)
-    assert not events("runs/a", "weak gradient")
+    cli.trained("run.name=whole", *SMALL)
+    assert all(line["error/gradient_to_noise"] > 5 for line in lines("runs/whole") if "error/noise" in line)
+    assert not events("runs/whole", "weak gradient")

@@ -28,7 +28,7 @@ from fp4train.precision.plan import make_plan
 from fp4train.quantize import cpu
 from fp4train.quantize.quantizer import quantizer
 from fp4train.run.record.change import swap_recipe
-from fp4train.run.step_graph import WARM_UP, StepGraph, check_graph, check_plan
+from fp4train.run.step_graph import WARM_UP, RecordedSteps, check_graph, check_plan
 
 EXACT = ("optim.lr=0.0078125", "schedule=wsd", "schedule.warmup=4", "schedule.cooldown=7", "schedule.decay=linear")
 """Learning rates that are float32 numbers, as a recorded step reads them: those of eager steps are doubles."""
@@ -44,7 +44,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     """`recorded(True)`: the steps of the next run are recorded on the CPU; what recorded them."""
     # The C kernels are no operators of torch: a recorder of operators would not see them.
     monkeypatch.setattr(cpu, "why_not", lambda spec, device: "not seen by the recorder")
-    monkeypatch.setattr("fp4train.backends.emulate.widening.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
+    monkeypatch.setattr("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     quantizer.cache_clear()
     assemble, on, made = build.assemble, [False], []
 
@@ -55,7 +55,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     def assembled(*args: Any) -> Any:
         run = assemble(*args)
         if on[0]:
-            run.graph = StepGraph(run, recorder)
+            run.runner = RecordedSteps(run, recorder)
         return run
 
     monkeypatch.setattr(build, "assemble", assembled)
@@ -69,7 +69,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     quantizer.cache_clear()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_current", "fp8_delayed", "nvfp4"])
+LONG = [pytest.param(recipe, marks=pytest.mark.long) for recipe in ("bf16", "mxfp8", "fp8_current")]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", *LONG])  # of state, and of random bits
 def test_a_recorded_run_equals_an_eager_one_in_every_bit(
     cli: Cli, recorded: Callable[[bool], Recorders], recipe: str
 ) -> None:

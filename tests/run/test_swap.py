@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import PATIENCE, Cli, StopAt, events, lines, losses, wait_for
+from command_line import PATIENCE, Cli, StopAt, events, lines, losses, recorded, wait_for
 
-import fp4train.train as loop
+import fp4train.run.supervise.agreement as agreement
 from fp4train.files import Folder
 
 STEADY = ("phases=none", "schedule=constant")
@@ -17,13 +17,13 @@ STEADY = ("phases=none", "schedule=constant")
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
     """`before_step(3, act)`: `act` is called while the loop stands before step 3, from "another terminal"."""
-    original, acts = loop.pick_up_swaps, {}
+    original, acts = agreement.pick_up_swaps, {}
 
     def pick_up_swaps(run: Any) -> None:
         acts.pop(run.step, lambda: None)()
         original(run)
 
-    monkeypatch.setattr(loop, "pick_up_swaps", pick_up_swaps)
+    monkeypatch.setattr(agreement, "pick_up_swaps", pick_up_swaps)
     return acts.__setitem__
 
 
@@ -31,11 +31,6 @@ def own_recipe() -> None:
     """A user's own folder of configurations, mine, with a recipe house in it."""
     Path("mine/recipe").mkdir(parents=True)
     Path("mine/recipe/house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
-
-
-def recorded(run: str) -> list[tuple[int, str]]:
-    path = Path(run) / "swaps.json"
-    return [(s["step"], s["name"]) for s in json.loads(path.read_text())] if path.exists() else []
 
 
 def test_a_swap_takes_effect_at_once_or_at_its_step_and_survives_a_resume(
@@ -195,15 +190,15 @@ def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
     cli: Cli, before_step: Callable[[int, Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Folder.rename
+    original = Folder.append
 
-    def rename(folder: Folder, old: str, new: str) -> None:
-        if new == "swaps.json":
+    def append(folder: Folder, name: str, data: bytes, at: int) -> None:
+        if b'{"event": "swap"' in data:
             raise OSError(28, "No space left on device")
-        original(folder, old, new)
+        original(folder, name, data, at)
 
     before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
-    monkeypatch.setattr(Folder, "rename", rename)
+    monkeypatch.setattr(Folder, "append", append)
     ended = cli("run.name=a", "train.steps=3", *STEADY)
     assert ended.code == 0 and "No space left" in events("runs/a", "swap refused")[0]["reason"]
     assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
@@ -238,13 +233,13 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
 
 
 def test_a_swap_that_the_resumed_run_would_refuse_is_refused_at_once(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1").code == 0
+    cli.trained("run.name=a", "train.steps=1")
     assert "a float16 run has a loss scale" in cli.raw("swap", "runs/a", "recipe=fp16").message
     assert not Path("runs/a/swap_requests").exists()
 
 
 def test_pending_requests_are_listed_and_cancelled(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
     assert cli.raw("swap", "runs/a").out == "runs/a: no swap is recorded, none is pending\n"
     for recipe in ("bf16", "mxfp8"):
         assert cli.raw("swap", "runs/a", f"recipe={recipe}").code == 0
@@ -279,7 +274,7 @@ def test_nobody_waits_longer_than_asked(cli: Cli, before_step: Callable[[int, Ca
 
 
 def test_a_request_that_a_killed_process_had_taken_is_taken_again(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1", *STEADY).code == 0
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
     assert cli.raw("swap", "runs/a", "recipe=bf16").code == 0
     (request,) = Path("runs/a/swap_requests").iterdir()
     request.rename(request.with_suffix(".taken"))

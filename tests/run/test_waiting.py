@@ -8,7 +8,7 @@ from command_line import Cli, losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.train as loop
-from fp4train.backends.emulate import widening
+from fp4train.backends import emulate
 from fp4train.optim.adamw import AdamW
 from fp4train.run.supervise.ledger import Numbers
 
@@ -58,7 +58,7 @@ def test_a_step_is_queued_without_reading_a_number(
     cli: Cli, waits: list[list[str]], monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     # A product on a CPU with BF16 instructions takes its scale as a host number; this is the one of other devices.
-    monkeypatch.setattr(widening, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
+    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
     options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY)
     assert cli("run.name=a", f"recipe={recipe}", *options).code == 0
     assert waits == [[], []]

@@ -6,8 +6,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import forked
 
 import fp4train.track.metrics as metrics
 from fp4train.errors import UserError
@@ -139,7 +138,7 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
 ) -> None:
     log, go_on, write = MetricsLog(path), threading.Event(), os.write
     monkeypatch.setattr(metrics, "WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(metrics.os, "write", lambda *rest: go_on.wait(60) and write(*rest))
+    monkeypatch.setattr(os, "write", lambda *rest: go_on.wait(60) and write(*rest))
     began = time.monotonic()
     for step in range(1, 200):
         log.log(step, {})
@@ -248,7 +247,7 @@ def test_a_full_disk_is_reported_once_and_no_line_is_lost(
         return write(descriptor, data[:-4])
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.os, "write", part_of_it)
+        patch.setattr(os, "write", part_of_it)
         for step in (2, 3, 4):
             log.log(step, {})
     assert path.read_bytes().count(b"\n") == 1 and path.read_bytes().endswith(b"\n"), (
@@ -269,7 +268,7 @@ def test_lines_that_never_got_a_place_are_counted_at_the_end(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     log = MetricsLog(path)
-    monkeypatch.setattr(metrics.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     log.log(1, {})
     log.log(2, {})
     log.finish()
@@ -283,14 +282,11 @@ def test_an_unwritable_folder_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_a_kill_loses_nothing_that_was_logged(path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom fp4train.track import MetricsLog\n"
-        "log = MetricsLog(Path(sys.argv[1]))\nfor step in range(1, 51): log.log(step, {})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    root = Path(metrics.__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", code, str(path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
-    assert child.returncode == -signal.SIGKILL
+    def logs() -> None:
+        log = MetricsLog(path)
+        for step in range(1, 51):
+            log.log(step, {})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked(logs) == -signal.SIGKILL
     assert [line["step"] for line in read_metrics(path)] == list(range(1, 51))

@@ -13,7 +13,7 @@ import pytest
 
 import fp4train.track.config as config
 from fp4train.track import Queued, Trackers, WandbTracking, read_metrics
-from fp4train.track import queued as module
+from fp4train.track import tracker as module
 
 
 class Service:

@@ -96,16 +96,16 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     wandb_at(None)
     caplog.set_level(logging.INFO, logger="fp4train")
     first, _ = train(tmp_path, WandbTracking())
-    assert not first.online
+    assert first._run.offline
     assert "not logged in" in caplog.text and "wandb sync" in caplog.text
     assert {r.levelname for r in ours(caplog)} == {"INFO"}
     again, _ = train(tmp_path, WandbTracking(), resume_step=3)
-    assert again.run_id == first.run_id
+    assert again._run.id == first._run.id
     fresh, _ = train(tmp_path, WandbTracking())
-    assert fresh.run_id != first.run_id
+    assert fresh._run.id != first._run.id
     wandb.teardown()  # its service writes the files on its own time, and has written them when it has ended
     kept = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert {file.name for file in kept} == {f"run-{part.run_id}.wandb" for part in (first, fresh)}
+    assert {file.name for file in kept} == {f"run-{part._run.id}.wandb" for part in (first, fresh)}
     assert all(b"train/loss" in file.read_bytes() for file in kept)
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/plan*.json"))
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/worst operands*.json"))
@@ -120,7 +120,7 @@ def test_an_unreachable_server_costs_less_than_seconds(
         unused.bind(("127.0.0.1", 0))
         wandb_at(f"http://127.0.0.1:{unused.getsockname()[1]}")
         part, seconds = train(tmp_path, WandbTracking())
-    assert not part.online and seconds < 30
+    assert part._run.offline and seconds < 30
     assert [r.levelname for r in ours(caplog)] == ["WARNING"] and "unreachable" in caplog.text
 
 
@@ -132,7 +132,7 @@ def test_a_server_that_never_answers_costs_seconds(
         silent.listen(50)
         wandb_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
         part, seconds = train(tmp_path, WandbTracking())
-    assert not part.online and seconds < 30, "wandb itself would wait for 90"
+    assert part._run.offline and seconds < 30, "wandb itself would wait for 90"
     assert "did not answer" in caplog.text or "unreachable" in caplog.text
 
 
@@ -157,8 +157,8 @@ def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
         part, seconds = train(tmp_path, WandbTracking())
         again, _ = train(tmp_path, WandbTracking(), resume_step=3)
         server.shutdown()
-    assert not part.online and seconds < 30
-    assert again.run_id == part.run_id
+    assert part._run.offline and seconds < 30
+    assert again._run.id == part._run.id
     assert all("wandb is offline" in r.getMessage() for r in ours(caplog)) and len(ours(caplog)) == 2
     assert not list((tmp_path / "wandb").glob("run-*")), "nothing is left of the attempts to go online"
 
@@ -172,7 +172,7 @@ def test_offline_is_kept_to_even_where_a_server_would_answer(
     monkeypatch.setattr("fp4train.track.wandb._why_unreachable", fail)
     wandb_at("http://127.0.0.1:9")
     part, _ = train(tmp_path, WandbTracking(mode="offline"))
-    assert not part.online
+    assert part._run.offline
 
 
 @pytest.mark.parametrize("value", ["offline", "dryrun"])
@@ -187,7 +187,7 @@ def test_what_wandb_was_told_in_its_own_settings_is_no_warning(
     monkeypatch.setenv("WANDB_MODE", value)
     caplog.set_level(logging.INFO, logger="fp4train")
     part, _ = train(tmp_path, WandbTracking())
-    assert not part.online and "wandb is offline (asked for)" in caplog.text
+    assert part._run.offline and "wandb is offline (asked for)" in caplog.text
     assert {r.levelname for r in ours(caplog)} == {"INFO"}
 
 

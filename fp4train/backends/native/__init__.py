@@ -24,7 +24,7 @@ from fp4train.backends.native import blocks
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantize
+from fp4train.quantize import Quantized, QuantSpec
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALES = {(None, None): "tensor", (1, None): "row"}
@@ -56,11 +56,6 @@ class Native:
             if device.type == "cpu" and not cpu_multiplies_rows():
                 return f"torch {torch.__version__} has no scaled_mm with one scale per row on CPUs"
         return None
-
-    def prepare(
-        self, x_RC: Tensor, spec: QuantSpec | None, *, key: RandomKey | None = None, amax: Tensor | None = None
-    ) -> Prepared:
-        return Decoded(x_RC, None) if spec is None else quantize(x_RC, spec, key=key, amax=amax)
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """As in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""

@@ -36,7 +36,7 @@ _SQUARE: Final = (128, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
+class BlockScheme:
     """One kind of block-scaled operand.
 
     Args:
@@ -53,11 +53,11 @@ class Scheme:
     elements: tuple[str, ...]
     scales: tuple[str, ...]
     cols: int
-    rows: tuple[int, ...] | None
-    capabilities: tuple[tuple[int, int], tuple[int, int]]
-    cuda: tuple[int, int]
-    multiple: int
-    dtypes: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    capabilities: tuple[tuple[int, int], tuple[int, int]] = ((10, 0), (11, 0))
+    cuda: tuple[int, int] = (12, 8)
+    multiple: int = 32
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
     scaling: ScalingType
 
     def takes(self, spec: QuantSpec) -> bool:
@@ -73,31 +73,16 @@ class Scheme:
 
 
 SCHEMES: Final = (
-    Scheme(
-        title="NVFP4",
-        elements=("e2m1",),
-        scales=("e4m3",),
-        cols=16,
-        rows=None,
-        capabilities=((10, 0), (11, 0)),
-        cuda=(12, 8),
-        multiple=32,
-        dtypes=("bfloat16", "float32"),
-        scaling=ScalingType.BlockWise1x16,
-    ),
-    Scheme(
+    BlockScheme(title="NVFP4", elements=("e2m1",), scales=("e4m3",), cols=16, scaling=ScalingType.BlockWise1x16),
+    BlockScheme(
         title="MXFP8",
         elements=("e4m3", "e5m2"),
         scales=("e8m0",),
         cols=32,
-        rows=None,
-        capabilities=((10, 0), (11, 0)),
-        cuda=(12, 8),
-        multiple=32,
         dtypes=("bfloat16", "float16", "float32"),
         scaling=ScalingType.BlockWise1x32,
     ),
-    Scheme(
+    BlockScheme(
         title="FP8 in blocks",
         elements=("e4m3", "e5m2"),
         scales=("fp32", "pow2"),
@@ -106,13 +91,12 @@ SCHEMES: Final = (
         capabilities=((9, 0), (9, 1)),
         cuda=(12, 9),
         multiple=128,
-        dtypes=("bfloat16", "float32"),
         scaling=ScalingType.BlockWise1x128,
     ),
 )
 
 
-def scheme(spec: QuantSpec) -> Scheme | None:
+def scheme(spec: QuantSpec) -> BlockScheme | None:
     """The scheme of an operand, or None."""
     return next((each for each in SCHEMES if each.takes(spec)), None)
 
@@ -194,7 +178,7 @@ def product(a: Quantized, b: Quantized, *, out_dtype: torch.dtype, bias: Tensor 
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 
 
-def _operand(x: Quantized, kind: Scheme, width: int, factor: Tensor | None) -> _Operand:
+def _operand(x: Quantized, kind: BlockScheme, width: int, factor: Tensor | None) -> _Operand:
     x = _padded(x, width)
     hardware = to_torch(x)
     data, scales = hardware.data, hardware.scales

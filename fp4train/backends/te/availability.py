@@ -65,19 +65,14 @@ def recipe_module() -> ModuleType:
     Raises:
         ValueError: TE is not installed, too old, or does not import.
     """
-    reason = _why_not_installed()
-    if reason:
-        raise ValueError(reason)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TE warns that its PyTorch extension is missing; we ask for it separately.
-            try:
-                return importlib.import_module("transformer_engine.common.recipe")
-            except RuntimeError:
-                with _without_core_library():
-                    return importlib.import_module("transformer_engine.common.recipe")
-    except Exception as error:
-        raise ValueError(f"{version_text()} does not import: {_first_line(error)}") from error
+    name = "transformer_engine.common.recipe"
+    with _refused("does not import"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TE warns that its PyTorch extension is missing; we ask for it separately.
+        try:
+            return importlib.import_module(name)
+        except RuntimeError:
+            with _without_core_library():
+                return importlib.import_module(name)
 
 
 def pytorch_module() -> ModuleType:
@@ -86,26 +81,25 @@ def pytorch_module() -> ModuleType:
     Raises:
         ValueError: TE is not installed, too old, or does not load on this machine.
     """
-    reason = _why_not_installed()
-    if reason:
-        raise ValueError(reason)
-    try:
+    with _refused("is installed but does not load"):
         return importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a missing or foreign CUDA library shows as any of half a dozen exception types
-        raise ValueError(f"{version_text()} is installed but does not load: {_first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def _why_not_installed() -> str | None:
+@contextlib.contextmanager
+def _refused(how: str) -> Iterator[None]:
+    """Whatever fails in importing TE as a ValueError that says so."""
     found = version()
     if found is None:
-        return "Transformer Engine is not installed (pip install --no-build-isolation 'transformer_engine[pytorch]')"
+        raise ValueError(
+            "Transformer Engine is not installed (pip install --no-build-isolation 'transformer_engine[pytorch]')"
+        )
     if found < OLDEST:
-        return f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer"
-    return None
+        raise ValueError(f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer")
+    try:
+        yield
+    except Exception as error:  # a missing or foreign CUDA library shows as any of half a dozen exception types
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(f"{version_text()} {how}: {reason}") from error
 
 
 def why_not_device(table: Table, device: Device) -> str | None:
@@ -122,7 +116,7 @@ def why_not_device(table: Table, device: Device) -> str | None:
         return "Transformer Engine needs an NVIDIA GPU; torch sees none"
     families = _families(table)
     if not device.here:
-        return _why_not_capability(families, device) or _why_not_columns(table, families, device)
+        return _why_not_formats(None, families, device) or _why_not_columns(table, families, device)
     try:
         te = pytorch_module()
         reason = _why_not_formats(te, families, device) or _why_not_columns(table, families, device)
@@ -167,26 +161,26 @@ _LEAST = {"nvfp4": (10, 0), "mxfp8": (10, 0), "fp8_block": (9, 0), "fp8_current"
 """Compute capability that each family needs."""
 
 
-def _why_not_formats(te: ModuleType, families: Mapping[QuantSpec, str], device: Device) -> str | None:
-    """TE's own answer for each format, and what TE does not check."""
+def _why_not_formats(te: ModuleType | None, families: Mapping[QuantSpec, str], device: Device) -> str | None:
+    """TE's own answer for each format, or, without TE, that of the compute capability; and what TE does not check."""
+    capability = device.capability or (0, 0)
     for spec, kind in families.items():
-        available, reason = getattr(te, _CHECKS[kind])(return_reason=True)
-        if not available:
-            return str(reason)
-        if (unchecked := _why_not_checked(spec, kind, device)) is not None:
-            return unchecked
-    return None
-
-
-def _why_not_capability(families: Mapping[QuantSpec, str], device: Device) -> str | None:
-    assert device.capability is not None
-    for spec, kind in families.items():
-        least = _LEAST[kind]
-        if device.capability < least or (kind == "mxfp8" and device.capability >= (12, 0)):
-            have = ".".join(map(str, device.capability))
+        if te is not None:
+            available, reason = getattr(te, _CHECKS[kind])(return_reason=True)
+            if not available:
+                return str(reason)
+        elif capability < (least := _LEAST[kind]) or (kind == "mxfp8" and capability >= (12, 0)):
+            have = ".".join(map(str, capability))
             return f"{kind} on TE needs compute capability {least[0]}.{least[1]}, {device} has {have}"
-        if (unchecked := _why_not_checked(spec, kind, device)) is not None:
-            return unchecked
+        if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
+            return (
+                "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
+                "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
+            )
+        if kind == "fp8_block" and capability >= (10, 0) and spec.scale == "fp32":
+            return (
+                "from compute capability 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
+            )
     return None
 
 
@@ -203,17 +197,4 @@ def _why_not_columns(table: Table, families: Mapping[QuantSpec, str], device: De
                 f"TE quantises {slot} to FP8 per tensor for backward only where forward quantises it alike, except on "
                 "compute capability 10.x"
             )
-    return None
-
-
-def _why_not_checked(spec: QuantSpec, kind: str, device: Device) -> str | None:
-    """What fails on a GPU although TE says that the format is available there."""
-    capability = device.capability or (0, 0)
-    if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
-        return (
-            "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
-            "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
-        )
-    if kind == "fp8_block" and capability >= (10, 0) and spec.scale == "fp32":
-        return "from compute capability 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
     return None

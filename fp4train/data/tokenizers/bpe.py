@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError
 
@@ -32,11 +32,8 @@ class BytePairs:
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = f"bpe of {self.vocab_size} ids from {self.sample} characters"
-        text = kept(run_dir, origin)
-        if text is None:
-            text = self._train(documents)
-            keep(run_dir, origin, text)
-        return JsonTokenizer(text, end_of_document=END, what=str(run_dir / "tokenizer.json"))
+        what = str(run_dir / "tokenizer.json")
+        return run_tokenizer(run_dir, origin, lambda: (self._train(documents), what), END)
 
     def _train(self, documents: Documents) -> str:
         import sys

@@ -7,7 +7,7 @@ of the original.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,8 +51,7 @@ class JsonTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
-        with _told(f"{self._what} cannot encode the text"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,6 +72,22 @@ def _told(what: str) -> Iterator[None]:
 
 LIMIT = 1 << 28
 """Bytes of a tokenizer that are read."""
+
+
+def run_tokenizer(
+    run_dir: Path, origin: str, make: Callable[[], tuple[str, str]], end_of_document: str | None
+) -> JsonTokenizer:
+    """The run's own tokenizer, or else a new one that is kept with the run.
+
+    Args:
+        make: gives the text of a new one, and what errors call it.
+    """
+    if (text := kept(run_dir, origin)) is not None:
+        return JsonTokenizer(text, end_of_document=end_of_document, what=str(run_dir / "tokenizer.json"))
+    text, what = make()
+    tokenizer = JsonTokenizer(text, end_of_document=end_of_document, what=what)
+    keep(run_dir, origin, text)
+    return tokenizer
 
 
 def kept(run_dir: Path, origin: str) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4train.data.files import existing_path
-from fp4train.data.tokenizers.json_file import JsonTokenizer, keep, kept
+from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError
 from fp4train.paths import PathOrHubName, is_hub_name
@@ -21,18 +21,16 @@ class Pretrained:
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = self.name if self.revision is None else f"{self.name} {self.revision}"
-        text = kept(run_dir, origin)
-        if text is not None:
-            return JsonTokenizer(text, end_of_document=self.end_of_document, what=str(run_dir / "tokenizer.json"))
+        return run_tokenizer(run_dir, origin, self._read, self.end_of_document)
+
+    def _read(self) -> tuple[str, str]:
         path = self._find()
         try:
             text = path.read_text(encoding="utf-8")
             json.loads(text)
         except (OSError, ValueError) as error:
             raise DataError(f"data.tokenizer.name={self.name}: {path} is no JSON file: {error}") from error
-        tokenizer = JsonTokenizer(text, end_of_document=self.end_of_document, what=str(path))
-        keep(run_dir, origin, text)
-        return tokenizer
+        return text, str(path)
 
     def _find(self) -> Path:
         if not is_hub_name(self.name):

@@ -1,6 +1,6 @@
 """Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax makes its scales NaN.
 
-SCALE is one of e4m3 (TE >= 2.14's formula), e4m3_te2.13, e8m0_rceil, e8m0_floor, e8m0_even, e8m0_ceil, fp32, pow2.
+`Variant.scale` names the way: see there.
 """
 
 # mypy: ignore-errors
@@ -8,7 +8,7 @@ SCALE is one of e4m3 (TE >= 2.14's formula), e4m3_te2.13, e8m0_rceil, e8m0_floor
 import triton
 import triton.language as tl
 
-from fp4train.kernels.triton.element import snap
+from fp4train.kernels.triton.rounding import snap
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
@@ -20,22 +20,33 @@ def finite_or_nan(amax):
 
 
 @triton.jit
-def global_scales(amax, BOUND: tl.constexpr):
-    """(S_enc, S_dec): S_enc = BOUND/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
-    amax = finite_or_nan(amax)
-    s_enc = tl.div_rn(tl.full(amax.shape, BOUND, tl.float32), amax)
-    s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
-    s_enc = tl.where(amax == 0.0, 1.0, s_enc)
-    return s_enc, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
+def outer_scales(amax_ptr, decode_ptr, row, group, rows, V: tl.constexpr):
+    """(S_enc, S_dec) of each row in `row`, or of the tensor: S_enc = bound/amax, 1 where amax = 0, capped at FLT_MAX;
+    S_dec = 1/S_enc, which the first program of the tensor, or that of `group` 0 of a row, also stores. 1 without a
+    global scale."""
+    s_enc = 1.0
+    s_dec = 1.0
+    if V.outer != "none":
+        amax = tl.load(amax_ptr) if V.outer == "tensor" else tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+        amax = finite_or_nan(amax)
+        s_enc = tl.div_rn(tl.full(amax.shape, V.bound, tl.float32), amax)
+        s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
+        s_enc = tl.where(amax == 0.0, 1.0, s_enc)
+        s_dec = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
+        if V.outer == "tensor":
+            tl.store(decode_ptr, s_dec, mask=tl.program_id(0) == 0)
+        else:
+            tl.store(decode_ptr + row, s_dec, mask=row < tl.where(group == 0, rows, 0))
+    return s_enc, s_dec
 
 
 @triton.jit
-def float_scales(amax, POW2: tl.constexpr, MAX: tl.constexpr, INVERSE_MARGIN: tl.constexpr, IF_INFINITE: tl.constexpr):
-    """FP8's (scale, scale_inv): scale = (MAX/amax) / 2^margin, 1 where amax = 0, IF_INFINITE where the quotient is
-    infinite."""
-    scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax) * INVERSE_MARGIN
-    scale = tl.where(scale == float("inf"), IF_INFINITE, scale)
-    if POW2:
+def float_scales(amax, V: tl.constexpr):
+    """FP8's (scale, scale_inv): scale = (largest/amax) / 2^margin, 1 where amax = 0, `if_infinite` where the quotient
+    is infinite."""
+    scale = tl.div_rn(tl.full(amax.shape, V.largest, tl.float32), amax) * V.inverse_margin
+    scale = tl.where(scale == float("inf"), V.if_infinite, scale)
+    if V.scale == "pow2":
         scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(amax == 0.0, 1.0, scale)
     scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -43,13 +54,13 @@ def float_scales(amax, POW2: tl.constexpr, MAX: tl.constexpr, INVERSE_MARGIN: tl
 
 
 @triton.jit
-def e4m3_scales(amax_b, s_enc, s_dec, RANGE: tl.constexpr, INVERSE_RANGE: tl.constexpr, TE213: tl.constexpr):
+def e4m3_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     """NVFP4's block scales: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor s)."""
     amax_b = finite_or_nan(amax_b)
-    if TE213:
-        wanted = tl.div_rn(amax_b, tl.full(amax_b.shape, RANGE, tl.float32)) * s_enc
+    if V.scale == "e4m3_te2.13":
+        wanted = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
     else:
-        wanted = amax_b * (s_enc * INVERSE_RANGE)
+        wanted = amax_b * (s_enc * V.inverse_range)
     is_nan = wanted != wanted
     bits, s = snap(tl.minimum(wanted, 448.0), 0.0, 3, -6, 7, False)
     byte = tl.where(is_nan, 0x7F, (bits + (bits >> 20)) & 0x7F)
@@ -66,50 +77,37 @@ def e8m0_decode(byte):
 
 
 @triton.jit
-def e8m0_scales(amax_b, MODE: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr):
+def e8m0_scales(amax_b, V: tl.constexpr):
     """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0 encodes with 1
     (rceil) or 2^126."""
-    if MODE == "e8m0_rceil":
-        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, MAX, tl.float32)).to(tl.int32, bitcast=True)
+    if V.scale == "e8m0_rceil":
+        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32)).to(tl.int32, bitcast=True)
         exponent = bits >> 23
         mantissa = bits & 0x7FFFFF
         up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
         byte = tl.minimum(exponent + up.to(tl.int32), 254)
     else:
         bits = amax_b.to(tl.int32, bitcast=True)
-        if MODE == "e8m0_even":
-            bits += 1 << (22 - MANTISSA)
+        if V.scale == "e8m0_even":
+            bits += 1 << (22 - V.mantissa)
         byte = (bits >> 23) & 0xFF
-        if MODE == "e8m0_ceil":
+        if V.scale == "e8m0_ceil":
             byte += ((bits & 0x7FFFFF) > 0).to(tl.int32)
-        byte = tl.minimum(tl.maximum(byte - MAX_EXPONENT, 0), 254)
+        byte = tl.minimum(tl.maximum(byte - V.max_exponent, 0), 254)
     byte = tl.where(amax_b < float("inf"), byte, 255)
-    ZERO: tl.constexpr = 1.0 if MODE == "e8m0_rceil" else 2.0**126
+    ZERO: tl.constexpr = 1.0 if V.scale == "e8m0_rceil" else 2.0**126
     encode = tl.where(byte == 0, ZERO, e8m0_decode(tl.maximum(254 - byte, 0)))
     encode = tl.where(byte == 255, float("nan"), encode)
     return byte.to(tl.uint8), encode, e8m0_decode(byte)
 
 
 @triton.jit
-def block_scales(
-    amax_b,
-    s_enc,
-    s_dec,
-    SCALE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MAX: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    RANGE: tl.constexpr,
-    INVERSE_RANGE: tl.constexpr,
-    IF_INFINITE: tl.constexpr,
-):
+def block_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for E4M3 only."""
-    if SCALE == "e4m3":
-        return e4m3_scales(amax_b, s_enc, s_dec, RANGE, INVERSE_RANGE, False)
-    elif SCALE == "e4m3_te2.13":
-        return e4m3_scales(amax_b, s_enc, s_dec, RANGE, INVERSE_RANGE, True)
-    elif SCALE == "fp32" or SCALE == "pow2":
-        scale, inverse = float_scales(amax_b, SCALE == "pow2", MAX, 1.0, IF_INFINITE)
+    if V.scale == "e4m3" or V.scale == "e4m3_te2.13":
+        return e4m3_scales(amax_b, s_enc, s_dec, V)
+    elif V.scale == "fp32" or V.scale == "pow2":
+        scale, inverse = float_scales(amax_b, V)
         return inverse, scale, inverse
     else:
-        return e8m0_scales(amax_b, SCALE, MANTISSA, MAX, MAX_EXPONENT)
+        return e8m0_scales(amax_b, V)

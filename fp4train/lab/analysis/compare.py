@@ -46,7 +46,7 @@ DIFFERING = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RunSummary:
     """One run. Losses in nats per token; None where a run logged no such thing.
 
     Args:
@@ -101,7 +101,7 @@ class Comparison:
     """
 
     histories: list[History]
-    rows: list[Row]
+    rows: list[RunSummary]
     means: list[SeedMean]
     key: str
     step: int
@@ -210,9 +210,7 @@ class Comparison:
 
     def picture(self) -> Draw:
         """Curves, gaps to the first run, and the recipe of each run over the steps."""
-        first, *_ = both = [
-            (history.series("train/loss").smoothed(), history.series("val/loss")) for history in self.histories
-        ]
+        first, *_ = both = [(history.loss("train/loss"), history.loss("val/loss")) for history in self.histories]
         losses = [
             Losses(
                 name=row.name,
@@ -248,12 +246,12 @@ def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = la
         validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
         finite = validation.values[np.isfinite(validation.values)]
         rows.append(
-            Row(
+            RunSummary(
                 name=name,
-                recipe=" → ".join(span.recipe for span in history.spans()),
+                recipe=" → ".join(recipe for *_, recipe in history.bands()),
                 quantised=quantised(history.path),
                 steps=history.last_step,
-                train_loss=float(history.series("train/loss").smoothed().values[-1]),
+                train_loss=float(history.loss("train/loss").values[-1]),
                 val_loss=float(validation.values[-1]) if len(validation) else None,
                 best_val_loss=float(finite.min()) if len(finite) else None,
                 gap=losses[index] / losses[0] - 1 if index and losses[0] else None,
@@ -292,7 +290,7 @@ def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def _means(histories: list[History], rows: list[Row], losses: list[float]) -> list[SeedMean]:
+def _means(histories: list[History], rows: list[RunSummary], losses: list[float]) -> list[SeedMean]:
     """One per group of seeds; none if all are single."""
     groups = seed_groups(histories)
     if all(len(group) < 2 for group in groups):
@@ -344,10 +342,7 @@ def _gap(series: Series, first: Series) -> Curve:
 
 
 def _at(history: History, key: str, step: int) -> float:
-    series = history.series(key)
-    if key == "train/loss":
-        series = series.smoothed()
-    return float(series.at(np.array([step]))[0])
+    return float(history.loss(key).at(np.array([step]))[0])
 
 
 def _number(value: float | None, form: str) -> str:

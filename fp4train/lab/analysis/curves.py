@@ -330,7 +330,7 @@ def _mark_events(axes: Axes, history: History) -> None:
 
 
 def _summary(history: History) -> str:
-    parts = [f"{history.last_step} steps", f"training {history.series('train/loss').smoothed().values[-1]:.4f}"]
+    parts = [f"{history.last_step} steps", f"training {history.loss('train/loss').values[-1]:.4f}"]
     validation = history.series("val/loss")
     if len(validation):
         parts.append(f"validation {validation.values[-1]:.4f}")

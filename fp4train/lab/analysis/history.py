@@ -1,6 +1,6 @@
-"""RUN/metrics.jsonl as series over steps and spans of recipes.
+"""RUN/metrics.jsonl as series over steps and bands of recipes; which runs differ in their seed only.
 
-A span is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both start one, also in a
+A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both start one, also in a
 resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a run, and over at least 10. At the start,
 where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows.
 """
@@ -66,15 +66,6 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """Steps `first` to `last` in one recipe; `last` is the first step of the next span, or the end of the run."""
-
-    first: int
-    last: int
-    recipe: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Event:
     """A logged event."""
 
@@ -107,22 +98,17 @@ class History:
         steps = sorted(found)
         return Series(steps=np.array(steps, dtype=np.float64), values=np.array([found[s] for s in steps]))
 
-    def spans(self) -> list[Span]:
-        spans: list[Span] = []
-        by_step = {line["step"]: line["precision/recipe"] for line in self.lines if line.get("precision/recipe")}
-        for step in sorted(by_step):
-            recipe = str(by_step[step])
-            if spans and spans[-1].recipe == recipe:
-                spans[-1] = Span(first=spans[-1].first, last=step, recipe=recipe)
-            else:
-                if spans:
-                    spans[-1] = Span(first=spans[-1].first, last=step, recipe=spans[-1].recipe)
-                spans.append(Span(first=step, last=step, recipe=recipe))
-        return spans
+    def loss(self, key: str) -> Series:
+        """A series of losses; those of training are smoothed."""
+        return self.series(key).smoothed() if key == "train/loss" else self.series(key)
 
     def bands(self) -> list[Band]:
-        """The spans; the first begins at step 0."""
-        return [(span.first if place else 0, span.last, span.recipe) for place, span in enumerate(self.spans())]
+        """The recipes; the first begins at step 0, each ends where the next one begins or the run does."""
+        by_step = {line["step"]: str(line["precision/recipe"]) for line in self.lines if line.get("precision/recipe")}
+        steps = sorted(by_step)
+        starts = [step for i, step in enumerate(steps) if not i or by_step[steps[i - 1]] != by_step[step]]
+        bounds = zip([0, *starts[1:]], starts, [*starts[1:], *steps[-1:]], strict=False)
+        return [(first, last, by_step[start]) for first, start, last in bounds]
 
     def events(self) -> list[Event]:
         return [
@@ -212,5 +198,5 @@ def _identity(history: History) -> tuple[int, str | None]:
     except (AssertionError, ValueError, KeyError, TypeError):
         return 0, None
     same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
-    spans = [(span.first, span.recipe) for span in history.spans()]
-    return seed, json.dumps([same, config.get("init"), spans], sort_keys=True, default=str)
+    recipes = [(start, recipe) for start, _, recipe in history.bands()]
+    return seed, json.dumps([same, config.get("init"), recipes], sort_keys=True, default=str)

@@ -102,7 +102,7 @@ def measure_blocks(
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
         layers_key = tuple(
-            (n.removeprefix(prefix), plans[n].gemms, plans[n].outliers, plans[n].layer.in_features) for n in mine
+            (n.removeprefix(prefix), *((p.gemms, p.layer.in_features) for p in plans[n].parts)) for n in mine
         )
         key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
         if key not in known:
@@ -205,7 +205,7 @@ class _StandIns:
         self._last: tuple[int, QuantSpec, Tensor] | None = None
 
     def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor) -> Tensor:
-        if plan.outliers is not None:
+        if len(plan.parts) > 1:
             kept = self._of_parts(x, plan)
         else:
             spec = plan.wgrad.operands.second

@@ -157,12 +157,12 @@ def _why_emulated(gemm: Gemm) -> str | None:
 def layer_costs(
     plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int, *, weight_passes: float = 1
 ) -> list[GemmCost]:
-    """The GEMMs of one layer in one stretch; of outlier channels that are multiplied apart as rows of their own.
+    """The GEMMs of one layer in one stretch; of channels that are multiplied apart as rows of their own.
 
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
     """
-    if plan.outliers is not None:
+    if len(plan.parts) > 1:
         parts = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in plan.parts)
         return [row for rows in parts for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}

@@ -7,6 +7,6 @@ report     all of it as one screen, or as JSON
 """
 
 from fp4train.lab.doctor.machine import device
-from fp4train.lab.doctor.report import Report, examine
+from fp4train.lab.doctor.report import DoctorReport, examine
 
-__all__ = ["Report", "device", "examine"]
+__all__ = ["DoctorReport", "device", "examine"]

@@ -28,7 +28,7 @@ LITTLE_DISK = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MachinePart:
     """One line about the machine.
 
     Args:
@@ -44,7 +44,7 @@ class Part:
     note: str | None = None
 
 
-def parts(folder: Path) -> list[Part]:
+def parts(folder: Path) -> list[MachinePart]:
     """All of them; `folder` is where runs would be written."""
     return [
         _gpu(),
@@ -61,11 +61,11 @@ def parts(folder: Path) -> list[Part]:
 
 
 def device() -> Device:
-    """Where runs go that are not told."""
+    """The default device."""
     return Device.of("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _gpu() -> Part:
+def _gpu() -> MachinePart:
     if torch.cuda.is_available():
         names = []
         for index in range(torch.cuda.device_count()):
@@ -78,75 +78,79 @@ def _gpu() -> Part:
             have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
             problem = f"compute capability {have} has no BF16 products, which need {least}; use device=cpu"
         same = len(set(names)) == 1 and len(names) > 1
-        return Part(name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem)
+        return MachinePart(
+            name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem
+        )
     if driver_version() is None:
-        return Part(name="GPU", value="none")
-    return Part(name="GPU", value="torch sees none", note=why_no_gpu())
+        return MachinePart(name="GPU", value="none")
+    return MachinePart(name="GPU", value="torch sees none", note=why_no_gpu())
 
 
-def _drivers() -> list[Part]:
+def _drivers() -> list[MachinePart]:
     """Driver, CUDA and cuBLAS, where any of them is."""
     cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := _installed(n))), None)
     if driver_version() is None and torch.version.cuda is None:
         return []
     words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
-    return [Part(name="CUDA", value=", ".join(word for word in words if word))]
+    return [MachinePart(name="CUDA", value=", ".join(word for word in words if word))]
 
 
-def _torch() -> Part:
+def _torch() -> MachinePart:
     problem = None
     if _numbers(torch.__version__) < OLDEST_TORCH:
         problem = f"fp4train needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
     compiled = compile_context.UNAVAILABLE
     note = None if compiled is None else f"train.compile=true runs linear layers outside of the graphs: {compiled}"
-    return Part(name="torch", value=torch.__version__, problem=problem, note=note)
+    return MachinePart(name="torch", value=torch.__version__, problem=problem, note=note)
 
 
-def _transformer_engine() -> Part:
+def _transformer_engine() -> MachinePart:
     name = "Transformer Engine"
     found = availability.version()
     if found is None:
-        return Part(name=name, value="not installed")
+        return MachinePart(name=name, value="not installed")
     value = ".".join(map(str, found))
     if not torch.cuda.is_available():
-        return Part(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
+        return MachinePart(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
     try:
         availability.pytorch_module()
     except ValueError as error:
-        return Part(name=name, value=value, note=str(error))
-    return Part(name=name, value=value)
+        return MachinePart(name=name, value=value, note=str(error))
+    return MachinePart(name=name, value=value)
 
 
-def _triton() -> Part:
+def _triton() -> MachinePart:
     found = _installed("triton")
     if not torch.cuda.is_available():
-        return Part(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
-    return Part(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
+        return MachinePart(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
+    return MachinePart(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
 
 
-def _packages() -> Part:
+def _packages() -> MachinePart:
     missing = [name for name in NEEDED if _installed(name) is None]
     if not missing:
-        return Part(name="packages", value="all that runs import")
+        return MachinePart(name="packages", value="all that runs import")
     needed = [name for name in missing if name not in ("datasets", "wandb")]
     lacks = f"pip install {' '.join(missing)}"
     if needed:
-        return Part(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
+        return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
     if "wandb" in missing:
-        return Part(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
-    return Part(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
+        return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
+    return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
 
 
-def _cpu() -> Part:
+def _cpu() -> MachinePart:
     model = _cpu_model()
     if (reason := cpu.unavailable()) is not None:
-        return Part(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
+        return MachinePart(
+            name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}"
+        )
     bf16 = "BF16 instructions" if _multiplies_bf16() else "no BF16 instructions: products in float32"
-    return Part(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
+    return MachinePart(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
 
 
 def _multiplies_bf16() -> bool:
-    from fp4train.backends.emulate.widening import widens
+    from fp4train.backends.emulate import widens
 
     return not widens(torch.empty(0, dtype=torch.bfloat16))
 
@@ -160,29 +164,31 @@ def _cpu_model() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def _threads() -> Part:
+def _threads() -> MachinePart:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     pool = "" if cpu.unavailable() else f", C kernels on {cpu.thread_pool()}"
     note = f"threads wait for each other: OMP_NUM_THREADS={cores}" if threads > cores else None
-    return Part(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
+    return MachinePart(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
 
 
-def _disk(folder: Path) -> Part:
+def _disk(folder: Path) -> MachinePart:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     value = f"{free / 2**30:.0f} GiB free in {folder}/"
     if not os.access(place, os.W_OK):
-        return Part(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
+        return MachinePart(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
     if free < LITTLE_DISK:
-        return Part(name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere")
-    return Part(name="disk", value=value)
+        return MachinePart(
+            name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere"
+        )
+    return MachinePart(name="disk", value=value)
 
 
-def _wandb() -> Part:
+def _wandb() -> MachinePart:
     found = _installed("wandb")
     if found is None:
-        return Part(name="wandb", value="not installed")
+        return MachinePart(name="wandb", value="not installed")
     try:
         import wandb
 
@@ -193,8 +199,8 @@ def _wandb() -> Part:
         if settings.mode in ("offline", "dryrun", "disabled"):
             state = f"{settings.mode} by its own settings"
     except Exception as error:  # any of wandb's
-        return Part(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
-    return Part(name="wandb", value=f"{found}, {state}")
+        return MachinePart(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
+    return MachinePart(name="wandb", value=f"{found}, {state}")
 
 
 def _installed(name: str) -> str | None:

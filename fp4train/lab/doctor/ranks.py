@@ -31,7 +31,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveCheck:
     """One collective.
 
     Args:
@@ -76,7 +76,7 @@ def meeting() -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def collectives(device: str) -> list[Collective]:
+def collectives(device: str) -> list[CollectiveCheck]:
     """Try and time them on tensors of `device`; every rank must call it."""
     return [
         _tried("all-reduce", "float32", device, _all_reduce),
@@ -87,7 +87,9 @@ def collectives(device: str) -> list[Collective]:
     ]
 
 
-def _tried(name: str, dtype: str, device: str, collective: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Collective:
+def _tried(
+    name: str, dtype: str, device: str, collective: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> CollectiveCheck:
     """`collective` of (this rank's tensor) → (what came, what should have come)."""
     ranks = dist.get_world_size()
     kind: torch.dtype = getattr(torch, dtype)
@@ -99,11 +101,11 @@ def _tried(name: str, dtype: str, device: str, collective: Callable[[Tensor], tu
         seconds = min(_seconds(collective, mine.clone(), device) for _ in range(REPEATS))
     except Exception as error:  # of NCCL, gloo, the network: to be reported, whatever it is
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return Collective(name=name, dtype=dtype, correct=None, rate=None, problem=f"{name} of {dtype}: {reason}")
+        return CollectiveCheck(name=name, dtype=dtype, correct=None, rate=None, problem=f"{name} of {dtype}: {reason}")
     share = (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks
     problem = None if correct else f"{name} of {dtype} gave rank {dist.get_rank()} wrong numbers"
     rate = share * size * kind.itemsize / seconds
-    return Collective(name=name, dtype=dtype, correct=correct, rate=rate, problem=problem)
+    return CollectiveCheck(name=name, dtype=dtype, correct=correct, rate=rate, problem=problem)
 
 
 def _seconds(collective: Callable[[Tensor], object], x: Tensor, device: str) -> float:

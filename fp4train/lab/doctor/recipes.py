@@ -7,6 +7,7 @@ and dw must lie within BF16's rounding of the reference product, where both draw
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, apart, resolve
+from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 from fp4train.quantize import QuantSpec, RandomKey, quantizer
@@ -37,7 +38,7 @@ ELSEWHERE = ("A100", "H100", "B200")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class RecipeCheck:
     """One recipe.
 
     Args:
@@ -55,45 +56,41 @@ class Checked:
     """
 
     name: str
-    runs: str
-    why: tuple[str, ...]
-    kernels: tuple[str, ...]
-    codes: bool | None
-    distance: float | None
-    native_on: tuple[str, ...]
+    runs: str = "-"
+    why: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    codes: bool | None = None
+    distance: float | None = None
+    native_on: tuple[str, ...] = ()
     problem: str | None = None
     scaled: float | None = None
     scaled_why: str | None = None
     scaled_problem: str | None = None
 
 
-def check(name: str, recipe: Recipe, device: Device) -> Checked:
+def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     """Resolve and run one recipe; what fails is a problem, not an exception."""
     try:
         plan = resolve(SAMPLE, recipe, None, "auto", device)
     except ValueError as error:
-        return Checked(
-            name=name, runs="-", why=(), kernels=(), codes=None, distance=None, native_on=(), problem=str(error)
-        )
-    backends = dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms)
-    problem, codes, distance, close = None, None, None, True
+        return RecipeCheck(name=name, problem=str(error))
+    problem, codes, distance = None, None, None
     kernels: tuple[str, ...] = ()
     try:
-        if specs := [spec for part in apart(plan).parts for spec in part.table.specs()]:
+        if specs := [spec for part in plan.split_channels().parts for spec in part.table.specs()]:
             kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
             codes = not wrong
             if wrong:
                 problem = f"{', '.join(kernels)} quantise {wrong[0]} otherwise than the reference"
-        distance, close = products(recipe, plan, device)
+        distance, far = products(recipe, plan, device)
+        problem = problem or far
     except Exception as error:  # of a driver, a compiler, a missing library: to be reported, whatever it is
         problem = _named(error)
-    if problem is None and not close:
-        problem = f"y, dx or dw lie {distance:.1e} from the reference"
     scaled, scaled_why, scaled_problem = _scaled_products(recipe, device) if plan.quantised else (None, None, None)
-    return Checked(
+    return RecipeCheck(
         name=name,
-        runs=" + ".join(backends),
+        runs=" + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms)),
         why=tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised)),
         kernels=kernels,
         codes=codes,
@@ -102,7 +99,7 @@ def check(name: str, recipe: Recipe, device: Device) -> Checked:
         problem=problem,
         scaled=scaled,
         scaled_why=scaled_why,
-        scaled_problem=scaled_problem,
+        scaled_problem=scaled_problem and f"backend=native: {scaled_problem}",
     )
 
 
@@ -113,10 +110,10 @@ def _scaled_products(recipe: Recipe, device: Device) -> tuple[float | None, str 
     except ValueError as error:
         return None, str(error), None
     try:
-        distance, close = products(recipe, plan, device, "native")
+        distance, far = products(recipe, plan, device, "native")
     except Exception as error:  # of a driver, of cuBLAS
-        return None, None, f"backend=native: {_named(error)}"
-    return distance, None, None if close else f"backend=native: y, dx or dw lie {distance:.1e} from the reference"
+        return None, None, _named(error)
+    return distance, None, far
 
 
 def _named(error: Exception) -> str:
@@ -138,17 +135,18 @@ def equal_codes(spec: QuantSpec, device_type: str) -> bool:
     return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(found.scales.cpu(), wanted.scales)
 
 
-def products(recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto") -> tuple[float, bool]:
-    """(the largest distance of y, dx and dw from the reference, whether it is small enough)."""
-    stochastic = any(spec.rounding == "stochastic" for spec in plan.table.specs())
+def products(recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto") -> tuple[float, str | None]:
+    """(the largest distance of y, dx and dw from the reference, what is wrong with it or None)."""
     found, wanted = _run(recipe, device.type, backend), _run(recipe, "cpu", "reference")
-    if not (stochastic and plan.layer_backend is not None):
+    if plan.layer_backend is None or not any(spec.rounding == "stochastic" for spec in plan.table.specs()):
         distance = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
-        return distance, distance <= CLOSE
-    exact = _run(BF16(), "cpu", "reference")
-    errors = [(_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)]
-    close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
-    return max(abs(a - b) for a, b in errors), close
+        close = distance <= CLOSE
+    else:
+        exact = _run(BF16(), "cpu", "reference")
+        errors = [(_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)]
+        distance = max(abs(a - b) for a, b in errors)
+        close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
+    return distance, None if close else f"y, dx or dw lie {distance:.1e} from the reference"
 
 
 def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,12 +158,9 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
     together = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    if together is None:
-        with autocast(recipe, step=0):
-            y = layer(x)
-    else:
-        with LAYER_BACKENDS[together].region([recipe.table()]), autocast(recipe, step=0):
-            y = layer(x)
+    region = nullcontext() if together is None else LAYER_BACKENDS[together].region([recipe.table()])
+    with region, autocast(recipe, step=0):
+        y = layer(x)
     y.backward(dy)
     assert x.grad is not None and layer.weight.grad is not None
     return y.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import __version__
-from fp4train.lab.doctor.machine import Part, device, parts
-from fp4train.lab.doctor.ranks import Collective
-from fp4train.lab.doctor.recipes import Checked, check
+from fp4train.lab.doctor.machine import MachinePart, device, parts
+from fp4train.lab.doctor.ranks import CollectiveCheck
+from fp4train.lab.doctor.recipes import RecipeCheck, check
 from fp4train.precision.recipe import Recipe
 from fp4train.text import columns, tabulate
 
@@ -20,15 +20,15 @@ HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class DoctorReport:
     """Everything; `default` is the recipe of the default run, `ranks` the number of processes that met."""
 
     device: str
     default: str
-    machine: tuple[Part, ...]
-    recipes: tuple[Checked, ...]
+    machine: tuple[MachinePart, ...]
+    recipes: tuple[RecipeCheck, ...]
     ranks: int = 1
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveCheck, ...] = ()
 
     @property
     def problems(self) -> list[str]:
@@ -91,7 +91,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _row(each: Checked) -> tuple[str, ...]:
+def _row(each: RecipeCheck) -> tuple[str, ...]:
     codes = {None: "-", True: "equal", False: "DIFFERENT"}[each.codes]
     products = "FAILED" if each.distance is None else _distance(each.distance)
     scaled = "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
@@ -99,7 +99,7 @@ def _row(each: Checked) -> tuple[str, ...]:
     return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, scaled, on)
 
 
-def _collective(each: Collective) -> tuple[str, ...]:
+def _collective(each: CollectiveCheck) -> tuple[str, ...]:
     result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[each.correct]
     return (each.name, each.dtype, result, "-" if each.rate is None else f"{each.rate / 1e9:.3g}")
 
@@ -115,8 +115,8 @@ def examine(
     *,
     progress: Callable[[str], None] = lambda name: None,
     ranks: int = 1,
-    collectives: Sequence[Collective] = (),
-) -> Report:
+    collectives: Sequence[CollectiveCheck] = (),
+) -> DoctorReport:
     """Look at this machine and try all `recipes`.
 
     Args:
@@ -129,7 +129,7 @@ def examine(
     for name, recipe in recipes.items():
         progress(name)
         checked.append(check(name, recipe, here))
-    return Report(
+    return DoctorReport(
         device=str(here),
         default=default,
         machine=tuple(parts(folder)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,16 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.costs.estimate import estimate
+from fp4train.lab.costs.estimate import CostEstimate, estimate
 from fp4train.lab.costs.table import time_text
 from fp4train.lab.report.html import Html, joined, ranges, table, tag
 from fp4train.lab.report.sections import section
-from fp4train.lab.report.sources import UNREADABLE, Source
+from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_paths
-from fp4train.run.record.history import UNRECORDED, Stretch
+from fp4train.run.record.journal import UNRECORDED
+from fp4train.run.record.trust import check_paths
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""
@@ -36,26 +35,9 @@ MOST_ROWS = 1 << 40
 _UNINTERESTING = ("run.name", "run.dir", "data.cache_dir")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """Of one run.
-
-    Args:
-        seconds: of its linear layers, over all planned steps, in their recipes, quantising included.
-        bf16: the same in BF16.
-        steps: planned.
-        emulated: whether some GEMMs have no kernel there and are emulated.
-    """
-
-    seconds: float
-    bf16: float
-    steps: int
-    emulated: bool
-
-
-def predict(sources: Sequence[Source], gpu: Gpu) -> tuple[dict[Source, Predicted], list[str]]:
+def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, CostEstimate], list[str]]:
     """The runs that can be estimated, and a sentence for each that cannot."""
-    found: dict[Source, Predicted] = {}
+    found: dict[RunSource, CostEstimate] = {}
     problems: list[str] = []
     for source in sources:
         try:
@@ -66,7 +48,7 @@ def predict(sources: Sequence[Source], gpu: Gpu) -> tuple[dict[Source, Predicted
     return found, problems
 
 
-def _predicted_time(source: Source, gpu: Gpu) -> Predicted:
+def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
     path = source.metrics.path
     for key, value in (source.config or {}).items():
         if key.startswith("model.") and isinstance(value, int) and abs(value) > LARGEST:
@@ -78,16 +60,10 @@ def _predicted_time(source: Source, gpu: Gpu) -> Predicted:
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     plan = build_plan(config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu))
     microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
-    cost = estimate(plan, gpu, microbatches=microbatches)
-    return Predicted(
-        seconds=cost.total,
-        bf16=cost.bf16,
-        steps=sum(each.steps for each in cost.stretches),
-        emulated=any(row.emulated is not None for each in cost.stretches for row in each.rows),
-    )
+    return estimate(plan, gpu, microbatches=microbatches)
 
 
-def differences(sources: Sequence[Source]) -> Html:
+def differences(sources: Sequence[RunSource]) -> Html:
     """The configuration keys whose values differ, with the runs of each value."""
     known = [source for source in sources if source.config is not None]
     if len(known) < 2:
@@ -106,7 +82,7 @@ def differences(sources: Sequence[Source]) -> Html:
     return section("Configuration", table(["key", "values"], rows, caption=caption))
 
 
-def environment(sources: Sequence[Source]) -> Html:
+def environment(sources: Sequence[RunSource]) -> Html:
     """Host, device and versions of every run; what differs has the runs beside it."""
     known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
     without = [source for source in sources if source not in known]
@@ -126,7 +102,7 @@ def environment(sources: Sequence[Source]) -> Html:
 
 
 def cost(
-    sources: Sequence[Source], gpu: Gpu | None = None, predicted: Mapping[Source, Predicted] | None = None
+    sources: Sequence[RunSource], gpu: Gpu | None = None, predicted: Mapping[RunSource, CostEstimate] | None = None
 ) -> Html:
     """Tokens, time and arithmetic of every run; with `gpu`, what was `predicted` for it."""
     rows = []
@@ -161,7 +137,7 @@ def cost(
     return section("Cost", body, tag("p", note, class_="note"), times)
 
 
-def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
+def _predicted(gpu: Gpu, predicted: Mapping[RunSource, CostEstimate]) -> Html:
     """The estimated time of the linear layers of each run on a GPU."""
     if not predicted:
         return tag("p", f"No run's time on {gpu} can be estimated.", class_="note")
@@ -169,10 +145,10 @@ def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
         [
             source.number,
             source.name,
-            time_text(each.seconds / each.steps) if each.steps else "–",
-            f"{each.seconds / each.bf16:.2f}" if each.bf16 else "–",
-            time_text(each.seconds),
-            "some GEMMs" if each.emulated else "none",
+            time_text(each.total / steps) if (steps := sum(at.steps for at in each.stretches)) else "–",
+            f"{each.total / each.bf16:.2f}" if each.bf16 else "–",
+            time_text(each.total),
+            "some GEMMs" if any(row.emulated is not None for at in each.stretches for row in at.rows) else "none",
         ]
         for source, each in predicted.items()
     ]
@@ -185,7 +161,7 @@ def _predicted(gpu: Gpu, predicted: Mapping[Source, Predicted]) -> Html:
     return joined([body, tag("p", note, class_="note")])
 
 
-def _arithmetic(source: Source) -> dict[str, float]:
+def _arithmetic(source: RunSource) -> dict[str, float]:
     """Multiply-adds of the linear layers by elements, for the steps that were trained."""
     batch, microbatch = source.setting("train.batch_size"), source.setting("train.microbatch")
     sizes = [size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS]
@@ -193,17 +169,12 @@ def _arithmetic(source: Source) -> dict[str, float]:
     found: dict[str, float] = {}
     for stretch in source.stretches:
         steps = max(0, min(stretch.stop, source.done) - stretch.start)
-        for elements, macs in _macs(stretch).items():
-            found[elements] = found.get(elements, 0.0) + macs * steps * count
+        for elements, share in stretch.shares.items():
+            found[elements] = found.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
     return {elements: macs for elements, macs in found.items() if macs}
 
 
-def _macs(stretch: Stretch) -> dict[str, float]:
-    total = float(sum(stretch.macs))
-    return {elements: share * total for elements, share in stretch.shares.items()}
-
-
-def _by_value(values: Mapping[Source, str], everything: int) -> Html:
+def _by_value(values: Mapping[RunSource, str], everything: int) -> Html:
     """The distinct values, each with the numbers of its runs; alone if all runs have it."""
     runs: dict[str, list[int]] = {}
     for source, value in values.items():

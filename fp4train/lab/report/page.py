@@ -22,11 +22,12 @@ from fp4train import __version__, files
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
 from fp4train.lab.analysis.figure import shortened
+from fp4train.lab.costs.estimate import CostEstimate
 from fp4train.lab.report import facts, sections
 from fp4train.lab.report.groups import common, group
-from fp4train.lab.report.html import Html, joined, tag
-from fp4train.lab.report.sources import Source, read_sources
-from fp4train.run.statistics import THRESHOLD
+from fp4train.lab.report.html import Html, tag
+from fp4train.lab.report.sources import RunSource, read_sources
+from fp4train.run.observe import THRESHOLD
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 ENDING = ".html"
@@ -70,10 +71,10 @@ def check_out(out: Path) -> None:
 
 
 def render(
-    sources: Sequence[Source],
+    sources: Sequence[RunSource],
     left_out: Sequence[str],
     gpu: Gpu | None = None,
-    predicted: Mapping[Source, facts.Predicted] | None = None,
+    predicted: Mapping[RunSource, CostEstimate] | None = None,
 ) -> str:
     """The whole page."""
     groups = group(sources)
@@ -96,6 +97,7 @@ def render(
         *(sentence for source in sources for sentence in weak_gradient(source)),
         *(f"{source.name}: {problem}" for source in sources for problem in source.problems),
     ]
+    titles = [re.search(r'<section id="([^"]+)"><h2>([^<]+)</h2>', part) for part in parts]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = tag(
         "head",
@@ -110,13 +112,13 @@ def render(
         tag("h1", title),
         tag("p", f"{len(sources)} run{'s' * (len(sources) > 1)}; made {made} by fp4train {__version__}", class_="note"),
         sections.warnings(warned),
-        _contents(parts),
+        tag("nav", *(tag("a", Html(t[2]), href=f"#{t[1]}") for t in titles if t), aria_label="contents"),
         tag("main", *parts),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def different_data(sources: Sequence[Source]) -> list[str]:
+def different_data(sources: Sequence[RunSource]) -> list[str]:
     """What makes losses of these runs incomparable: other data, tokens, or sequences. Empty where nothing is known."""
     found = []
     prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
@@ -133,7 +135,7 @@ def different_data(sources: Sequence[Source]) -> list[str]:
     return found
 
 
-def weak_gradient(source: Source) -> list[str]:
+def weak_gradient(source: RunSource) -> list[str]:
     """Where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
     ratio = source.metrics.series("error/gradient_to_noise")
     below = (ratio.values < THRESHOLD).nonzero()[0]
@@ -145,9 +147,3 @@ def weak_gradient(source: Source) -> list[str]:
         f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured steps; quantised training "
         "becomes less effective there (arXiv 2505.19115)."
     ]
-
-
-def _contents(parts: Sequence[Html]) -> Html:
-    """Links to the headings."""
-    titles = [re.search(r'<section id="([^"]+)"><h2>([^<]+)</h2>', part) for part in parts]
-    return tag("nav", joined(tag("a", Html(t[2]), href=f"#{t[1]}") for t in titles if t), aria_label="contents")

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from fp4train.lab.analysis.curves import Losses, RecipeRow, over_steps, shades
-from fp4train.lab.analysis.figure import COLOURS, LINES, SHADES
+from fp4train.lab.analysis.figure import VARIABLES, colour_of, line_of
 from fp4train.lab.analysis.heatmap import LAYERS, Errors, worst_maps
-from fp4train.lab.report.groups import Group, curve, gap_at, gap_curve, loss_at
+from fp4train.lab.report.groups import SeedGroup, curve, gap_at, gap_curve, loss_at
 from fp4train.lab.report.html import Html, figure, folded, joined, table, tag
-from fp4train.lab.report.sources import Source
+from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.figures import ranking, sensitivity
-from fp4train.lab.studies.results import VERDICTS, RankedCandidate, RankResult, SensitivityResult
-from fp4train.lab.studies.statistics import Interval
+from fp4train.lab.studies.results import VERDICTS, CandidateResult, RankResult, SensitivityResult
+from fp4train.lab.studies.statistics import Estimate
 from fp4train.text import p_value
 
 WORST = 10
@@ -27,7 +27,6 @@ EVENTS = 60
 """Events of a run that are listed."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
 """What is marked on the band of a run."""
-_DASHES = ("", "7 3", "2 2", "8 2 2 2")
 
 
 def section(title: str, *children: object) -> Html:
@@ -41,20 +40,20 @@ def warnings(found: Iterable[str]) -> Html:
     return tag("ul", *(tag("li", each) for each in listed), class_="warnings") if listed else Html()
 
 
-def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
+def results(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> Html:
     """Losses and gaps as a table, and the sentences that go with it."""
     rows, words = [], []
     for index, group in enumerate(groups):
-        first = group.sources[0]
+        first, done = group.sources[0], [source.done for source in group.sources]
         validation = [s.metrics.series("val/loss").values for s in group.sources]
         best = [float(v[np.isfinite(v)].min()) for v in validation if np.isfinite(v).any()]
-        train = [float(s.metrics.series("train/loss").smoothed().values[-1]) for s in group.sources]
+        train = [float(s.metrics.loss("train/loss").values[-1]) for s in group.sources]
         rows.append(
             [
                 joined([_sample(index), " ", group.numbers]),
                 group.name,
                 " → ".join(recipe for *_, recipe in first.bands),
-                ", ".join(str(source.done) for source in group.sources) if _differ(group) else str(first.done),
+                ", ".join(map(str, done if len(set(done)) > 1 else done[:1])),
                 f"{math.fsum(train) / len(train):.4f}",
                 "–" if at is None else loss_at(group, *at).show(".4f"),
                 f"{min(best):.4f}" if best else "–",
@@ -82,7 +81,7 @@ def results(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
     return section("Results", body, tag("p", " ".join(words), class_="note"))
 
 
-def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
+def curves(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> Html:
     """Losses, gaps and recipes over one axis of steps, with a legend and the stretches as a table."""
     sources = sorted((source for group in groups for source in group.sources), key=lambda source: source.number)
     losses = [_losses(group, groups[0] if at is not None and group is not groups[0] else None) for group in groups]
@@ -110,18 +109,18 @@ def curves(groups: Sequence[Group], at: tuple[str, int] | None) -> Html:
         class_="legend",
     )
     recipes = shades(recipe for row in rows for *_, recipe in row.bands)
-    listed = tag("ul", *(tag("li", _shade(i), " ", recipe) for i, recipe in enumerate(recipes)), class_="legend")
+    listed = tag("ul", *(tag("li", _shade(colour), " ", recipe) for recipe, colour in recipes.items()), class_="legend")
     return section("Curves", drawn, runs, listed, _stretches(sources), _events(sources))
 
 
-def _losses(group: Group, first: Group | None) -> Losses:
+def _losses(group: SeedGroup, first: SeedGroup | None) -> Losses:
     """The curves of a group, and its gaps to the first one."""
     train, validation = (curve(group, key) for key in ("train/loss", "val/loss"))
     gaps = [] if first is None else [gap_curve(first, group, key) for key in ("train/loss", "val/loss")]
     return Losses(name=group.name, train=train, validation=validation, gaps=gaps)
 
 
-def _marks(source: Source) -> list[tuple[int, str]]:
+def _marks(source: RunSource) -> list[tuple[int, str]]:
     told = [(record.event, record.step) for record in source.records if record.step]
     told += [(event.name, event.step) for event in source.metrics.events() if event.name == "non-finite"]
     return [(step, MARKS[name]) for name, step in told if name in MARKS]
@@ -129,28 +128,22 @@ def _marks(source: Source) -> list[tuple[int, str]]:
 
 def _sample(index: int) -> Html:
     """A line in the style of a group's curve."""
-    line = tag(
-        "line",
-        x1="0",
-        y1="5",
-        x2="26",
-        y2="5",
-        stroke=f"var(--c{index % len(COLOURS)})",
-        stroke_width="3",
-        stroke_dasharray=_DASHES[index // len(COLOURS) % len(LINES)] or None,
-    )
+    shape = line_of(index)
+    dashes = None if shape == "-" else " ".join(f"{2 * each:g}" for each in shape[1])
+    ends = {"x1": "0", "y1": "5", "x2": "26", "y2": "5"}
+    line = tag("line", **ends, stroke=_variable(colour_of(index)), stroke_width="3", stroke_dasharray=dashes)
     return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="sample")
 
 
-def _shade(index: int) -> Html:
-    return tag("span", class_="shade", style=f"background:var(--s{index % len(SHADES)})", aria_hidden="true")
+def _shade(colour: str) -> Html:
+    return tag("span", class_="shade", style=f"background:{_variable(colour)}", aria_hidden="true")
 
 
-def _differ(group: Group) -> bool:
-    return len({source.done for source in group.sources}) > 1
+def _variable(colour: str) -> str:
+    return f"var({VARIABLES[colour]})"
 
 
-def _stretches(sources: Sequence[Source]) -> Html:
+def _stretches(sources: Sequence[RunSource]) -> Html:
     rows = [
         [
             source.number,
@@ -170,7 +163,7 @@ def _stretches(sources: Sequence[Source]) -> Html:
     return folded(f"Plan: {len(rows)} stretches of steps", table(header, rows, caption="What ran, and what is planned"))
 
 
-def _events(sources: Sequence[Source]) -> Html:
+def _events(sources: Sequence[RunSource]) -> Html:
     rows = []
     for source in sources:
         told = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in source.records]
@@ -190,7 +183,7 @@ def _events(sources: Sequence[Source]) -> Html:
     return folded(f"What happened: {len(rows)} events", table(header, rows, caption="Starts, swaps and trouble"))
 
 
-def errors(sources: Sequence[Source]) -> Html:
+def errors(sources: Sequence[RunSource]) -> Html:
     """Heat maps and the worst layers of every run whose quantisation errors were measured."""
     measured = [(source, source.errors) for source in sources if source.errors is not None]
     if not measured:
@@ -249,14 +242,14 @@ def _known(value: float, form: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
-def sensitivities(sources: Sequence[Source]) -> Html:
+def sensitivities(sources: Sequence[RunSource]) -> Html:
     """What every sensitivity study of the runs found."""
     every = [(source, found) for source in sources for found in source.studies.sensitivities]
     parts = [_sensitivity(f"sensitivity-{place}", *each) for place, each in enumerate(every, start=1)]
     return section("Sensitivity", *parts) if parts else Html()
 
 
-def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
+def _sensitivity(name: str, source: RunSource, found: SensitivityResult) -> Html:
     layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)
     wholes = [part for whole in ("nothing", "everything") if (part := found.parts.get(whole)) is not None]
     shown = [*wholes, *found.of_kind("gemm"), *found.of_kind("operand"), *layers[:LISTED]]
@@ -287,9 +280,9 @@ def _sensitivity(name: str, source: Source, found: SensitivityResult) -> Html:
     return tag("div", tag("h3", title), drawn, table(header, rows, caption=caption, right=(1, 2, 3)))
 
 
-def rankings(sources: Sequence[Source]) -> Html:
+def rankings(sources: Sequence[RunSource]) -> Html:
     """What every ranking on checkpoints of the runs found; one of several runs is shown once."""
-    every: list[tuple[Source, RankResult]] = []
+    every: list[tuple[RunSource, RankResult]] = []
     for source in sources:
         shown = [found for _, found in every]
         every += [(source, found) for found in source.studies.rankings if found not in shown]
@@ -297,7 +290,7 @@ def rankings(sources: Sequence[Source]) -> Html:
     return section("Ranking", *parts) if parts else Html()
 
 
-def _ranking(name: str, source: Source, found: RankResult) -> Html:
+def _ranking(name: str, source: RunSource, found: RankResult) -> Html:
     one = len(found.checkpoints) == 1
     where = found.checkpoints[0] if one else f"{source.label} and others, {len(found.checkpoints)} checkpoints"
     title = f"{where}: {found.forks} forks of {found.steps} steps for each candidate" + " at each" * (not one)
@@ -336,5 +329,5 @@ def _ranking(name: str, source: Source, found: RankResult) -> Html:
     return tag("div", tag("h3", title), drawn, body, *troubles)
 
 
-def _gap(each: RankedCandidate, found: Interval | None) -> str:
+def _gap(each: CandidateResult, found: Estimate | None) -> str:
     return "–" if found is None or each.diverged else found.show("+.5f")

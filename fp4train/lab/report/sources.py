@@ -18,8 +18,9 @@ from fp4train.lab.analysis.heatmap import Errors, errors_of
 from fp4train.lab.analysis.history import Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record import history as run_history
-from fp4train.run.record.belonging import lost_records
+from fp4train.run.record import journal as run_journal
+from fp4train.run.record.stretches import RecordedStretch
+from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
+class RunSource:
     """One run.
 
     Args:
@@ -50,8 +51,8 @@ class Source:
     number: int
     name: str
     metrics: History
-    records: Sequence[run_history.Record] = field(repr=False)
-    stretches: Sequence[run_history.Stretch] = field(repr=False)
+    records: Sequence[run_journal.Record] = field(repr=False)
+    stretches: Sequence[RecordedStretch] = field(repr=False)
     config: Mapping[str, Any] | None = field(repr=False)
     environments: Sequence[tuple[int, Mapping[str, Any]]]
     errors: Errors | None = field(repr=False)
@@ -79,7 +80,7 @@ class Source:
         return None if self.config is None else self.config.get(key)
 
 
-def read_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     """The runs, and a sentence for each directory that is left out.
 
     Raises:
@@ -109,21 +110,19 @@ def _metrics(path: Path) -> History:
     history = read_history(path)
     for key in ("train/loss", "val/loss", "train/tokens", "perf/tokens_per_s"):
         history.series(key)  # numbers that are none are found here
-    history.spans()
+    history.bands()
     history.events()
     return history
 
 
-def _source(number: int, name: str, metrics: History) -> Source:
+def _source(number: int, name: str, metrics: History) -> RunSource:
     problems: list[str] = []
     path = metrics.path
-    none: list[run_history.Record] = []
-    records = _try(lambda: run_history.read_history(path), problems, none)
+    records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
     if not records and not problems:
         problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
     config = _try(lambda: _config(path, records, problems), problems, None)
-    no_loss: dict[str, str] = {}
-    lost = _try(lambda: _lost(path, records), problems, no_loss)
+    lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
     problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
     records = [] if run_directory.HISTORY in lost else records
     environments = [
@@ -131,12 +130,12 @@ def _source(number: int, name: str, metrics: History) -> Source:
         for record in records
         if isinstance(record.values.get("environment"), dict)
     ]
-    return Source(
+    return RunSource(
         number=number,
         name=plain(name, 120),
         metrics=metrics,
         records=records,
-        stretches=run_history.stretches(records),
+        stretches=run_journal.stretches(records),
         config=config,
         environments=environments,
         errors=None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None),
@@ -151,7 +150,7 @@ def _errors(run: Path, problems: list[str]) -> Errors | None:
     return errors_of(found) if found is not None and len(found.operands["step"]) else None
 
 
-def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
+def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
     """The records of a run that its newest checkpoint saw otherwise, or that are of another run: name → a sentence."""
     with Folder.open(path) as folder:
         state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
@@ -166,13 +165,13 @@ def _lost(path: Path, records: Sequence[run_history.Record]) -> dict[str, str]:
     return found
 
 
-def _config(path: Path, records: Sequence[run_history.Record], problems: list[str]) -> dict[str, Any] | None:
+def _config(path: Path, records: Sequence[run_journal.Record], problems: list[str]) -> dict[str, Any] | None:
     """As the history has it, or else the file, which is checked in any case."""
-    known = run_history.configuration(records)
+    known = run_journal.configuration(records)
     if known is not None:
         _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)
         return known
-    return run_history.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
+    return run_journal.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
 
 
 def _try(read: Callable[[], T], problems: list[str], default: T) -> T:

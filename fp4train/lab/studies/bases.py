@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,22 +15,64 @@ from fp4train import checkpoint
 from fp4train.config import plain
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import SECTIONS, candidates
+from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
 from fp4train.lab.studies.progress import StudyProgress
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
-from fp4train.lab.studies.workers import Job, Pool, Workplace, here
-from fp4train.run.advice import learning_rate
+from fp4train.lab.studies.workers import Job, Pool, here
+from fp4train.run.checks import learning_rate
 from fp4train.run.record import directory as run_directory
-
-if TYPE_CHECKING:
-    from fp4train.lab.studies.rank import Request
 
 _log = logging.getLogger(__name__)
 
 _THREADS = "threads"
 """The record's entry for the number of threads, on which the last bits of a sum depend."""
+
+
+MOST = 10_000
+"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """What is asked for.
+
+    Args:
+        runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
+        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
+        forks: for each candidate at each checkpoint.
+        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
+            run's, for `steps` 24, or with schedule="own" the rest of the run.
+        margin: nats per token; differences below it do not matter.
+        processes: that make forks at the same time.
+        out: the folder of the ranking; None: one in RUN/studies.
+        packages, folders: of the user's own classes and options.
+        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
+    """
+
+    runs: Sequence[Path]
+    steps_at: Sequence[int | None] = (None,)
+    sweep: Sequence[str]
+    forks: int = 6
+    steps: int | None = None
+    schedule: str = "linear"
+    lr: float | None = None
+    batches: int | None = None
+    margin: float = 0.0005
+    processes: int = 1
+    out: Path | None = None
+    packages: Sequence[str] = ()
+    folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("forks", "processes"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}")
+        if not 0 <= self.margin < float("inf"):
+            raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +123,7 @@ class Base:
         return sum(path.parent != self.folder for path in found)
 
 
-def open_bases(request: Request) -> list[Base]:
+def open_bases(request: RankRequest) -> list[Base]:
     """The checkpoints that a ranking asks for.
 
     Raises:
@@ -89,9 +131,10 @@ def open_bases(request: Request) -> list[Base]:
     """
     wanted = [(source, step) for source in map(run_directory.require_run, request.runs) for step in request.steps_at]
     places = [(source, _step(source, step)) for source, step in wanted]
+    axes = sweep_axes(request.sweep, request.folders)
     bases: dict[str, Base] = {}
     for source, step in places:
-        base = _open(request, source, step, keep=len(places) == 1)
+        base = _open(request, axes, source, step, keep=len(places) == 1)
         if (same := bases.setdefault(base.mark, base)) is not base:
             raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
     return list(bases.values())
@@ -106,14 +149,14 @@ def _step(source: Path, wanted: int | None) -> int:
     return have[-1] if wanted is None else wanted
 
 
-def _open(request: Request, source: Path, step: int, *, keep: bool) -> Base:
+def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool) -> Base:
     subject = open_checkpoint(source, step, request.paths)
     settings = _settings(request, subject.config, step)
     saved = plain(run_directory.read_config(source))
     sections = {name: saved[name] for name in SECTIONS}
     if settings.schedule == "linear":
         sections["phases"] = {}  # those of the run belong to its own schedule
-    asked = candidates(request.sweep, sections, request.folders)
+    asked = candidates(axes, sections)
     train, batches = subject.config.train, min(settings.batches, max(1, subject.val_data.batches_per_epoch))
     return Base(
         source=source,
@@ -128,7 +171,7 @@ def _open(request: Request, source: Path, step: int, *, keep: bool) -> Base:
     )
 
 
-def _settings(request: Request, config: Config, step: int) -> ForkSettings:
+def _settings(request: RankRequest, config: Config, step: int) -> ForkSettings:
     left = config.train.steps - step
     own = request.schedule == "own"
     if own and left < 1:
@@ -153,24 +196,11 @@ def _settings(request: Request, config: Config, step: int) -> ForkSettings:
 
 
 class Forks:
-    """The forks of the candidates at one checkpoint, made where its record lacks them.
+    """The forks of the candidates at one checkpoint, made where its record lacks them."""
 
-    Args:
-        chosen: the indices of the branches that are made.
-    """
-
-    def __init__(self, request: Request, base: Base, chosen: Sequence[int], record: StudyRecord) -> None:
-        self.base, self.chosen, self.record, self.processes = base, chosen, record, request.processes
-        self.place = Workplace(
-            source=base.source,
-            step=base.step,
-            candidates=[each.candidate for each in base.branches],
-            settings=base.settings,
-            threads=self._threads(request.processes),
-            packages=request.packages,
-            folders=request.folders,
-            paths=request.paths,
-        )
+    def __init__(self, request: RankRequest, base: Base, record: StudyRecord) -> None:
+        self.request, self.base, self.record = request, base, record
+        self.threads = self._threads(request.processes)
 
     def _threads(self, processes: int) -> int:
         """In each process; a ranking that goes on keeps those that it began with."""
@@ -189,7 +219,7 @@ class Forks:
 
     @property
     def recorded(self) -> int:
-        """How many forks of each chosen candidate are recorded."""
+        """How many forks of each candidate are recorded."""
         return self.missing(len(self.record.known) + 1)[0][1]
 
     @property
@@ -203,8 +233,8 @@ class Forks:
         return [
             (index, number)
             for number in range(count)
-            for index in self.chosen
-            if f"{self.base.branches[index].key}/{number}" not in self.record
+            for index, branch in enumerate(self.base.branches)
+            if f"{branch.key}/{number}" not in self.record
         ]
 
     def make(self, jobs: Sequence[Job], progress: StudyProgress, done: int, most: int) -> None:
@@ -221,7 +251,9 @@ class Forks:
     def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
         if not jobs:
             return iter(())
-        if self.processes > 1:
-            return stack.enter_context(Pool(self.place, min(self.processes, len(jobs)))).run(jobs)
-        subject = self.base.subject or open_checkpoint(self.base.source, self.base.step, self.place.paths)
-        return here(subject, self.base.branches, self.base.settings, self.place.threads, jobs)
+        base, request = self.base, self.request
+        if request.processes > 1:
+            count = min(request.processes, len(jobs))
+            return stack.enter_context(Pool(base, request, self.threads, count)).run(jobs)
+        subject = base.subject or open_checkpoint(base.source, base.step, request.paths)
+        return here(subject, base.branches, base.settings, self.threads, jobs)

@@ -18,8 +18,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from fp4train.config.binding import bind
-from fp4train.config.overrides import check_option, compose, groups, parse
-from fp4train.config.schema import Config, plain
+from fp4train.config.composition import sections
+from fp4train.config.foreign import check_option
+from fp4train.config.overrides import groups, parse
+from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
@@ -30,13 +32,14 @@ FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RecipeCandidate:
     """One entry of a ranking.
 
     Args:
         name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
         recipe, policy, phases: plain configuration values.
         asked: False: it is there for the floor of the noise only.
+        same: the names of others that run every GEMM as this one does.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Candidate:
     policy: Mapping[str, Any]
     phases: Mapping[str, Any]
     asked: bool = True
+    same: Sequence[str] = ()
 
     def applied(self, config: Config) -> Config:
         """`config` with this candidate's recipe, policy and phases.
@@ -59,40 +63,58 @@ class Candidate:
         )
 
 
-def candidates(words: Sequence[str], saved: Mapping[str, Any], folders: Iterable[Path] = ()) -> list[Candidate]:
-    """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
+Axis = tuple[str, list[tuple[str, Any]]]
+"""A key of a sweep, and each of its values as it is written and as a plain value."""
+
+
+def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]:
+    """The keys of a sweep with their values, sections before keys of sections; all options are composed once.
 
     Args:
         words: "recipe=a,b", "policy=…", "phases=…", "policy.last=…".
-        saved: the run's own sections as plain values, for what the words do not name.
         folders: of the user's own options.
 
     Raises:
         UserError: a word that is none of these, or names an option that does not exist.
     """
     folders = list(folders)
-    axes = [_axis(override, folders) for override in parse(list(words))]
-    _check_twice([key for key, _ in axes])
-    axes.sort(key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
+    found = [_texts(override, folders) for override in parse(list(words))]
+    keys = [key for key, _ in found]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B")
+    made = sections({key: texts for key, texts in found if key in SECTIONS}, folders)
+    axes = [
+        (key, [(text, made[key, text] if key in SECTIONS else parse([f"{key}={text}"])[0].value()) for text in texts])
+        for key, texts in found
+    ]
+    return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
+
+
+def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[RecipeCandidate]:
+    """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
+
+    Args:
+        saved: the run's own sections as plain values, for what the axes do not name.
+    """
     swept = [key for key, values in axes if len(values) > 1]
     found = []
     for point in product(*([(key, text, value) for text, value in values] for key, values in axes)):
-        sections = {name: saved[name] for name in SECTIONS}
+        chosen = {name: saved[name] for name in SECTIONS}
         for key, _, value in point:
-            sections[key.partition(".")[0]] = _with(sections, key, value)
+            chosen[key.partition(".")[0]] = _with(chosen, key, value)
         shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
-        found.append(Candidate(name=" ".join(name) or "the run's own", **sections))
+        found.append(RecipeCandidate(name=" ".join(name) or "the run's own", **chosen))
     floor = [
-        Candidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
+        RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
     return [*found, *floor]
 
 
-def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str, Any]]]:
-    """A key, and each of its values as it is written and as a plain value."""
+def _texts(override: Override, folders: list[Path]) -> tuple[str, list[str]]:
+    """A key, and each of its values as it is written."""
     key = override.key_or_group
     if key.partition(".")[0] not in SECTIONS or override.is_delete():
         raise UserError(
@@ -106,12 +128,7 @@ def _axis(override: Override, folders: list[Path]) -> tuple[str, list[tuple[str,
         known = groups(folders)[key]
         for text in texts:
             check_option(key, text, known)
-        return key, [(text, _section(key, text, folders)) for text in texts]
-    return key, [(text, parse([f"{key}={text}"])[0].value()) for text in texts]
-
-
-def _section(group: str, option: str, folders: Iterable[Path]) -> dict[str, Any]:
-    return plain(compose([f"{group}={option}"], folders)[group])
+    return key, texts
 
 
 def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -124,9 +141,3 @@ def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     found = OmegaConf.to_container(changed)
     assert isinstance(found, dict)
     return {str(name): each for name, each in found.items()}
-
-
-def _check_twice(keys: list[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key}= is given twice: several values are separated by commas, {key}=A,B")

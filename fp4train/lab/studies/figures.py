@@ -24,13 +24,13 @@ from fp4train.lab.analysis.figure import (
     style,
 )
 from fp4train.lab.analysis.heatmap import MAP
-from fp4train.lab.studies.results import PartResult, RankResult, SensitivityResult
+from fp4train.lab.studies.findings import Finding, Sensitivity
+from fp4train.lab.studies.results import RankResult, SensitivityResult
+from fp4train.lab.studies.tradeoff import common_prefix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from fp4train.lab.studies.findings import Sensitivity
 
 STUDY = 10.5
 """Inches of the picture of a sensitivity."""
@@ -44,7 +44,7 @@ LABEL = 34
 
 
 @dataclass(frozen=True)
-class Grid:
+class DamageMap:
     """nMSE above the floor [rows, columns], NaN where there is none; a line is drawn above each row of `cuts`."""
 
     rows: list[str]
@@ -53,10 +53,8 @@ class Grid:
     cuts: list[int]
 
 
-def damage_grid(found: Sensitivity) -> Grid:
+def damage_grid(found: Sensitivity) -> DamageMap:
     """Layers × operands where single cells were measured; else blocks × the layers of a block."""
-    from fp4train.lab.studies.tradeoff import common_prefix
-
     alone = {each.what: each.nmse.mean - found.floor for each in found.of_kind("layer")}
     blocks: dict[int, list[str]] = {}
     for name in alone:
@@ -71,17 +69,17 @@ def damage_grid(found: Sensitivity) -> Grid:
         for row, mine in enumerate(blocks.values()):
             for name in mine:
                 damage[row, columns.index(kinds[name])] = alone[name]
-        return Grid(prefixes, columns, damage, [])
+        return DamageMap(prefixes, columns, damage, [])
     worst = sorted(alone, key=lambda name: -alone[name])[:ROWS]
     layers = [name for name in alone if name in worst]
     operands = found.parts.operands if found.has_cells else []
     damage = np.array([[*(found.cell(name, operand) or 0.0 for operand in operands), alone[name]] for name in layers])
     place = [found.parts.layers[name].layer.block for name in layers]
     cuts = [row for row in range(1, len(layers)) if place[row] != place[row - 1]]
-    return Grid(layers, [*operands, "all"], damage, cuts)
+    return DamageMap(layers, [*operands, "all"], damage, cuts)
 
 
-def sensitivity(found: SensitivityResult, grid: Grid | None = None) -> Draw:
+def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw:
     """Damage of every layer (with a grid: a heat map; without: bars of the worst) and of every operand alone, and what
     sparing layers buys."""
     layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)[:BARS]
@@ -112,7 +110,7 @@ def sensitivity(found: SensitivityResult, grid: Grid | None = None) -> Draw:
     return draw
 
 
-def _damage(axes: Axes, grid: Grid) -> None:
+def _damage(axes: Axes, grid: DamageMap) -> None:
     from matplotlib.colors import LogNorm
 
     largest = max(float(np.nanmax(grid.damage)), 1e-12)
@@ -130,8 +128,8 @@ def _damage(axes: Axes, grid: Grid) -> None:
     bar.outline.set_visible(False)
 
 
-def _bars(axes: Axes, parts: Sequence[PartResult], title: str, room: int, floor: float = 0.0) -> None:
-    halves = [part.nmse.half or 0.0 for part in parts]
+def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: float = 0.0) -> None:
+    halves = [part.nmse.half_width() or 0.0 for part in parts]
     values = [part.nmse.mean - floor for part in parts]
     axes.barh(range(len(parts)), values, xerr=halves, color=TRAIN, alpha=0.85, ecolor=QUIET, height=0.7)
     row_style(axes, title, [shortened(part.what, room) for part in parts], ticks=4)
@@ -141,7 +139,7 @@ def _bars(axes: Axes, parts: Sequence[PartResult], title: str, room: int, floor:
 def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
     *xs, x = ((each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen))
     axes.plot(xs, [each.nmse for each in found.curve], color=TRAIN, linewidth=1.4, marker="o", markersize=3)
-    half = found.measured.half or 0.0
+    half = found.measured.half_width() or 0.0
     axes.errorbar([x], [found.measured.mean], yerr=[half], color=VALIDATION, marker="D", markersize=4, capsize=3)
     style(axes, "nMSE left, predicted; diamond: measured")
     few_ticks(axes, 5)
@@ -172,11 +170,12 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             colour = COLOURS.get(each.verdict, TRAIN)
             for gap, at, tone, size in ((each.high, row + 0.26, HIGH, 3.5), (each.gap, row, colour, 6.0)):
                 if gap is not None:
-                    axes.plot(gap.ends, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
+                    reach = gap.interval() or (gap.mean, gap.mean)
+                    axes.plot(reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
                     axes.plot([gap.mean], [at], marker="o", markersize=size, color=tone, mec="white", mew=0.6)
-                    ends += gap.ends
+                    ends += reach
             if each.together is not None:
-                axes.plot(each.together.ends, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+                axes.plot(each.together, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
             if len(each.gaps) > 1:
                 axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=INK)
                 ends += each.gaps
@@ -193,9 +192,9 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
-        if found.floor is not None and found.floor.half is not None:
-            reach = max(map(abs, found.floor.ends))
-            axes.axvspan(-reach, reach, color=LINE, alpha=0.4, zorder=0, linewidth=0)
+        if found.floor is not None and (floor := found.floor.interval()) is not None:
+            far = max(map(abs, floor))
+            axes.axvspan(-far, far, color=LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=QUIET, linewidth=1.0, zorder=1)
         title = f"gap to {shortened(found.reference, LABEL if named else 18)}"
         names = [shortened(each.name, 18 if width <= NARROW else LABEL) for each in shown]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fp4train.lab.studies.parts import (
     BASELINE,
@@ -25,8 +26,8 @@ from fp4train.lab.studies.parts import (
     OF_THE_RUN,
     OPERAND,
     WHOLE,
-    Part,
-    Parts,
+    RecipePart,
+    RecipeParts,
 )
 from fp4train.lab.studies.record import Values
 from fp4train.lab.studies.statistics import Estimate, estimate, jackknife, paired
@@ -72,7 +73,7 @@ class Sensitivity:
         batches: the most that a part was measured on.
     """
 
-    parts: Parts
+    parts: RecipeParts
     findings: Mapping[str, Finding]
     shares: Mapping[str, Estimate]
     signal: Estimate | None
@@ -133,7 +134,7 @@ class Judgement:
     over_own: Estimate | None
 
 
-def judgement(measured: Mapping[str, tuple[Part, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
+def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
     """Compare the chosen policy with keeping nothing and with the policy of the run, batch by batch.
 
     Args:
@@ -153,7 +154,9 @@ def judgement(measured: Mapping[str, tuple[Part, Sequence[Values]]], reference: 
     )
 
 
-def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Sequence[Values]]) -> Sensitivity:
+def summarise(
+    parts: RecipeParts, listed: Sequence[RecipePart], measured: Mapping[str, Sequence[Values]]
+) -> Sensitivity:
     """The findings of what is measured.
 
     Args:
@@ -172,25 +175,22 @@ def summarise(parts: Parts, listed: Sequence[Part], measured: Mapping[str, Seque
     )
 
 
-def finding(part: Part, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
+def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
     """Of one part; `reference` has the same groups of batches, and may have more."""
 
     def of(key: str) -> Estimate | None:
         values = [value for group in groups for value in group[key]]
         return None if None in values else estimate(values)
 
-    means = {key: of(key) for key in ("error", "cosine", "loss")}
     shares = [each for group in groups for each in group["layers"]]
-    assert means["error"] is not None and means["cosine"] is not None and means["loss"] is not None
+    known: Any = {name: of(key) for name, key in (("nmse", "error"), ("cosine", "cosine"), ("loss", "loss"))}
     return Finding(
         name=part.name,
         kind=part.kind,
         what=part.what,
-        nmse=means["error"],
+        **known,
         variance=of("variance"),
         bias2=systematic([group["gram"] for group in groups], [group["gram"] for group in reference]),
-        cosine=means["cosine"],
-        loss=means["loss"],
         output=of("output"),
         layers=[math.fsum(column) / len(shares) for column in zip(*shares, strict=True)],
     )

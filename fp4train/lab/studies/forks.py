@@ -25,20 +25,21 @@ from fp4train.config.binding import path_values
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.lab.studies.candidates import Candidate
+from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, digest, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan, build_timeline
+from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_paths
+from fp4train.run.record.trust import check_paths
 from fp4train.run.run import Run
-from fp4train.run.supervise.guard import NonFiniteError, check_evaluation
-from fp4train.run.supervise.ledger import Ledger, Values
+from fp4train.run.supervise.guard import NonFiniteError
+from fp4train.run.supervise.ledger import Ledger, Step, Values
 from fp4train.text import check_choice
-from fp4train.train import blame, microbatch_losses, step_or_restore
+from fp4train.train import train_step
 
 SCHEDULES = ("linear", "own")
 
@@ -105,7 +106,7 @@ class ToZero(Schedule):
 class Branch:
     """A candidate made ready for a subject: its forks differ in their seeds only."""
 
-    candidate: Candidate
+    candidate: RecipeCandidate
     config: Config
     timeline: Timeline
     plan: Plan
@@ -151,7 +152,7 @@ def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | N
     return open_subject(to_config(saved), saved, optimizer=True)
 
 
-def branch(subject: Subject, candidate: Candidate, settings: ForkSettings) -> Branch:
+def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
     """The candidate's recipe, policy and phases under the schedule of the forks.
 
     Under "linear" a fork counts its steps from 0 and is a cooldown as a whole; phases count from its beginning.
@@ -192,7 +193,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         train_data=Loader(batches.tokens, batch_size=batches.batch_size, seq_len=batches.seq_len, seed=config.run.seed),
         timeline=branch.timeline,
         plan=branch.plan,
-        torn=False,
+        mid_update=False,
         failed=None,
     )
     run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
@@ -205,13 +206,12 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
 
 
 class _Losses:
-    """Hears of a fork's steps in place of a bar and a watch."""
+    """The sum of the losses of a fork's steps."""
 
     def __init__(self) -> None:
-        self.loss: float | None = None
         self.total = 0.0
 
-    def advance(self, loss: float, recipe: str, at: float) -> Values:
+    def advance(self, step: Step, loss: float) -> Values:
         self.total += loss
         return {}
 
@@ -220,7 +220,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     """Train and evaluate fork `number` of a candidate."""
     began = time.perf_counter()
     run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
-    ledger = Ledger(run, heard, heard, blame)
+    ledger = Ledger(run, heard.advance)
     parts: list[float] = []
     problem = None
     try:
@@ -228,16 +228,14 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
             if (now := run.plan.at(run.step)) is not stretch:
                 stretch = now
                 run.apply(stretch)
-            step = step_or_restore(run, stretch.recipe)
-            run.step, run.torn = run.step + 1, False
+            step = train_step(run, stretch.recipe)
+            run.step, run.mid_update = run.step + 1, False
             ledger.add(step)
         ledger.settle()
         assert stretch is not None
         highs, parts = microbatch_losses(run, stretch.recipe)
         high, recipe = (sum(each) / len(each) for each in (highs, parts))
-        check_evaluation(
-            run.model, run.step, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name, run.world
-        )
+        check_evaluation(run, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
     except NonFiniteError as error:
         problem = str(error)
     finally:

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.parts import CELL, LAYER, Part
+from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
 from fp4train.lab.studies.record import Values
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn import Linear
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
-from fp4train.run.batches import microbatches, step_rows
+from fp4train.run.step import microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite, first_non_finite_output
 
 KEPT_BYTES = 1 << 30
@@ -54,7 +54,7 @@ class Pass:
     output: Tensor | None
 
 
-class Gradients:
+class GradientMeter:
     """Measures parts on a subject.
 
     Args:
@@ -63,7 +63,7 @@ class Gradients:
         layers: names of the layers whose weights' gradients are compared.
     """
 
-    def __init__(self, subject: Subject, reference: Part, layers: Sequence[str]) -> None:
+    def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
         self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears()}
         self._before = subject.run.config, subject.run.plan, subject.run.step
@@ -71,7 +71,7 @@ class Gradients:
         self._known: OrderedDict[int, Pass] = OrderedDict()
         self._last = find_blocks(subject.model)[-1]
 
-    def measure(self, part: Part, batches: range) -> Values:
+    def measure(self, part: RecipePart, batches: range) -> Values:
         """The values of `part` over a group of batches, batch 0 being the one that the run would train on next.
 
         Raises:
@@ -128,7 +128,7 @@ class Gradients:
         self.subject.model.zero_grad(set_to_none=True)
 
     def _compare(
-        self, part: Part, batch: int, repeat: int, true: Pass, scaling: dict[str, dict[str, Tensor]]
+        self, part: RecipePart, batch: int, repeat: int, true: Pass, scaling: dict[str, dict[str, Tensor]]
     ) -> tuple[dict[str, float | None], Vector]:
         run = self.subject.run
         run.config = replace(run.config, run=replace(run.config.run, seed=repeat))
@@ -165,7 +165,7 @@ class Gradients:
         return found
 
     def _begin(
-        self, part: Part, batch: int, scaling: dict[str, dict[str, Tensor]] | None = None
+        self, part: RecipePart, batch: int, scaling: dict[str, dict[str, Tensor]] | None = None
     ) -> dict[str, dict[str, Tensor]]:
         """Let the model run `part` on `batch`; the scales to begin each pass with.
 
@@ -192,7 +192,7 @@ class Gradients:
             self._pass(part, batch)
         return run.scaling()
 
-    def _pass(self, part: Part, batch: int) -> Pass:
+    def _pass(self, part: RecipePart, batch: int) -> Pass:
         run, model = self.subject.run, self.subject.model
         recipe = run.plan.stretches[0].recipe
         scale = 1.0 if recipe.loss_scaling is None else max(run.loss_scale, 1.0)

@@ -30,7 +30,7 @@ GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RecipePart:
     """What runs while a part is measured.
 
     Args:
@@ -66,7 +66,7 @@ class Part:
         return any(spec.random for plan in self.stretch.layers.values() for spec in plan.table.specs())
 
 
-class Parts:
+class RecipeParts:
     """The parts of `recipe` on the model of `subject`.
 
     Raises:
@@ -123,7 +123,7 @@ class Parts:
             raise UserError(str(error)) from error
         return plan.stretches[0].layers
 
-    def all(self, *, cells: bool) -> Iterator[Part]:
+    def all(self, *, cells: bool) -> Iterator[RecipePart]:
         """The parts to measure, in the order in which they are."""
         yield self._part(WHOLE, self.recipe, self._whole)
         yield self._part(NOTHING, self.recipe, self._high)
@@ -146,13 +146,13 @@ class Parts:
                         continue  # its error stays in the layer: the operand in every layer at once has measured it
                     yield self._part(f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: found[name]})
 
-    def under(self, policy: LayerPolicy, name: str) -> Part:
+    def under(self, policy: LayerPolicy, name: str) -> RecipePart:
         """The recipe under a policy."""
         return replace(self._part(name, self.recipe, self.resolved(self.recipe, policy)), policy=policy)
 
-    def _part(self, name: str, recipe: Recipe, layers: Mapping[str, LayerPlan]) -> Part:
+    def _part(self, name: str, recipe: Recipe, layers: Mapping[str, LayerPlan]) -> RecipePart:
         stretch = PlannedStretch(start=0, stop=1, recipe=recipe, reason="study", layers=layers)
-        part = Part(name=name, stretch=stretch, repeats=1)
+        part = RecipePart(name=name, stretch=stretch, repeats=1)
         if part.kind in (LAYER, CELL) or not part.stochastic:
             return part
         return replace(part, repeats=self.repeats)

@@ -29,7 +29,8 @@ def render(found: Ranking) -> str:
         f"{spike.entry.name} spikes: its loss is {spike.above:+.4f} from its others at {found.place(spike.fork)}"
         for spike in found.spikes
     ]
-    return "\n".join([*parts, "", *_bases(found), *_order(found), *_floor(found), *_words(found)])
+    floor = [] if found.floor is None else [f"floor of the noise: FP32 − BF16 = {_show(found.floor)}"]
+    return "\n".join([*parts, "", *_bases(found), *_order(found), *floor, *_words(found)])
 
 
 def _title(found: Ranking) -> list[str]:
@@ -75,10 +76,6 @@ def _order(found: Ranking) -> list[str]:
         for p in found.neighbours()
     ]
     return ["neighbours in the order", *columns(rows, right=(1,)), ""]
-
-
-def _floor(found: Ranking) -> list[str]:
-    return [] if found.floor is None else [f"floor of the noise: FP32 − BF16 = {_show(found.floor)}"]
 
 
 def _words(found: Ranking) -> list[str]:

@@ -10,53 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
+from fp4train.lab.studies.findings import Finding
 from fp4train.lab.studies.sequential import ALPHA
-from fp4train.lab.studies.statistics import CONFIDENCE, Estimate, Interval
+from fp4train.lab.studies.statistics import CONFIDENCE, Estimate
 from fp4train.lab.studies.subject import STUDIES
+from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import identity, unsealed
 
 if TYPE_CHECKING:
-    from fp4train.lab.studies.findings import Finding
     from fp4train.lab.studies.ranking import Entry, Ranking
-    from fp4train.lab.studies.summary import Report
-    from fp4train.lab.studies.tradeoff import Point
+    from fp4train.lab.studies.summary import SensitivityReport
 
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
 KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
 """Of the parts of a recipe, in the plural."""
 VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
+MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
+NEEDED = ("nmse", "cosine", "loss")
+"""Of a part; the others are not known of every one."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are read."""
 NAME = 300
 """Characters of a name in a study."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartResult:
-    """What was quantised alone, and what that did to the gradient."""
-
-    name: str
-    kind: str
-    nmse: Interval
-    bias2: Interval | None
-    loss: Interval
-
-    @property
-    def what(self) -> str:
-        """The name without its kind."""
-        return self.name.partition("/")[2] or self.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyPoint:
-    """Layers that are kept: their share of the multiply-adds, the nMSE that is predicted, and the time relative to BF16
-    (None where no GPU was named)."""
-
-    macs: float
-    nmse: float
-    time: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +51,20 @@ class SensitivityResult:
     step: int
     recipe: str
     batches: int
-    parts: Mapping[str, PartResult] = field(repr=False)
-    curve: Sequence[PolicyPoint] = field(repr=False)
+    parts: Mapping[str, Finding] = field(repr=False)
+    curve: Sequence[Point] = field(repr=False)
     gpu: str | None
     keep: Sequence[str]
-    chosen: PolicyPoint
-    measured: Interval
-    gain: Interval | None
+    chosen: Point
+    measured: Estimate
+    gain: Estimate | None
 
-    def of_kind(self, kind: str) -> list[PartResult]:
+    def of_kind(self, kind: str) -> list[Finding]:
         return [part for part in self.parts.values() if part.kind == kind]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedCandidate:
+class CandidateResult:
     """One candidate; gaps in nats per token, None for the reference and for what diverged.
 
     Args:
@@ -97,9 +74,9 @@ class RankedCandidate:
     """
 
     name: str
-    gap: Interval | None
-    high: Interval | None
-    together: Interval | None
+    gap: Estimate | None
+    high: Estimate | None
+    together: tuple[float, float] | None
     gaps: Sequence[float]
     p: float | None
     verdict: str
@@ -122,8 +99,8 @@ class RankResult:
     steps: int
     where: str
     reference: str
-    floor: Interval | None
-    candidates: Sequence[RankedCandidate] = field(repr=False)
+    floor: Estimate | None
+    candidates: Sequence[CandidateResult] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +152,7 @@ def _parsed(run: Folder, folder: Folder, name: str, problems: list[str]) -> dict
     return found
 
 
-def sensitivity_json(report: Report) -> dict[str, Any]:
+def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
     """Plain values of everything that a sensitivity study found."""
     subject, found, trade, judged = report.subject, report.found, report.trade, report.judged
     layers, operands = found.parts.layers, found.parts.operands
@@ -216,14 +193,31 @@ def _estimate(each: Estimate | None) -> dict[str, Any] | None:
     return None if each is None else {**asdict(each), "interval": each.interval()}
 
 
+def _read_estimate(each: Mapping[str, Any]) -> Estimate:
+    count, freedom, error = int(each["count"]), int(each["freedom"]), _known(each["error"])
+    if error is not None and not 1 <= freedom <= count < 1 << 31:
+        raise ValueError(f"{freedom} degrees of freedom of {count} values")
+    return Estimate(mean=_number(each["mean"]), error=error, count=count, freedom=freedom)
+
+
 def _finding(each: Finding) -> dict[str, Any]:
-    keys = ("nmse", "variance", "bias2", "cosine", "loss", "output")
-    return {"kind": each.kind, **{key: _estimate(getattr(each, key)) for key in keys}}
+    return {"kind": each.kind, **{key: _estimate(getattr(each, key)) for key in MEASURED}}
+
+
+def _read_finding(name: str, each: Mapping[str, Any]) -> Finding:
+    found: Any = {
+        key: _read_estimate(each[key]) if key in NEEDED or each.get(key) is not None else None for key in MEASURED
+    }
+    return Finding(name=name, kind=str(each["kind"]), what=name.partition("/")[2] or name, **found)
 
 
 def _point(each: Point) -> dict[str, Any]:
     kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in each.kept]
     return {"kept": kept, "macs": each.macs, "nmse": each.nmse, "time": each.time}
+
+
+def _read_point(each: Mapping[str, Any]) -> Point:
+    return Point(kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each.get("time")))
 
 
 def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
@@ -233,25 +227,6 @@ def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
     """
 
-    def interval(each: Mapping[str, Any]) -> Interval:
-        return _interval(each["mean"], *(each["interval"] or (None, None)))
-
-    def point(each: Mapping[str, Any]) -> PolicyPoint:
-        time = each.get("time")
-        return PolicyPoint(
-            macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=None if time is None else _number(time)
-        )
-
-    def part(name: str, each: Mapping[str, Any]) -> PartResult:
-        bias2 = each.get("bias2")
-        return PartResult(
-            name=plain(name, NAME),
-            kind=str(each["kind"]),
-            nmse=interval(each["nmse"]),
-            bias2=None if bias2 is None else interval(bias2),
-            loss=interval(each["loss"]),
-        )
-
     policy, gpu = found["policy"], found.get("gpu")
     judged = policy.get("judged")
     return SensitivityResult(
@@ -259,13 +234,13 @@ def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
         step=int(found["step"]),
         recipe=plain(found["recipe"], NAME),
         batches=int(found["batches"]),
-        parts={name: part(name, each) for name, each in found["parts"].items()},
-        curve=[point(each) for each in found["pareto"]],
+        parts={name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()},
+        curve=[_read_point(each) for each in found["pareto"]],
         gpu=None if gpu is None else plain(gpu, NAME),
         keep=[plain(each, NAME) for each in policy["keep"]],
-        chosen=point(policy),
-        measured=interval(policy["measured"]["nmse"]),
-        gain=None if judged is None else interval(judged["gain"]),
+        chosen=_read_point(policy),
+        measured=_read_finding("", policy["measured"]).nmse,
+        gain=None if judged is None else _read_estimate(judged["gain"]),
     )
 
 
@@ -332,20 +307,24 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
     order = [str(name) for name in found["order"]]
     reference, floor, checkpoints = str(found["reference"]), found["floor"], found["checkpoints"]
 
-    def candidate(name: str) -> RankedCandidate:
+    count = int(found["forks"]) * len(checkpoints)
+    freedom = (int(found["units"]) if int(found["units"]) > 1 else count) - 1
+
+    def gap(each: Mapping[str, Any] | None) -> Estimate | None:
+        return None if each is None else _read_estimate({**each, "count": count, "freedom": freedom})
+
+    def candidate(name: str) -> CandidateResult:
         entry = entries[name]
         of = {} if name == reference else entry
         pair = pairs.get(frozenset((name, reference)))
-        low, high = pair.get("together", (None, None)) if pair else (None, None)
-        together = None if low is None or high is None else _interval(low, low, high)
-        if low is not None and high is not None and pair and str(pair["first"]) != reference:
-            together = _interval(-high, -high, -low)
+        sign = 1 if pair and str(pair["first"]) == reference else -1
+        ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
         tested = pair if found["tested"] else None
-        return RankedCandidate(
+        return CandidateResult(
             name=plain(name, NAME),
-            gap=_bounded(of.get("gap")),
-            high=_bounded(of.get("gap_high")),
-            together=together,
+            gap=gap(of.get("gap")),
+            high=gap(of.get("gap_high")),
+            together=(ends[0], ends[1]) if len(ends) == 2 else None,
             gaps=[_number(each) for each in of.get("gaps", ())],
             p=None if tested is None else _number(tested["p"]),
             verdict="reference" if name == reference else "" if tested is None else str(tested["verdict"]),
@@ -366,19 +345,9 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
         steps=int(settings["steps"]),
         where=where if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints",
         reference=plain(reference, NAME),
-        floor=_bounded(floor),
+        floor=gap(floor),
         candidates=[candidate(name) for name in (*order, *(each for each in entries if each not in order))],
     )
-
-
-def _bounded(found: Mapping[str, Any] | None) -> Interval | None:
-    return None if found is None else _interval(found["mean"], found["low"], found["high"])
-
-
-def _interval(mean: Any, low: Any, high: Any) -> Interval:
-    if low is None or high is None:
-        return Interval(mean=_number(mean))
-    return Interval(mean=_number(mean), low=_number(low), high=_number(high))
 
 
 def _number(value: Any) -> float:
@@ -386,3 +355,7 @@ def _number(value: Any) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{value} is no finite number")
     return found
+
+
+def _known(value: Any) -> float | None:
+    return None if value is None else _number(value)

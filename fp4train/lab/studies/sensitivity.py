@@ -14,8 +14,8 @@ from typing import Any
 
 from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
-from fp4train.lab.studies.gradients import Gradients
-from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, Part, Parts
+from fp4train.lab.studies.gradients import GradientMeter
+from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
 from fp4train.lab.studies.record import StudyRecord, Values
 from fp4train.lab.studies.statistics import estimate
 from fp4train.lab.studies.subject import Subject, described
@@ -92,8 +92,8 @@ class Study:
 
     def __init__(self, subject: Subject, recipe: Recipe, effort: Effort, record: StudyRecord) -> None:
         self.effort, self.record = effort, record
-        self.parts = Parts(subject, recipe, repeats=effort.repeats)
-        self._gradients = Gradients(subject, self.parts.reference, list(self.parts.layers))
+        self.parts = RecipeParts(subject, recipe, repeats=effort.repeats)
+        self._gradients = GradientMeter(subject, self.parts.reference, list(self.parts.layers))
         self._groups = groups_of(subject, effort)
         self._measured: dict[str, list[Values]] = {BASELINE: []}
         self._listed = list(self.parts.all(cells=effort.cells))
@@ -130,7 +130,7 @@ class Study:
         """Leave the subject as it was."""
         self._gradients.end()
 
-    def _measure(self, part: Part) -> None:
+    def _measure(self, part: RecipePart) -> None:
         """The next group of batches of a part."""
         done = self._measured.setdefault(part.name, [])
         number = len(done)
@@ -139,7 +139,7 @@ class Study:
             self._measured[BASELINE].append(self._of_reference(group))
         done.append(self._of(part, group))
 
-    def _of(self, part: Part, group: range) -> Values:
+    def _of(self, part: RecipePart, group: range) -> Values:
         return self._recorded(part.key, group, lambda: self._gradients.measure(part, group))
 
     def _of_reference(self, group: range) -> Values:
@@ -174,7 +174,7 @@ class Study:
             self._measure(part)
             longest = max(longest, time.perf_counter() - before)
 
-    def _width(self, part: Part) -> float:
+    def _width(self, part: RecipePart) -> float:
         """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share of the whole."""
         found = estimate([error for group in self._measured[part.name] for error in group["error"]])
         whole = estimate([error for group in self._measured[WHOLE] for error in group["error"]])

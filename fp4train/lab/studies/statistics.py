@@ -24,28 +24,6 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A mean with its 95 % interval; the bounds are None where there is none."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def half(self) -> float | None:
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
-    @property
-    def ends(self) -> list[float]:
-        """The bounds; twice the mean where there is no interval."""
-        return [self.mean if bound is None else bound for bound in (self.low, self.high)]
-
-    def show(self, form: str, unknown: str = "") -> str:
-        """ "+0.0032 ± 0.0012" by the format of the mean; `unknown` after it where there is no interval."""
-        return _with_half(self.mean, self.half, form, unknown)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A mean and what is known of its error.
 
@@ -71,8 +49,9 @@ class Estimate:
         return None if half is None else (self.mean - half, self.mean + half)
 
     def show(self, form: str, unknown: str = "") -> str:
-        """As `Interval.show`."""
-        return _with_half(self.mean, self.half_width(), form, unknown)
+        """ "+0.0032 ± 0.0012" by the format of the mean; `unknown` after it where there is no interval."""
+        half = self.half_width()
+        return f"{self.mean:{form}}" + (unknown if half is None else f" ± {half:{form.replace('+', '')}}")
 
     @property
     def t(self) -> float | None:
@@ -87,10 +66,6 @@ class Estimate:
     def p(self) -> float | None:
         """Two-sided probability of a mean this far from 0 if the true value is 0; None where the error is not known."""
         return None if self.t is None else two_sided(self.t, self.freedom)
-
-
-def _with_half(mean: float, half: float | None, form: str, unknown: str) -> str:
-    return f"{mean:{form}}" + (unknown if half is None else f" ± {half:{form.replace('+', '')}}")
 
 
 def estimate(values: Sequence[float]) -> Estimate:

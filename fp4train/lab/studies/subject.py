@@ -29,12 +29,13 @@ from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
-from fp4train.run.build import assemble, build_timeline, choose_device
+from fp4train.run.build import assemble, build_timeline
+from fp4train.run.device import choose_device
+from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.belonging import check_belongs
+from fp4train.run.record.trust import check_belongs
 from fp4train.run.resume import check_source, find_start
 from fp4train.run.run import Run
-from fp4train.run.weights import load_init, load_weights
 
 STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
@@ -150,12 +151,13 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     if not optimizer:
         run.optimizer.state.clear()
     run.model.train()
+    settings = flattened(described(config))
     return Subject(
         source=source,
         run=run,
         start=start,
         weights=_checksum_of_weights(run.model),
-        settings=_settings_of(config),
+        settings={key: value for key, value in settings.items() if not key.startswith(_NOT_OF_THE_SUBJECT)},
     )
 
 
@@ -182,11 +184,6 @@ def _checksum_of_weights(model: nn.Module) -> str:
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _settings_of(config: Config) -> dict[str, Any]:
-    found = flattened(described(config))
-    return {key: value for key, value in found.items() if not key.startswith(_NOT_OF_THE_SUBJECT)}
 
 
 def described(value: Any) -> Any:

@@ -24,7 +24,7 @@ _HEADER = ("quantised", "nMSE", "variance", "bias²", "cosine", "loss change", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SensitivityReport:
     """What a study found, and what follows from it.
 
     Args:

@@ -21,7 +21,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.estimate import estimate as estimate_costs
 from fp4train.lab.studies.findings import Sensitivity
-from fp4train.lab.studies.parts import CELL, EVERY_LAYER, LAYER, Parts
+from fp4train.lab.studies.parts import CELL, EVERY_LAYER, LAYER, RecipeParts
 from fp4train.precision import LayerPolicy, Timeline
 from fp4train.precision.plan import make_plan
 from fp4train.precision.policy import matches
@@ -118,7 +118,7 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
     return Tradeoff(curve=curve, chosen=picked, policy=as_policy(parts, picked.kept), gpu=gpu)
 
 
-def as_policy(parts: Parts, kept: Sequence[Unit]) -> LayerPolicy:
+def as_policy(parts: RecipeParts, kept: Sequence[Unit]) -> LayerPolicy:
     """The policy that keeps exactly these units; a block of which every layer is kept is named once."""
     gemms: dict[str, set[str]] = {}
     for unit in kept:
@@ -181,7 +181,7 @@ def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
     return (found.cell(layer, operand) or 0.0) > 0 if low is None else low[0] > found.floor
 
 
-def _seconds(parts: Parts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
+def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
     """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per step on `gpu`."""
     config = parts.subject.config.train
     rows = config.microbatch or config.batch_size

@@ -8,44 +8,25 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp4train.config import plugins
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import Candidate
+from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, fork, open_checkpoint
 from fp4train.lab.studies.subject import Subject
 
+if TYPE_CHECKING:
+    from fp4train.lab.studies.bases import Base, RankRequest
+
 Job = tuple[int, int]
 """The index of a candidate, and the number of the fork."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workplace:
-    """What a process needs to make the same forks as any other.
-
-    Args:
-        source, step: the run and its checkpoint.
-        candidates, settings: of the forks.
-        threads: of torch in each process; sums of another number of threads differ in their last bits.
-        packages, folders: of the user's own classes. paths: see `open_checkpoint`.
-    """
-
-    source: Path
-    step: int
-    candidates: Sequence[Candidate]
-    settings: ForkSettings
-    threads: int
-    packages: Sequence[str] = ()
-    folders: Sequence[Path] = ()
-    paths: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def here(
@@ -64,12 +45,14 @@ def here(
 class Pool:
     """Processes that make forks. A context manager; leaving it ends them."""
 
-    def __init__(self, place: Workplace, processes: int) -> None:
+    def __init__(self, base: Base, request: RankRequest, threads: int, processes: int) -> None:
+        candidates = [each.candidate for each in base.branches]
+        task = replace(base, subject=None, branches=()), candidates, request, threads
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
         for _ in range(processes):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, place), daemon=True)
+            process = context.Process(target=_work, args=(theirs, *task), daemon=True)
             process.start()
             theirs.close()
             self._processes[mine] = process
@@ -130,21 +113,23 @@ class Pool:
         )
 
 
-def _work(connection: Connection, place: Workplace) -> None:
+def _work(
+    connection: Connection, base: Base, candidates: Sequence[RecipeCandidate], request: RankRequest, threads: int
+) -> None:
     """A process: receives jobs and sends forks until the parent closes the connection."""
     logging.getLogger("fp4train").addHandler(logging.NullHandler())
     logging.getLogger("fp4train").propagate = False
-    torch.set_num_threads(place.threads)
-    with suppress(EOFError, OSError, KeyboardInterrupt), plugins.using(place.packages, place.folders):
+    torch.set_num_threads(threads)
+    with suppress(EOFError, OSError, KeyboardInterrupt), plugins.using(request.packages, request.folders):
         subject: Subject | None = None
         branches: list[Branch] = []
         while True:
-            job = connection.recv()
+            index, number = connection.recv()
             try:
                 if subject is None:
-                    subject = open_checkpoint(place.source, place.step, place.paths)
-                    branches = [branch(subject, each, place.settings) for each in place.candidates]
-                found: Fork | str = fork(subject, branches[job[0]], place.settings, job[1])
+                    subject = open_checkpoint(base.source, base.step, request.paths)
+                    branches = [branch(subject, each, base.settings) for each in candidates]
+                found: Fork | str = fork(subject, branches[index], base.settings, number)
             except (UserError, MemoryError, RuntimeError) as error:
-                found = f"{place.candidates[job[0]].name}, fork {job[1]}: {error or type(error).__name__}"
-            connection.send((job, found))
+                found = f"{candidates[index].name}, fork {number}: {error or type(error).__name__}"
+            connection.send(((index, number), found))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.place import Ranks, local, with_summed_gradient
+from fp4train.nn.ranks import Ranks, local, with_summed_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     torch.compile breaks the graph here: the backward pass adds the gradients of the ranks.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision import untraced
+        from fp4train.precision import compile_context
 
-        result: Tensor = untraced.call(shared_eagerly, tensor, parameter)
+        result: Tensor = compile_context.call(shared_eagerly, tensor, parameter)
         return result
     return shared_eagerly(tensor, parameter)
 

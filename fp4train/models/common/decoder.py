@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import widened
 from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
 from fp4train.models.common.loss import chunked_cross_entropy
-from fp4train.nn.place import all_rows, local, with_summed_gradient
+from fp4train.nn.ranks import all_rows, local, with_summed_gradient
 from fp4train.precision.context import activation_dtype
 
 

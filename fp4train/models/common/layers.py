@@ -31,9 +31,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
-    """Rotation angles [seq_len, head_dim] in radians, float32; the second half of a row repeats the first."""
-    inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
-    angles = torch.outer(torch.arange(seq_len).float(), inverse)
+    """Rotation angles [seq_len, head_dim] in radians, on the CPU; the second half of a row repeats the first."""
+    with torch.device("cpu"):  # on the meta device torch would load its compiler for these few operations
+        inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        angles = torch.outer(torch.arange(seq_len).float(), inverse)
     return torch.cat((angles, angles), dim=-1)
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
 from fp4train.models.common.cut import TokenRanks
-from fp4train.nn.place import Ranks, local
+from fp4train.nn.ranks import Ranks, local
 
 _LOGITS_IN_A_CHUNK = 1 << 23
 """Logits held at a time: 32 MB in float32, which a CPU's caches and memory take well."""

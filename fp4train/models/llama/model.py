@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -148,7 +149,7 @@ class LlamaModel(Decoder):
         self.cos: Tensor
         self.sin: Tensor
         for name, values in self.initial_buffers().items():
-            self.register_buffer(name, values, persistent=False)
+            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
         initialise(self, shape.draw)
 
     def initial_values(self) -> dict[str, Initial]:

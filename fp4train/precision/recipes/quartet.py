@@ -16,7 +16,7 @@ class QuartetII(Recipe):
 
     Forward: 1×16 blocks for x and w, each scaled to 6 or to 4 by the squared error. Backward: x and w are taken as the
     forward pass rounded them, turned by a random Hadamard transform of 128 together with dy, and requantised by MS-EDEN
-    (`quantize/eden.py`), whose result is unbiased over the transforms of a layer, drawn anew in each step.
+    (`quantize/rounding.py`), whose result is unbiased over the transforms of a layer, drawn anew in each step.
 
     The constants are those of the authors' kernels (github.com/IST-DASLab/Quartet-II). Not included: their amax of the
     step before, which saves a pass on a GPU; the amax here is the current one.

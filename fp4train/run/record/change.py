@@ -14,9 +14,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
-from fp4train.run.outliers import check_outliers
-from fp4train.run.record import history
-from fp4train.run.record.swaps import Entry, as_swap, read_entries, sealed_entries, with_entry, write_entries
+from fp4train.run.record.journal import Entry, as_swap, swaps
 from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ def pick_up_swaps(run: Run) -> bool:
         Whether the recipe of a coming step may have changed.
     """
     before = run.timeline
-    for request in run.inbox.take(run.swaps):
+    for request in run.inbox.take({record.values.get("request") for record in run.journal.records}):
         body = request.body or {}
         name = str(body.get("name", ""))
         try:
@@ -37,7 +35,7 @@ def pick_up_swaps(run: Run) -> bool:
                 raise UserError(request.problem)
             if "cancel" in body:
                 at = bind(body["cancel"], int, "cancel")
-                cancel_swap(run, at)
+                cancel_swap(run, at, request.id)
                 event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
             else:
                 at = run.step if body["at"] is None else body["at"]
@@ -47,21 +45,20 @@ def pick_up_swaps(run: Run) -> bool:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
             run.tracker.log_event(run.step + 1, "swap refused", refused)
-            request.answer(False, str(error))
+            run.inbox.answer(request, False, str(error))
         else:
-            values["request"] = request.id
             _log.warning("swap: %s", text)
-            run.tracker.log_event(run.step + 1, event, values)
-            request.answer(True, text)
+            run.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
+            run.inbox.answer(request, True, text)
     return run.timeline is not before
 
 
 def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
     """On a rank that records nothing: go on by the swaps that the lead has recorded."""
     run.swaps = list(entries)
-    swaps = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
-    timeline = replace(run.timeline, swaps=swaps)
-    run.timeline, run.plan = timeline, _plan(run, timeline)
+    swapped = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
+    run.timeline = replace(run.timeline, swaps=swapped)
+    run.plan = _plan(run, run.timeline)
 
 
 def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
@@ -81,11 +78,10 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
             if swap.step < run.step
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
-    entries = with_entry(run.swaps, swap.step, recipe, name, request)
-    _change(run, with_swap(run.timeline, swap), entries, "swap", name=name, at=swap.step, recipe=recipe)
+    _change(run, with_swap(run.timeline, swap), "swap", name=name, at=swap.step, recipe=recipe, request=request)
 
 
-def cancel_swap(run: Run, step: int) -> None:
+def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
     """Take back the recorded swap at `step`, which has not begun.
 
     Raises:
@@ -95,36 +91,22 @@ def cancel_swap(run: Run, step: int) -> None:
         raise UserError(f"there is no swap at step {step}")
     if step < run.step:
         raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
-    timeline = replace(run.timeline, swaps=tuple(s for s in run.timeline.swaps if s.step != step))
-    _change(run, timeline, [e for e in run.swaps if e["step"] != step], "swap cancelled", at=step)
+    left = tuple(swap for swap in run.timeline.swaps if swap.step != step)
+    _change(run, replace(run.timeline, swaps=left), "swap cancelled", at=step, request=request)
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
-    plan = build_plan(run.config, run.layers, timeline, Device.of(run.device), run.world.mesh.data)
-    check_outliers(plan, stages=run.world.mesh.pipeline)
-    return plan.since(run.step)
+    mesh, device = run.world.mesh, Device.of(run.device)
+    return build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline).since(run.step)
 
 
-def _change(run: Run, timeline: Timeline, entries: Sequence[Entry], event: str, **values: Any) -> None:
-    """The run goes on by `timeline`, with `entries` for its record, which the inbox's thread writes.
+def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
+    """The run goes on by `timeline`, as the journal says from now on.
 
     Raises:
-        UserError: the record cannot be read or written; nothing has changed then.
+        UserError: the journal cannot be written; nothing has changed then.
     """
-    plan, step, directory = _plan(run, timeline), run.step, run.directory
-    entries, gathers = sealed_entries(entries, run.identity), run.gathers()
-
-    def record() -> None:
-        read_entries(directory)  # a record that is damaged is refused, not replaced
-        write_entries(directory, entries)
-
-    def tell() -> None:
-        """For those who read: what is lost with a full disk is the line in the history, not the swap."""
-        try:
-            run.history = history.append(directory, event, step, plan, **values)
-        except UserError as error:
-            _log.error("%s", error)
-        write_plan(directory, plan, step, gathers)
-
-    run.inbox.record(record, tell)
-    run.timeline, run.plan, run.swaps = timeline, plan, entries
+    plan, step, gathers = _plan(run, timeline), run.step, run.gathers()
+    run.journal.add(event, step, plan, **values)
+    run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, plan, step, gathers))
+    run.timeline, run.plan, run.swaps = timeline, plan, swaps(run.journal.records)

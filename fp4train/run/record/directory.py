@@ -2,11 +2,10 @@
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
                       line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
-                      the run the signature of the user who named them (`signature`)
+                      the run the signature of the user who named them (`trust`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
-    swaps.json        the recipe changes of the run, each with its step (`swaps`)
-    history.jsonl     what the run was told and what it ran, by stretch of steps (`history`)
-    swap_requests/    recipe changes that the running process is asked for, and its answers (`requests`)
+    history.jsonl     the journal: what the run was told and what it ran, by stretch of steps (`journal`)
+    swap_requests/    recipe changes that the running process is asked for, and its answers (`inbox`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
     statistics.bin    what quantisation did to each operand in the measured steps (`fp4train.track.statistics`)
     studies/          what was measured on its checkpoints, a folder for each study (`fp4train.lab.studies`)
@@ -14,13 +13,12 @@
 A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
 
 Everything in the directory is reached through `fp4train.files`: no link in it is followed. Its parts belong together:
-the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the swaps.
+the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the journal.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -34,13 +32,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files, sealed
-from fp4train.config.schema import plain
-from fp4train.config.targets import check_targets
-from fp4train.data.digests import KEPT as DIGESTS
+from fp4train.config.plugins import check_targets
+from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
-from fp4train.run.record.signature import outside_paths, signature
 from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
@@ -203,38 +199,6 @@ def identity(run: Path) -> str | None:
 def new_identity() -> str:
     """Of a run that begins: 64 random bits."""
     return secrets.token_hex(8)
-
-
-def config_checksum(run: Path) -> str:
-    """Of the saved configuration, without its first line."""
-    return hashlib.sha256(config_parts(run / CONFIG)[1]).hexdigest()
-
-
-def config_text(cfg: DictConfig) -> str:
-    """The resolved configuration in YAML.
-
-    Raises:
-        UserError: it is too long to be read again.
-    """
-    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
-    if len(text) > sealed.CONFIG_LIMIT - 200:
-        raise UserError(
-            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
-        )
-    return text
-
-
-def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
-    body = config_text(cfg)
-    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
-    if outside := outside_paths(plain(cfg), run):
-        try:
-            head += f" signed {signature(identity, body.encode(), create=True)}"
-        except OSError as error:
-            names = ", ".join(outside)
-            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
-    write_text(run / CONFIG, f"{head}\n{body}")
 
 
 def _leaves(node: Any) -> Iterator[Any]:

@@ -33,6 +33,7 @@ from fp4train.run.record.directory import CHECKPOINTS
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
+    from fp4train.run.supervise.ledger import Step, Values
 
 _log = logging.getLogger(__name__)
 
@@ -162,28 +163,29 @@ class Divergence:
         return Rewind(step=step, rewinds=self.rewinds + 1, skips=skips, record=record)
 
 
-def follow(run: Run, step: int, loss: float) -> bool:
-    """Take note of the loss of step `step` (from 0), and say at once that it diverged, or is back.
+def follow(run: Run, step: Step, loss: float) -> Values:
+    """Take note of the loss of a step, and say at once that it diverged, or is back.
 
-    Returns:
-        Whether the weights that gave it are good, as far as their loss can tell.
+    Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is proven.
     """
-    found = run.divergence
+    found, number = run.divergence, step.index + 1
     before = found.seen
-    found.add(step, loss)
-    if found.since is not None and step + 1 == run.config.train.steps and found.ends_above_its_beginning(step + 1):
+    found.add(step.index, loss)
+    if found.since is not None and number == run.config.train.steps and found.ends_above_its_beginning(number):
         found.high = PERSIST  # no step is left to wait for
     if found.since is not None and found.seen and not before:
         run.saver.forsake(found.since)
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
-            _log.warning("step %d: %s", step + 1, rise(run))
+            _log.warning("step %d: %s", number, rise(run))
         values = {"loss": loss, "level": found.level, "since": found.since + 1}
-        run.tracker.log_event(step + 1, "divergence", values)
+        run.tracker.log_event(number, "divergence", values)
     elif before and not found.seen:
-        _log.warning("step %d: the loss is %.4g, back within its past", step + 1, loss)
-        run.tracker.log_event(step + 1, "divergence over", {"loss": loss})
-    return found.since is None
+        _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
+        run.tracker.log_event(number, "divergence over", {"loss": loss})
+    if found.since is None:
+        run.saver.prove(step.index)
+    return {}
 
 
 def verdict(run: Run) -> str | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
-from fp4train.parallel.world import World
+from fp4train.precision import Recipe
+from fp4train.run.step import losses, microbatches, step_rows
 from fp4train.shards import local
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
 
 
 class Origin(NamedTuple):
@@ -100,11 +103,12 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
     return None
 
 
-def check_evaluation(model: nn.Module, step: int, values: Mapping[str, float | str], recipe: str, world: World) -> None:
-    """Raises NonFiniteError where a validation loss is not finite."""
-    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
-        if not math.isfinite(value := float(values[key])):
-            named = {f"weight {name}": p for name, p in model.named_parameters()}
-            where = world.first(first_non_finite(named))
-            where = where or "no weight: the evaluation itself"
-            raise NonFiniteError(step, what, value, where, recipe, of_state=True)
+def blame(run: Run, recipe: Recipe) -> str:
+    """What is not finite first in the step that `run.step` is at."""
+    run.apply(run.plan.at(run.step))
+    with run.eagerly():
+        passes = losses(run, microbatches(run, recipe, step_rows(run)))
+        where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
+    # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
+    origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
+    return str(origin or "the loss itself")

@@ -1,4 +1,4 @@
-"""What came of the steps: read one step late, so that the host does not wait for the device.
+"""The results of the steps, read one step late so that the host does not wait for the device, and their progress.
 
 A step is queued on the device as a whole: forward, backward, the gradients' norm, and an optimizer that does nothing if
 loss or norm is not finite. Its numbers are copied to the host beside that and read when the next step is queued, or at
@@ -8,23 +8,32 @@ changes the weights, so that the state before it is still there when its numbers
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from fp4train.precision import Recipe
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
-from fp4train.run.supervise.guard import NonFiniteError
+from fp4train.run.supervise.guard import NonFiniteError, blame
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 Values = dict[str, float | str]
+"""What a line of metrics holds, by key."""
+
+_log = logging.getLogger(__name__)
+_LINES = 20
+"""Lines in the log of a whole run that has no terminal."""
 
 
 class Numbers:
@@ -70,8 +79,7 @@ class Step:
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
         loss_scale: its loss was multiplied by.
-        norms: those of this rank's part of each gradient, on the device.
-        measured: logs the statistics of a measured step and gives what its line says of them.
+        statistics: of a measured step: logs them, and gives what its line says of them.
     """
 
     index: int
@@ -81,8 +89,7 @@ class Step:
     values: Values
     scaling: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     loss_scale: float = 1.0
-    norms: Tensor | None = None
-    measured: Callable[[Run], Values] | None = None
+    statistics: Callable[[], Values] | None = None
 
     def read(self) -> tuple[float, float]:
         """Mean loss and gradient norm; waits for the device."""
@@ -101,38 +108,19 @@ class Step:
         return bad[-1] if bad else None
 
 
-class Counts(Protocol):
-    """Hears of every step that was done, as `Progress` does."""
-
-    def advance(self, loss: float, recipe: str, at: float) -> Values:
-        """One more step was done at `at`, by `time.perf_counter`; returns what is logged of it besides."""
-        ...
-
-
-class Shows(Protocol):
-    """Is told the last loss, as `Watch` is."""
-
-    loss: float | None
+StepListener = Callable[[Step, float], Values]
+"""Called with every step that was done and its loss; returns what else is logged of it."""
 
 
 class Ledger:
     """Holds the step whose numbers are not read yet, and logs it when they are.
 
     Args:
-        run, progress, watch: what hears of a step.
-        blame: what was not finite in the step that `run.step` is at, whose loss is not: the first module's output.
-        judge: told the loss of each step; whether the weights that gave it are good.
+        listeners: hear of every step, in this order.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        progress: Counts,
-        watch: Shows,
-        blame: Callable[[Run, Recipe], str],
-        judge: Callable[[Run, int, float], bool] = lambda *_: True,
-    ) -> None:
-        self.run, self.progress, self.watch, self.blame, self.judge = run, progress, watch, blame, judge
+    def __init__(self, run: Run, *listeners: StepListener) -> None:
+        self.run, self.listeners = run, listeners
         self.metrics: Values = {}
         self._step: Step | None = None
 
@@ -184,7 +172,7 @@ class Ledger:
             bad = run.world.least(step.bad_gradient(), lambda name: -run.place_of(name.rpartition(".")[0]))
             where = f"gradient of {bad}" if bad else "the norm itself (finite gradients, overflowing sum)"
             raise NonFiniteError(step.index, "gradient norm", norm, where, step.recipe.name)
-        where = self.blame(run, step.recipe)
+        where = blame(run, step.recipe)
         run.load_scaling(step.scaling)
         raise NonFiniteError(step.index, "loss", loss, where, step.recipe.name)
 
@@ -192,11 +180,81 @@ class Ledger:
         self._check(step)
         loss, norm = step.read()
         values = {"train/loss": loss, "train/grad_norm": norm} | step.values
-        if step.measured is not None:
-            values |= step.measured(self.run)
-        values |= self.progress.advance(loss, step.recipe.name, step.numbers.at)
-        if self.judge(self.run, step.index, loss):
-            self.run.saver.prove(step.index)
-        self.watch.loss = loss
+        if step.statistics is not None:
+            values |= step.statistics()
+        for listener in self.listeners:
+            values |= listener(step, loss)
         self.run.tracker.log(step.index + 1, values)
         self.metrics |= values
+
+
+class Progress:
+    """What a person sees while a run trains: a bar on a terminal, a line now and then elsewhere. It times the steps.
+
+    Args:
+        step: steps done; steps: of the whole run; tokens: per step.
+        peak: tokens per second at the device's peak, where that is known.
+        ranks: that share the tokens.
+        quietly: show no bar (of several ranks one does).
+    """
+
+    def __init__(
+        self, step: int, steps: int, tokens: int, peak: float | None = None, *, ranks: int = 1, quietly: bool = False
+    ) -> None:
+        self.step, self.steps, self.tokens, self.peak, self.ranks = step, steps, tokens, peak, ranks
+        self.terminal = sys.stderr.isatty() and not quietly
+        self.every = max(1, steps // _LINES)
+        self.smooth: float | None = None
+
+    def __enter__(self) -> Progress:
+        self.bar = tqdm(
+            total=self.steps,
+            initial=self.step,
+            disable=not self.terminal,
+            unit="step",
+            dynamic_ncols=True,
+            smoothing=0.1,
+        )
+        self.last = time.perf_counter()
+        return self
+
+    def advance(self, step: Step, loss: float) -> Values:
+        """One more step was done; returns its speed."""
+        recipe, at = step.recipe.name, step.numbers.at
+        speed = self.tokens / (at - self.last)
+        self.last = at
+        self.step += 1
+        self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
+        with suppress(OSError):  # a terminal that was closed is no reason to end a run
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}, {recipe}", refresh=False)
+            self.bar.update()
+        if not self.terminal and (self.step % self.every == 0 or self.step in (1, self.steps)):
+            left = (self.steps - self.step) * self.tokens / self.smooth
+            _log.info(
+                "step %d/%d  loss %.3f  %s  %s left  %s",
+                self.step,
+                self.steps,
+                loss,
+                self.speed,
+                tqdm.format_interval(left),
+                recipe,
+            )
+        values: Values = {"perf/tokens_per_s": speed}
+        if self.ranks > 1:
+            values["perf/tokens_per_s_per_rank"] = speed / self.ranks
+        return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second, a mean over some steps; of several ranks for each as well."""
+        assert self.smooth is not None
+        whole = f"{self.smooth / 1e3:.1f}k tokens/s"
+        return whole if self.ranks == 1 else f"{whole} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
+
+    def resume_timing(self) -> None:
+        """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""
+        self.last = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        with suppress(OSError):
+            self.bar.close()

@@ -1,17 +1,26 @@
-"""What is saved when, and when something went wrong: the last state that is whole and finite, and a word about it.
+"""What is saved when something went wrong, the last state that is whole and finite, and what the user is told.
 
 Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes and reports.
+
+A GPU that runs out of memory can be mended by smaller microbatches, which leave the results of a step as they are. One
+that fails (an illegal access, a bus error, a GPU that left the bus) is lost for its process: the run goes on from its
+last checkpoint, in another process.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from typing import NoReturn
 
+import torch
+
 from fp4train import checkpoint
-from fp4train.errors import UserError
+from fp4train.errors import LostError, UserError
+from fp4train.hardware import stored_bytes
+from fp4train.precision.plan import LayerPlan
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import past_non_finite, rise, worthless
@@ -19,8 +28,6 @@ from fp4train.run.supervise.guard import NonFiniteError, finite_weights
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.saving import PAUSES, Outcome
 from fp4train.run.supervise.watch import Watch
-
-_log = logging.getLogger(__name__)
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
@@ -37,7 +44,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         run.saver.wait()
         report(run)
         return f"{error}. Before that {rise(run)}"
-    if run.torn or not finite or error.of_state:
+    if run.mid_update or not finite or error.of_state:
         run.saver.wait()
         report(run)
         there = steps_saved(run)
@@ -135,7 +142,7 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
         ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
     except Exception as second:  # the first error is the one to tell
         _log.error("%s", second)
-    if run.torn or (watch.look() is not None and watch.lost):
+    if run.mid_update or (watch.look() is not None and watch.lost):
         _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
     else:
         try:
@@ -153,3 +160,63 @@ def steps_saved(run: Run) -> list[int]:
         return checkpoint.steps(run.directory / CHECKPOINTS)
     except UserError:
         return []
+
+
+_log = logging.getLogger(__name__)
+
+_FAILED = re.compile(r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\w+|NCCL error|device-side assert")
+
+
+def explain(error: Exception, run: Run) -> UserError | None:
+    """What to do about an error of the GPU or for want of memory that ended `run`, as an error; None for any other."""
+    text = next(iter(str(error).splitlines()), "")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return UserError(f"{run.directory}: step {run.step} does not fit into memory: {_asked(text)}. {_smaller(run)}")
+    if not isinstance(error, RuntimeError) or not _FAILED.search(str(error)):
+        return None
+    where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else str(run.device)
+    return LostError(
+        f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): {text.rstrip('.')}. This process "
+        f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_there(run)}"
+    )
+
+
+def _asked(text: str) -> str:
+    """How much was asked for, in torch's words or ours."""
+    if found := re.search(r"you tried to allocate (\d+) bytes", text):
+        return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"
+    return text.rstrip(".") or "no more can be had"
+
+
+def _smaller(run: Run) -> str:
+    """Which settings take less memory, with the plan's own numbers."""
+    config = run.config.train
+    rows = config.microbatch or config.batch_size
+    kept = sum(_kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values())
+    words = [
+        f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} GiB for the backward of "
+        "the linear layers alone"
+    ]
+    tries = []
+    if fewer := next((n for n in range(rows // 2, 0, -1) if config.batch_size % n == 0), None):
+        tries.append(f"train.microbatch={fewer} (the same gradients, {kept * fewer / rows / 2**30:,.2f} GiB)")
+    if getattr(run.config.model, "recompute", True) is False:
+        tries.append("model.recompute=true (keeps only the inputs of the blocks)")
+    if not tries:
+        tries.append("a smaller model or train.seq_len, or more GPUs")
+    words.append(_there(run, f" with {' or '.join(tries)}"))
+    return ". ".join(words)
+
+
+def _kept(layer: LayerPlan, tokens: int) -> float:
+    """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
+    return sum(
+        tokens * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2]) for part in layer.parts
+    )
+
+
+def _there(run: Run, how: str = "") -> str:
+    """The checkpoint that is there, and how to go on."""
+    if steps := steps_saved(run):
+        return f"The checkpoint of step {steps[-1]} stays: resume={run.directory} goes on{how}"
+    return f"There is no checkpoint: begin again{how}"

@@ -287,7 +287,7 @@ class Saver:
     def _sync(self) -> None:
         """Make durable what the checkpoint counts on: the lines of the metrics, and the record of the swaps."""
         sync(self.run.tracker)
-        self.run.inbox.sync()
+        self.run.inbox.sync(self.run.journal)
 
     def _write_in(
         self, place: Folder, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], unproven: bool
@@ -318,7 +318,8 @@ class Saver:
                 raise UserError(f"{place} holds {what}: nothing is written there")
             if run.saved_config is not None:
                 also.write(run_directory.CONFIG, run.saved_config)
-            for name in (run_directory.SWAPS, run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
+            also.remove(run_directory.SWAPS)  # of an older version: the journal has them now
+            for name in (run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
                     also.write(name, run.folder.pieces(name, METRICS_LIMIT))
         except BaseException:

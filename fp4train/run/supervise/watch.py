@@ -26,6 +26,7 @@ from fp4train.run.record.directory import HEARTBEAT, LOCK, is_running
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
+    from fp4train.run.supervise.ledger import Step, Values
 
 _DUMPING = 2.0
 """Seconds in which the stacks of all threads are written."""
@@ -70,6 +71,11 @@ class Watch:
         self._end.set()
         if self.run.world.lead:
             self._thread.join(END_SECONDS)
+
+    def advance(self, step: Step, loss: float) -> Values:
+        """One more step was done."""
+        self.loss = loss
+        return {}
 
     def look(self) -> str | None:
         """Look at the directory now; returns `trouble`."""

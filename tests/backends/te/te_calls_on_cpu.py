@@ -252,10 +252,10 @@ def delayed() -> dict[str, Any]:
         updates.clear()
         run(made, recipe, step=step)
         counts.append({direction: updates.count(direction) for direction in ("forward", "backward")})
-    before = [layer.kernels["te"].state() for layer in made]
+    before = [layer.states["te"].state() for layer in made]
     updates.clear()
     run(made, recipe, step=7, grad=False, size=100.0)
-    after = [layer.kernels["te"].state() for layer in made]
+    after = [layer.states["te"].state() for layer in made]
     same = all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
     entered = [float(state["amax_history_fwd"].max()) for state in after]
     mixed = model(3, dtype=torch.bfloat16)
@@ -266,7 +266,7 @@ def delayed() -> dict[str, Any]:
     both = {direction: updates.count(direction) for direction in ("forward", "backward")}
     fresh = model(1, dtype=torch.bfloat16)
     run(fresh, recipe, grad=False)
-    never = float(fresh[0].kernels["te"].state()["amax_history_fwd"].abs().max())
+    never = float(fresh[0].states["te"].state()["amax_history_fwd"].abs().max())
     return {
         "updates": counts,
         "entered in training": entered,

@@ -266,7 +266,7 @@ def against_emulation() -> dict[str, dict[str, float]]:
 
     ours, theirs = Linear.from_linear(plain(), place, "reference"), Linear.from_linear(plain(), place, "te")
     backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
-    theirs.kernels["te"] = TEExecutor(
+    theirs.states["te"] = TEExecutor(
         in_features=K, out_features=N, bias=False, name="layer", translate=reference_recipe
     )
     base = NVFP4(stochastic_rounding=False)

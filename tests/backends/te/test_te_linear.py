@@ -228,15 +228,15 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
     layer = _delayed(recipe).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(12.0).reshape(4, 3))
     te.built[0].fp8_meta["scaling_bwd"].scale.fill_(5)
-    state = layer.kernels["te"].state()
+    state = layer.states["te"].state()
     assert set(state) == {"scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 
     resumed = convert(Model()).blocks[0]
-    resumed.kernels["te"].load_state(state)
-    assert set(resumed.kernels["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
+    resumed.load_scaling_state(layer.scaling_state())
+    assert set(resumed.states["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
     with region(recipe.table()), autocast(recipe):
         resumed(X)
-    meta = resumed.kernels["te"]._built[recipe.table()][1].fp8_meta
+    meta = resumed.states["te"]._built[recipe.table()][1].fp8_meta
     assert torch.equal(meta["scaling_fwd"].amax_history, torch.arange(12.0).reshape(4, 3))
     assert torch.equal(meta["scaling_bwd"].scale, torch.full((2,), 5.0))
 
@@ -245,10 +245,10 @@ def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
     layer = _delayed(FP8Delayed(history=4)).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(4.0)[:, None].expand(4, 3))
     resumed, shorter = convert(Model()).blocks[0], FP8Delayed(history=2)
-    resumed.kernels["te"].load_state(layer.kernels["te"].state())
+    resumed.load_scaling_state(layer.scaling_state())
     with region(shorter.table()), autocast(shorter):
         resumed(X)
-    assert resumed.kernels["te"]._built[shorter.table()][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
+    assert resumed.states["te"]._built[shorter.table()][1].fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
         0.0,
         3.0,
     ]
@@ -259,5 +259,5 @@ def test_a_copy_rebuilds_its_own_modules_and_takes_the_history_along(te: FakeTE)
     te.built[0].fp8_meta["scaling_fwd"].scale.fill_(7)
     other = copy.deepcopy(layer)
     assert other.weight is not layer.weight
-    assert other.kernels["te"]._built == {}
-    assert other.kernels["te"].state()["scale_fwd"].tolist() == [7, 7, 7]
+    assert other.states["te"]._built == {}
+    assert other.states["te"].state()["scale_fwd"].tolist() == [7, 7, 7]

@@ -103,7 +103,7 @@ def test_a_region_is_entered_for_delayed_recipes_only(
     layer.backend = "emulate"
     script.run_layer(layer, recipe, problem)
     assert regions == []
-    layer.gemms_in(Context(recipe=recipe), torch.device("cpu"))
+    layer.executor_in(Context(recipe=recipe), torch.device("cpu"))
     monkeypatch.setattr(layer, "backend", "te")
     script.run_layer(layer, recipe, problem)
     assert len(regions) == entered

@@ -14,7 +14,7 @@ import fp4train.lab.analysis.curves as curves
 from fp4train.errors import UserError
 from fp4train.lab.analysis.curves import draw_curves, one_run, shades
 from fp4train.lab.analysis.figure import PICTURE, loss_limits
-from fp4train.lab.analysis.history import Series, Span, read_history
+from fp4train.lab.analysis.history import Series, read_history
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -98,20 +98,16 @@ def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path
     assert end + 3.5 / 72 * figure.dpi < room.x1, "the last marker, with its radius and more"
 
 
-def test_spans_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> None:
+def test_bands_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> None:
     from fp4train.lab.analysis.history import History
 
     recipes = ["a", "a", "b", "b", "a"]
     lines = [{"step": s, "precision/recipe": r} for s, r in enumerate(recipes, start=1)]
     history = History(path=Path("run"), lines=[*lines, lines[2], {"step": 3, "event": "resume"}])
-    spans = history.spans()
-    assert spans == [
-        Span(first=1, last=3, recipe="a"),
-        Span(first=3, last=5, recipe="b"),
-        Span(first=5, last=5, recipe="a"),
-    ]
     assert history.bands() == [(0, 3, "a"), (3, 5, "b"), (5, 5, "a")]
-    assert len(set(shades(span.recipe for span in spans).values())) == 2, "the same recipe has the same colour"
+    assert len(set(shades(recipe for *_, recipe in history.bands()).values())) == 2, (
+        "the same recipe has the same colour"
+    )
 
 
 def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
@@ -142,11 +138,6 @@ def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "event": "resume"}) + "\n")
     with pytest.raises(UserError, match="no metrics yet"):
         draw_curves(tmp_path)
-
-
-def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import sys; from fp4train.lab.analysis import compare, curves; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(curves.__file__).parents[3])
 
 
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:

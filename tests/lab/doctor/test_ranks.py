@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp4train.errors import UserError
 from fp4train.lab.doctor import ranks
-from fp4train.lab.doctor.ranks import Collective
-from fp4train.lab.doctor.report import Report
+from fp4train.lab.doctor.ranks import CollectiveCheck
+from fp4train.lab.doctor.report import DoctorReport
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,8 +62,8 @@ def test_a_collective_that_fails_is_a_problem_and_the_screen_shows_it() -> None:
         raise dist.DistBackendError("NCCL error: unhandled system error\nmore")
 
     found = ranks._tried("all-reduce", "bfloat16", "cpu", failing)
-    fine = Collective(name="all-gather", dtype="uint8", correct=True, rate=2.5e9)
-    report = Report(device="cpu", default="nvfp4", machine=(), recipes=(), ranks=2, collectives=(found, fine))
+    fine = CollectiveCheck(name="all-gather", dtype="uint8", correct=True, rate=2.5e9)
+    report = DoctorReport(device="cpu", default="nvfp4", machine=(), recipes=(), ranks=2, collectives=(found, fine))
     screen = report.render()
     assert report.problems == ["all-reduce of bfloat16: DistBackendError: NCCL error: unhandled system error"]
     assert "collectives of 2 ranks" in screen and "FAILED" in screen and "2.5" in screen

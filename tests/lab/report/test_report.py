@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from fp4train import files
 from fp4train.cli import main
 from fp4train.config import plain, to_config
-from fp4train.config.overrides import compose
+from fp4train.config.composition import compose
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu

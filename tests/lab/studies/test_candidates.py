@@ -6,13 +6,13 @@ import pytest
 
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import Candidate, candidates
+from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.run.record.directory import read_config
 
 
-def of(run: Path, *words: str) -> list[Candidate]:
-    return candidates(words, plain(read_config(run)))
+def of(run: Path, *words: str) -> list[RecipeCandidate]:
+    return candidates(sweep_axes(words), plain(read_config(run)))
 
 
 def config(run: Path) -> Config:
@@ -53,7 +53,7 @@ def test_what_is_not_named_is_the_runs_own(trained: Path) -> None:
 def test_options_of_the_users_own_folder_are_candidates(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "house.yaml").write_text("_target_: fp4train.precision.NVFP4\nhadamard: false\n")
-    first, *_ = candidates(["recipe=house"], plain(read_config(trained)), [tmp_path])
+    first, *_ = candidates(sweep_axes(["recipe=house"], [tmp_path]), plain(read_config(trained)))
     assert first.name == "house" and first.applied(config(trained)).recipe == NVFP4(hadamard=False)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp4train.lab.studies.findings import judgement, share, systematic
-from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE, Part
+from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE, RecipePart
 from fp4train.lab.studies.statistics import estimate
 from fp4train.precision import NVFP4
 from fp4train.precision.plan import PlannedStretch
@@ -77,7 +77,7 @@ def test_a_policy_is_compared_batch_by_batch_on_what_judges_it() -> None:
 
     stretch = PlannedStretch(start=0, stop=1, recipe=NVFP4(), reason="", layers={})
     measured = {
-        name: (Part(name=name, stretch=stretch, repeats=1), of(errors))
+        name: (RecipePart(name=name, stretch=stretch, repeats=1), of(errors))
         for name, errors in {
             CHOSEN: [0.01, 1.01, 2.01, 3.01],
             WHOLE: [0.11, 1.12, 2.10, 3.11],

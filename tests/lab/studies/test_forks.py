@@ -12,7 +12,7 @@ from command_line import lines
 import fp4train.lab.studies.forks as forks
 from fp4train.config import plain
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import Candidate, candidates
+from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
 from fp4train.lab.studies.forks import Fork, ForkSettings, begin, branch, fork, open_checkpoint
 from fp4train.lab.studies.subject import Subject
 from fp4train.run.record.directory import read_config
@@ -25,8 +25,8 @@ def subject(trained: Path) -> Subject:
     return open_checkpoint(trained, 3)
 
 
-def candidate(run: Path, *words: str) -> Candidate:
-    return candidates(words, {**plain(read_config(run)), "phases": {}})[0]
+def candidate(run: Path, *words: str) -> RecipeCandidate:
+    return candidates(sweep_axes(words), {**plain(read_config(run)), "phases": {}})[0]
 
 
 def numbers(found: Fork) -> dict[str, Any]:

@@ -10,17 +10,17 @@ from subjects import subject_of
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.gradients import Gradients
-from fp4train.lab.studies.parts import Part, Parts
+from fp4train.lab.studies.gradients import GradientMeter
+from fp4train.lab.studies.parts import RecipePart, RecipeParts
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn import convert
 from fp4train.precision import NVFP4, FP8Delayed
 
 
-def opened(subject: Subject, repeats: int = 1) -> tuple[Gradients, Parts, dict[str, Part]]:
-    parts = Parts(subject, NVFP4(), repeats=repeats)
+def opened(subject: Subject, repeats: int = 1) -> tuple[GradientMeter, RecipeParts, dict[str, RecipePart]]:
+    parts = RecipeParts(subject, NVFP4(), repeats=repeats)
     named = {part.name: part for part in parts.all(cells=True)}
-    return Gradients(subject, parts.reference, list(parts.layers)), parts, named
+    return GradientMeter(subject, parts.reference, list(parts.layers)), parts, named
 
 
 def test_the_reference_has_no_error_against_itself(trained: Path) -> None:
@@ -103,8 +103,8 @@ def test_the_subject_is_left_as_it_was(trained: Path) -> None:
 
 def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(trained: Path) -> None:
     subject = subject_of(trained)
-    parts = Parts(subject, FP8Delayed(), repeats=1)
-    gradients = Gradients(subject, parts.reference, list(parts.layers))
+    parts = RecipeParts(subject, FP8Delayed(), repeats=1)
+    gradients = GradientMeter(subject, parts.reference, list(parts.layers))
     whole = next(part for part in parts.all(cells=False) if part.name == "everything")
     values = gradients.measure(whole, range(2))
     assert max(values["error"]) < 0.02, "first guesses of the scales would saturate"

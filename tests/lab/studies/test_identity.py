@@ -11,7 +11,7 @@ from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies.bases import Base
 from fp4train.lab.studies.forks import ForkSettings
-from fp4train.lab.studies.parts import Parts
+from fp4train.lab.studies.parts import RecipeParts
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sensitivity import Effort, identity_of
 from fp4train.lab.studies.subject import described, digest, open_subject
@@ -89,6 +89,6 @@ def test_a_refusal_names_the_settings_that_differ(trained: Path, tmp_path: Path)
 
 
 def test_a_policy_has_the_same_key_in_a_record_whatever_options_are_added(trained: Path) -> None:
-    parts = Parts(subject_of(trained), NVFP4(), repeats=1)
+    parts = RecipeParts(subject_of(trained), NVFP4(), repeats=1)
     one, two = (parts.under(LayerPolicy(first=first, last=0), "chosen") for first in (0, 0.5))
     assert one.key != two.key and digest(one.policy)[:12] in one.key

@@ -6,13 +6,13 @@ import pytest
 from subjects import subject_of
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.parts import EVERY_LAYER, Part, Parts
+from fp4train.lab.studies.parts import EVERY_LAYER, RecipePart, RecipeParts
 from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, Recipe
 
 OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
 
 
-def quantised(part: Part) -> set[str]:
+def quantised(part: RecipePart) -> set[str]:
     """ "layer gemm.first" of everything that is quantised."""
     return {
         f"{name} {gemm.name}.{which}"
@@ -23,8 +23,8 @@ def quantised(part: Part) -> set[str]:
     }
 
 
-def parts_of(trained: Path, recipe: Recipe, *, cells: bool = False) -> tuple[Parts, dict[str, Part]]:
-    parts = Parts(subject_of(trained), recipe, repeats=4)
+def parts_of(trained: Path, recipe: Recipe, *, cells: bool = False) -> tuple[RecipeParts, dict[str, RecipePart]]:
+    parts = RecipeParts(subject_of(trained), recipe, repeats=4)
     return parts, {part.name: part for part in parts.all(cells=cells)}
 
 
@@ -68,7 +68,7 @@ def test_what_the_recipe_leaves_in_high_precision_is_no_part(trained: Path) -> N
 
 def test_a_run_that_keeps_nothing_has_no_part_for_its_policy(trained: Path) -> None:
     subject = subject_of(trained, policy=EVERY_LAYER)
-    assert "policy of the run" not in [part.name for part in Parts(subject, NVFP4(), repeats=1).all(cells=False)]
+    assert "policy of the run" not in [part.name for part in RecipeParts(subject, NVFP4(), repeats=1).all(cells=False)]
 
 
 def test_policies_of_one_name_have_keys_of_their_own(trained: Path) -> None:
@@ -82,4 +82,4 @@ def test_policies_of_one_name_have_keys_of_their_own(trained: Path) -> None:
 @pytest.mark.parametrize("recipe", [BF16(), NVFP4().with_high_precision("fprop", "dgrad", "wgrad")])
 def test_a_recipe_that_quantises_nothing_is_refused(trained: Path, recipe: Recipe) -> None:
     with pytest.raises(UserError, match=r"quantises nothing: there is no part of it to measure.*recipe=nvfp4"):
-        Parts(subject_of(trained), recipe, repeats=1)
+        RecipeParts(subject_of(trained), recipe, repeats=1)

@@ -105,7 +105,7 @@ def test_a_full_disk_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.Mo
     with open_record(tmp_path, WHO, 200) as record:
         record.add("a", {"x": 1})
         with monkeypatch.context() as patched:
-            patched.setattr("fp4train.track.metrics.os.write", full)
+            patched.setattr("os.write", full)
             record.add("b", {"x": 2})
         record.add("c", {"x": 3})
     with open_record(tmp_path, WHO, 200) as record:

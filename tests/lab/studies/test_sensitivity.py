@@ -14,8 +14,8 @@ from fp4train import files
 from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies import sensitivity
-from fp4train.lab.studies.gradients import Gradients
-from fp4train.lab.studies.parts import Part
+from fp4train.lab.studies.gradients import GradientMeter
+from fp4train.lab.studies.parts import RecipePart
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sensitivity import Effort, Study, identity_of
 from fp4train.precision import NVFP4
@@ -32,9 +32,9 @@ def result(folder: str) -> dict[str, Any]:
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`killed_at(5)`: the process dies as the fifth measurement begins; `killed_at(-1)`: it does not."""
-    original, count, at = Gradients.measure, [0], [-1]
+    original, count, at = GradientMeter.measure, [0], [-1]
 
-    def measure(self: Gradients, part: Part, batches: range) -> Any:
+    def measure(self: GradientMeter, part: RecipePart, batches: range) -> Any:
         count[0] += 1
         if count[0] == at[0]:
             raise SystemExit(137)
@@ -43,7 +43,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     def choose(number: int) -> None:
         count[0], at[0] = 0, number
 
-    monkeypatch.setattr(Gradients, "measure", measure)
+    monkeypatch.setattr(GradientMeter, "measure", measure)
     return choose
 
 
@@ -219,7 +219,7 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
     """A measurement takes a second of a clock that stands still otherwise, and one layer has the widest interval."""
     subject, effort, now, seen = subject_of(trained), Effort(batches=None, budget=32.0), [0.0], Counter[str]()
 
-    def measure(self: Gradients, part: Part, batches: range) -> dict[str, Any]:
+    def measure(self: GradientMeter, part: RecipePart, batches: range) -> dict[str, Any]:
         now[0] += 1.0
         seen[part.name] += 1
         errors = [0.1 + 0.05 * (b % 2) for b in batches] if part.what == "blocks.0.mlp.up" else [0.1] * len(batches)
@@ -227,7 +227,7 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
         same = {key: [0.0] * len(batches) for key in ("cosine", "loss", "output", "variance")}
         return {"error": errors, "gram": zeros, "layers": [[] for _ in batches], **same}
 
-    monkeypatch.setattr(Gradients, "measure", measure)
+    monkeypatch.setattr(GradientMeter, "measure", measure)
     monkeypatch.setattr(sensitivity.time, "perf_counter", lambda: now[0])
     with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step) as record:
         study = Study(subject, NVFP4(), effort, record)

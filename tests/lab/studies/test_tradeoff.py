@@ -9,10 +9,10 @@ from subjects import subject_of
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
-from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, Parts
+from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, RecipeParts
 from fp4train.lab.studies.results import sensitivity_json
 from fp4train.lab.studies.statistics import Estimate
-from fp4train.lab.studies.summary import Report
+from fp4train.lab.studies.summary import SensitivityReport
 from fp4train.lab.studies.tradeoff import Unit, as_policy, trade_off
 from fp4train.precision import NVFP4
 
@@ -30,11 +30,11 @@ def finding(name: str, nmse: float, error: float = 0.0, layers: tuple[float, ...
 
 
 @pytest.fixture(scope="module")
-def parts(trained: Path) -> Parts:
-    return Parts(subject_of(trained), NVFP4(), repeats=1)
+def parts(trained: Path) -> RecipeParts:
+    return RecipeParts(subject_of(trained), NVFP4(), repeats=1)
 
 
-def sensitivity(parts: Parts, damage: dict[str, float], **errors: float) -> Sensitivity:
+def sensitivity(parts: RecipeParts, damage: dict[str, float], **errors: float) -> Sensitivity:
     """Findings where layers do the given damage, those that are not named none."""
     found = [finding(WHOLE, FLOOR + sum(damage.values())), finding(NOTHING, FLOOR, layers=(0.0,) * len(parts.layers))]
     for name in parts.layers:
@@ -43,7 +43,7 @@ def sensitivity(parts: Parts, damage: dict[str, float], **errors: float) -> Sens
     return Sensitivity(parts=parts, findings={each.name: each for each in found}, shares={}, signal=None, batches=4)
 
 
-def test_the_worst_for_their_size_are_kept_and_the_prediction_adds_up(parts: Parts) -> None:
+def test_the_worst_for_their_size_are_kept_and_the_prediction_adds_up(parts: RecipeParts) -> None:
     damage = {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04, "blocks.0.mlp.down": 0.001}
     found = sensitivity(parts, damage)
     # A layer is 32·32 or 32·16 of attention, 32·64 of the MLP; a block is 3·1024 + 6·1024.
@@ -57,25 +57,25 @@ def test_the_worst_for_their_size_are_kept_and_the_prediction_adds_up(parts: Par
     assert nmse == sorted(nmse, reverse=True) and nmse[0] == pytest.approx(found.whole.nmse.mean)
 
 
-def test_what_is_not_told_apart_from_no_damage_is_not_kept(parts: Parts) -> None:
+def test_what_is_not_told_apart_from_no_damage_is_not_kept(parts: RecipeParts) -> None:
     damage = {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04}
     found = sensitivity(parts, damage, blocks_1_mlp_up=0.02)
     assert trade_off(found, keep=1.0, cost=None, gpu=None).policy.keep == ("blocks.0.attention.wo",)
 
 
-def test_without_intervals_what_does_damage_is_kept(parts: Parts) -> None:
+def test_without_intervals_what_does_damage_is_kept(parts: RecipeParts) -> None:
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     single = {k: replace(f, nmse=replace(f.nmse, error=None)) for k, f in found.findings.items()}
     assert trade_off(replace(found, findings=single), keep=1.0, cost=None, gpu=None).policy.keep == ("blocks.0.mlp.up",)
 
 
-def test_a_block_of_which_every_layer_is_kept_is_named_once(parts: Parts) -> None:
+def test_a_block_of_which_every_layer_is_kept_is_named_once(parts: RecipeParts) -> None:
     block = {name: 0.01 for name in parts.layers if name.startswith("blocks.1.")}
     policy = trade_off(sensitivity(parts, {**block, "blocks.0.mlp.up": 0.02}), keep=1.0, cost=None, gpu=None).policy
     assert policy.keep == ("blocks.0.mlp.up", "blocks.1")
 
 
-def test_the_policy_keeps_exactly_the_chosen_gemms(parts: Parts) -> None:
+def test_the_policy_keeps_exactly_the_chosen_gemms(parts: RecipeParts) -> None:
     kept = [
         Unit(layer=layer, gemms=(gemm,), damage=1.0, clear=True, macs=0.1)
         for layer, gemm in (("blocks.0.mlp.up", "fprop"), ("blocks.0.mlp.up", "wgrad"), ("blocks.1.mlp.down", "dgrad"))
@@ -87,7 +87,7 @@ def test_the_policy_keeps_exactly_the_chosen_gemms(parts: Parts) -> None:
     assert high == {(unit.layer, gemm) for unit in kept for gemm in unit.gemms}
 
 
-def test_measured_cells_choose_single_gemms(parts: Parts) -> None:
+def test_measured_cells_choose_single_gemms(parts: RecipeParts) -> None:
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     place = list(parts.layers).index("blocks.1.mlp.up")
     extra = [
@@ -108,7 +108,7 @@ def test_measured_cells_choose_single_gemms(parts: Parts) -> None:
     assert trade.policy.keep == ("blocks.0.mlp.up:fprop", "blocks.1.mlp.up:wgrad")
 
 
-def test_a_cost_is_a_time_on_a_gpu(parts: Parts) -> None:
+def test_a_cost_is_a_time_on_a_gpu(parts: RecipeParts) -> None:
     """On layers this small quantising costs more than it saves: keeping the worst makes the model faster."""
     found, gpu = sensitivity(parts, {"blocks.0.mlp.up": 0.05}), find_gpu("B200")
     trade = trade_off(found, keep=0.0, cost=None, gpu=gpu)
@@ -129,12 +129,14 @@ def judged(gain: Estimate) -> Judgement:
 
 @pytest.mark.parametrize(("error", "told"), [(0.01, True), (0.05, False)])
 def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
-    parts: Parts, error: float, told: bool
+    parts: RecipeParts, error: float, told: bool
 ) -> None:
     found = sensitivity(parts, {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04})
     trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
     gain = Estimate(mean=0.06, error=error, count=8, freedom=7)
-    report = Report(subject=parts.subject, found=replace(found, signal=ONE), trade=trade, judged=judged(gain))
+    report = SensitivityReport(
+        subject=parts.subject, found=replace(found, signal=ONE), trade=trade, judged=judged(gain)
+    )
     said = "\n".join(report._conclusions(len(parts.layers)))
     assert "judged on the 8 batches after those that chose it: nMSE 0.0400" in said and "0.0600 ± 0." in said
     assert ("this policy is not told apart from keeping nothing" in said) is not told
@@ -144,18 +146,18 @@ def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
     assert "of their time in BF16 on B200: for products of this size quantising costs more" in said
 
 
-def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(parts: Parts) -> None:
+def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(parts: RecipeParts) -> None:
     found = sensitivity(parts, {})
     trade = trade_off(found, keep=0.15, cost=None, gpu=None)
-    report = Report(subject=parts.subject, found=found, trade=trade, judged=None)
+    report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
     assert report.policy_file() is None and sensitivity_json(report)["policy"]["judged"] is None
     said = "\n".join(report._conclusions(len(parts.layers)))
     assert "no policy: no layer's damage is told apart from the floor" in said and "batches=… or budget=…" in said
 
 
-def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: Parts) -> None:
+def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: RecipeParts) -> None:
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     trade = trade_off(found, keep=0.0001, cost=None, gpu=None)
-    report = Report(subject=parts.subject, found=found, trade=trade, judged=None)
+    report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
     said = "\n".join(report._conclusions(len(parts.layers)))
     assert "no policy: of what is worth keeping blocks.0.mlp.up costs least" in said and "allow more" in said

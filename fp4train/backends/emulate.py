@@ -1,0 +1,159 @@
+"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs everywhere.
+
+A decoded element without its global scale is exact in BF16, so
+
+    y [R, S] = (a.values · b.valuesᵀ) · a.scale · b.scale
+
+with BF16 operands and float32 accumulation has exact products, like the tensor cores that it emulates. Only the order
+of the additions differs. The global scales multiply the float32 product before it is rounded to the output dtype:
+rounding the product to BF16 first would round twice.
+
+Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
+on other CPUs a float32 product; on GPUs BF16 tensor cores with float32 output. A bias is rounded to the output dtype,
+as in TE, and added before the product is rounded. Operands without scales (a GEMM in high precision) are multiplied by
+torch.
+
+CPUs without BF16 or FP16 instructions: torch takes 3 to 30 times as long there for a GEMM as in float32, and 9 times
+for the backward pass of attention in FP16. Both formats are exact in float32, so the float32 product has the same exact
+element products and float32 accumulation as the instructions. Its one rounding, to the operands' dtype, overflows to
+infinity as theirs does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.backends.protocol import Prepared
+from fp4train.backends.table import Shape, Table
+from fp4train.hardware import Device
+from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+
+# Both dtypes on CPUs other than x86: only some builds of torch use their instructions. torch.compile needs a constant.
+WITHOUT_INSTRUCTIONS = frozenset(
+    dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
+)
+
+
+class Emulate:
+    """Products of decoded operands."""
+
+    name = "emulate"
+    takes_codes = False
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        """None: every spec can be emulated on every device."""
+        return None
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if isinstance(a, Quantized):
+            a = quantizer(a.spec, a.codes.device.type).decode(a)
+        if isinstance(b, Quantized):
+            b = quantizer(b.spec, b.codes.device.type).decode(b)
+        if a.values.device.type != "cuda":
+            return matmul(a, b, out_dtype=out_dtype, bias=bias)
+        with _float32_accumulation():
+            return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return True
+
+
+class TorchGemm(Emulate):
+    """torch's GEMM, for operands that are not quantised, in their dtype."""
+
+    name = "torch"
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
+        return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+
+EMULATE, TORCH = Emulate(), TorchGemm()
+
+
+def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to `out_dtype`."""
+    x_RC, w_SC = a.values, b.values
+    dtype = x_RC.dtype
+    if dtype != w_SC.dtype:
+        dtype = torch.promote_types(dtype, w_SC.dtype)
+    if bias is not None:
+        bias = bias.to(out_dtype)
+    one = (a.scale is None or a.scale.dim() == 0) and (b.scale is None or b.scale.dim() == 0)
+    if one and dtype == out_dtype and dtype != torch.float32:
+        if a.scale is None and b.scale is None:
+            return widened(F.linear, x_RC, w_SC, bias)
+        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS:
+            alpha = (1.0 if a.scale is None else float(a.scale)) * (1.0 if b.scale is None else float(b.scale))
+            # If the product of the scales is not a normal float32 number, they are applied one after the other.
+            if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
+                # The accumulator is scaled, so that the result is rounded once.
+                if bias is None:
+                    return torch.addmm(x_RC.new_empty(w_SC.shape[0]), x_RC, w_SC.T, beta=0, alpha=alpha)
+                return torch.addmm(bias, x_RC, w_SC.T, alpha=alpha)
+    product = _float32_product(x_RC, w_SC)
+    factors = [] if a.scale is None else [a.scale]
+    if b.scale is not None:
+        factors.append(b.scale if b.scale.dim() == 0 else b.scale.T)
+    for factor in factors if bias is not None else factors[:-1]:
+        product *= factor
+    if bias is not None:
+        return torch.add(product, bias.to(torch.float32), out=_empty(product, out_dtype))
+    # The last factor and the rounding take one pass over the product.
+    return torch.mul(product, factors[-1], out=_empty(product, out_dtype)) if factors else product.to(out_dtype)
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype)
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == b.dtype != torch.float32 and a.device.type == "cuda":
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return a.float() @ b.float().T
+
+
+def widens(x: Tensor) -> bool:
+    """Whether products of x run in float32: x is on a CPU without instructions for its dtype."""
+    return x.device.type == "cpu" and x.dtype in WITHOUT_INSTRUCTIONS
+
+
+def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
+    """`product(x, *others, **options)`, in float32 if `widens(x)`.
+
+    All tensors have x's dtype and device. The result and, in backward, the gradients have that dtype too, each rounded
+    once; autograd keeps float32 copies of what it needs.
+    """
+    if not widens(x):
+        return product(x, *others, **options)
+    return product(x.float(), *(None if o is None else o.float() for o in others), **options).to(x.dtype)
+
+
+@contextmanager
+def _float32_accumulation() -> Iterator[None]:
+    """Around products on a CUDA device: partial sums stay in float32, as in the tensor cores that are emulated.
+
+    cuBLAS may cut a long contraction into parts and add them up in the output's dtype. torch allows it for BF16 and
+    FP16 by default (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`), and a user may have set it
+    either way.
+    """
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before

@@ -1,0 +1,221 @@
+"""The composition of a configuration: once for each start.
+
+Hydra composes the files: the options of the groups that the words choose. Single keys are set on the result, so that
+keys that only a section's class has can be set as well, and an unknown one is found beside those that there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from fp4train.config import foreign, overrides
+from fp4train.config.binding import complete
+from fp4train.config.folders import CONFIGS, register_recipes
+from fp4train.config.schema import Config, keys, plain
+from fp4train.errors import UserError
+from fp4train.text import near_miss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A composed configuration, its interpolations resolved.
+
+    Args:
+        choices: group → its option, nested groups with a slash ("data/tokenizer").
+        changed: the keys that the command line sets; choosing a group's option sets its whole section.
+        point: of a sweep, the overrides that other points do not share.
+    """
+
+    cfg: DictConfig
+    choices: Mapping[str, str]
+    changed: Sequence[str]
+    point: str
+
+
+def composed(arguments: list[str]) -> Iterator[Composed]:
+    """The configuration that the arguments of a command make; with -m that of each point of its sweep, in turn.
+
+    Each is one composition of Hydra's. With resume=RUN any key can be set: RUN may have been composed of other groups,
+    and the saved configuration is what its keys are checked against.
+
+    Raises:
+        UserError: an unknown group option, key or setting of Hydra's (with a suggestion), several values without -m, or
+            a --config-dir that cannot be used.
+    """
+    sweep, resumed = bool(overrides.SWEEP & set(arguments)), bool(overrides.resumed_run(arguments))
+    folders = overrides.own_folders(arguments)
+    known = overrides.groups(folders)
+    words = overrides.parse(arguments)
+    for word in words:
+        _check_word(word, known, sweep)
+    changed = tuple(overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra"))
+    axes = {word.get_key_element(): _values(word) for word in words}
+    swept = overrides.swept_keys(arguments)
+    for lines in product(*axes.values()):
+        found = overrides.parse(list(lines)) if sweep else words
+        chosen = [o for o in found if o.key_or_group in known or o.key_or_group.startswith("hydra")]
+        whole = _composition([str(o.input_line) for o in chosen], folders)
+        params = (whole.hydra.sweeper.params or {}) if sweep else {}  # a sweep that an experiment's file asks for
+        if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
+            yield from composed([*more, *arguments])
+            return
+        _set_keys(whole, [o for o in found if o not in chosen], any_key=resumed)
+        choices = {str(group): str(option) for group, option in whole.hydra.runtime.choices.items()}
+        _name_point(whole, choices, swept)
+        yield Composed(
+            cfg=OmegaConf.create(plain(_without_hydra(whole))),
+            choices=choices,
+            changed=changed,
+            point=" ".join(str(o.input_line) for o in found if overrides.dotted(o) in swept),
+        )
+
+
+def check(arguments: list[str]) -> None:
+    """Raises UserError where the arguments of a command make no configuration (`composed`)."""
+    for _ in composed(arguments):
+        pass
+
+
+def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
+    """The configuration that Hydra composes of `arguments`, with the groups in `folders` added to fp4train's.
+
+    Raises:
+        UserError: they do not fit the configuration.
+    """
+    return _without_hydra(_composition(arguments, folders))
+
+
+def sections(wanted: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()) -> dict[tuple[str, str], Any]:
+    """(group, option) → its section as plain values, of all options that are wanted; one composition.
+
+    Raises:
+        UserError: Hydra cannot compose one of them.
+    """
+    pairs = [(group, option) for group, named in wanted.items() for option in named]
+    words = [f"+{group}@options.at{index}={option}" for index, (group, option) in enumerate(pairs)]
+    found = plain(compose(words, folders).options) if pairs else {}
+    return {pair: found[f"at{index}"] for index, pair in enumerate(pairs)}
+
+
+def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
+    """What Hydra composes, its own node included; interpolations of that node can be resolved until the next one."""
+    GlobalHydra.instance().clear()
+    register_recipes()
+    found = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            searched = [f"hydra.searchpath=[{found}]"] if found else []
+            whole = hydra_compose("train", overrides=[*searched, *words], return_hydra_config=True)
+            HydraConfig.instance().set_config(whole)
+            return whole
+    except (HydraException, OmegaConfBaseException) as error:
+        for setting in (word for word in words if word.lstrip("+~").startswith("hydra") and words[1:]):
+            _composition([setting], ())
+        if words and words[0].lstrip("+~").startswith("hydra") and not words[1:]:
+            raise UserError(f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})") from error
+        raise UserError(overrides.first_lines(error)) from error
+
+
+def _without_hydra(whole: DictConfig) -> DictConfig:
+    with open_dict(whole):
+        del whole["hydra"]
+    return whole
+
+
+def _set_keys(whole: DictConfig, words: list[Override], *, any_key: bool) -> None:
+    """Set single keys of a composition: those it has, those that only its classes have, and with `any_key` others.
+
+    Raises:
+        UserError: a key is unknown, or a value cannot stand there.
+    """
+    body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
+    have = list(keys(body))
+    given = [word for word in words if word.type == OverrideType.CHANGE]
+    missing = [word for word in given if any_key or word.key_or_group not in have]
+    try:
+        added = [key for key in keys(complete(body, Config)) if key not in have] if missing else []
+    except UserError:  # a class that is not there is reported where it is bound
+        added = []
+    for word in missing:
+        if any_key or word.key_or_group in added:
+            word.type = OverrideType.FORCE_ADD
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(words, whole)
+    except (HydraException, OmegaConfBaseException) as error:
+        foreign.check_keys([word.key_or_group for word in missing], [*have, *added])
+        raise UserError(overrides.first_lines(error)) from error
+
+
+def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:
+    """Append the swept values that a run's name lacks, so that every point of a sweep has its own directory."""
+    for key in swept:
+        name = str(OmegaConf.to_container(cfg.run, resolve=False)["name"])  # type: ignore[index, call-overload]
+        if f"choices.{key}}}" not in name and not key.startswith(("run.name", "run.dir")):
+            value = choices[key] if key in choices else OmegaConf.select(cfg, key)
+            cfg.run.name = f"{name}-{key.rpartition('.')[2]}={str(value).replace('/', '_')}"
+
+
+def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> None:
+    """Refuse several values without a sweep, a group taken out, and an option that is not there."""
+    key, line = word.key_or_group, word.input_line
+    if key.startswith("hydra"):
+        if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
+            raise UserError(f"{line}: Hydra has no such setting (the points of a sweep run here, one after another)")
+        return
+    if word.is_sweep_override() and not sweep:
+        raise UserError(f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]")
+    if key in known:
+        if word.is_delete():
+            raise UserError(f"{line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another")
+        values = [v.partition("=")[2] for v in _values(word)] if word.is_sweep_override() else [str(word.value())]
+        for value in values:
+            foreign.check_option(key, value, known[key])
+
+
+def _values(word: Override) -> list[str]:
+    """An override for each value that it gives its key: several in a sweep."""
+    if not word.is_sweep_override():
+        return [str(word.input_line)]
+    try:
+        return [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
+    except HydraException as error:
+        raise UserError(f"{word.input_line}: {error}; write the values, {word.key_or_group}=A,B") from error
+
+
+def check_flags(arguments: list[str]) -> None:
+    """Refuse flags that are not fp4train's.
+
+    Raises:
+        UserError: an unknown flag, a key written as one, or one of Hydra's that names another configuration.
+    """
+    flags, _ = overrides.flags_and_words(arguments)
+    sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in overrides.groups()}
+    for flag in [a for a in flags if a.startswith("-")]:
+        name = flag.partition("=")[0]
+        bare = flag.lstrip("-")
+        if re.split(r"[.=/]", bare)[0] in sections:
+            raise UserError(f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}")
+        if name in ("--config-path", "-cp", "--config-name", "-cn"):
+            raise UserError(
+                f"{name}: fp4train has one configuration; a folder of your own options is --config-dir FOLDER"
+            )
+        if name not in overrides.KNOWN_FLAGS:
+            namesakes = [f"{k}=…" for k in keys(plain(compose([]), resolve=False)) if k.rpartition(".")[2] == bare]
+            hint = f"; keys are written without dashes: {' or '.join(namesakes)}" if namesakes else ""
+            hint = hint or foreign.suggestion(bare.partition("=")[0]) or near_miss(name, overrides.KNOWN_FLAGS)
+            raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")

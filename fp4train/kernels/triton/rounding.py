@@ -1,0 +1,176 @@
+"""Device functions: exact casts, maxima that keep NaN, rounding to an element grid, random bits.
+
+Casts. BF16 -> float32 is a shift of the bits: exact for subnormals too, and free in SASS. float32 -> BF16 is the
+hardware's cast (nearest even), or, in the interpreter, which rounds ties upwards, the same in integers.
+
+Rounding of scaled values t to an element grid, in few instructions and without an FP8 or FP4 cast. A magnitude a in the
+binade e = 2^k (k >= the smallest exponent) has the quantum q = e * 2^-m. Adding e * 2^(23-m), whose float32 ulp is q,
+rounds a to a multiple of q, ties to even, by the adder itself; subtracting it again leaves the value. Both are an fma
+with a product that is exact, so nothing is rounded twice. In the bits of that sum the position a/q stands in the low
+bits and k in the exponent: code = position + ((k - kmin) << m) is one shift and one addition. The constant that would
+remain is added to the summand, as a multiple of 2^m quanta, so that ties stay even and the code comes out right modulo
+its width.
+
+Stochastic: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a - floor)/q; all terms
+are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on the grid that is a tie and may give a
+- q; then (a - floor)/q = 1 > r, and a comes out.
+
+Random bits: Philox4x32-10 (Salmon et al., SC 2011) with fp4train's counters: (column // 8, row, step*8 + operand,
+layer), key = the run's seed. One call serves eight neighbours of a row: element j takes half j % 2 (0 = low) of word
+j // 2. `tl.rand` lays its counter out otherwise.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_float(x):
+    """BF16, FP16 or float32 -> float32, exact."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def as_bf16(x, HARDWARE: tl.constexpr):
+    """float32 -> BF16, to nearest, ties to even; NaN stays NaN."""
+    if HARDWARE:
+        return x.to(tl.bfloat16)
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(x != x, 0x7FFF, rounded)
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def largest(a, b):
+    """max(a, b), NaN if either is: one instruction (max.NaN.f32) on SM 8.0."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of_eight(x):
+    """Largest |x| over the last axis of [A, G, 8] -> [A, G]; the eight lie in one thread."""
+    a, b = tl.split(tl.reshape(tl.abs(x), (x.shape[0], x.shape[1], 4, 2)))
+    a, b = tl.split(tl.reshape(largest(a, b), (x.shape[0], x.shape[1], 2, 2)))
+    a, b = tl.split(largest(a, b))
+    return largest(a, b)
+
+
+@triton.jit
+def largest_along(x, AXIS: tl.constexpr):
+    """Largest of magnitudes x >= 0 along AXIS. As integers they order like floats, with NaN above infinity."""
+    return tl.max(x.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def snap(a, r, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, CODE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Magnitudes 0 <= a <= max -> (bits whose low CODE_BITS are position + constant, values on the grid)."""
+    START: tl.constexpr = (-((150 - MANTISSA + MIN_EXPONENT) << MANTISSA)) % (1 << CODE_BITS)
+    SUMMAND: tl.constexpr = 2.0 ** (23 - MANTISSA) + START * 2.0**-MANTISSA
+    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
+    binade = (a.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    binade = tl.maximum(binade, SMALLEST)
+    start = a
+    if STOCHASTIC:
+        tl.static_assert(START > 0)
+        start = tl.fma(binade, -0.5 * 2.0**-MANTISSA, a)
+    total = tl.fma(binade, SUMMAND, start)
+    value = tl.fma(binade, -SUMMAND, total)
+    bits = total.to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        quantum = binade * (2.0**-MANTISSA)
+        up = r * quantum < a - value
+        bits += up.to(tl.int32)
+        value += tl.where(up, quantum, 0.0)
+    return bits.to(tl.uint32, bitcast=True), value
+
+
+@triton.jit
+def code_limit(scale, V: tl.constexpr):
+    """Where codes saturate: the largest value, or, under a NaN scale, which makes every t NaN, the value whose code is
+    the NaN's."""
+    return tl.where(scale == scale, V.largest, V.nan_value)
+
+
+@triton.jit
+def element_codes(t, r, limit, V: tl.constexpr):
+    """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin has it. The NaN
+    that PTX's mul returns has a clear sign; not so everywhere else."""
+    a = tl.minimum(tl.abs(t), limit)
+    bits, _ = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
+    SIGN: tl.constexpr = 1 << V.code_bits
+    code = (bits + (bits >> (23 - V.mantissa))) & (SIGN - 1)
+    code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.code_bits)) & SIGN)
+    if not V.hardware:
+        code = tl.where(t != t, V.nan_code, code)
+    return code
+
+
+@triton.jit
+def element_values(t, r, V: tl.constexpr):
+    """Values (float32) of t on the grid, saturating, with the sign of zero. Under a scale of one byte, which is NaN
+    itself then, NaN gives the largest value."""
+    a = tl.minimum(tl.abs(t), V.largest)
+    _, value = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
+    sign = t.to(tl.uint32, bitcast=True) & 0x80000000
+    value = (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    if V.scale == "fp32" or V.scale == "pow2":
+        value = tl.where(t != t, t, value)
+    return value
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """Ten rounds. uint32 tensors of one shape (c2, c3 and the key may be scalars) -> four of them."""
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_words(eight, row, anchor, words):
+    """The four words of each group of eight columns. eight, row: integer tensors that broadcast. words: the key's two
+    and those of the counter that do not depend on the element (step*8 + operand, layer, offsets of columns / 8 and of
+    rows), int32 bit patterns; the third may be a pointer to one: the step's, in a CUDA graph.
+
+    anchor: zeros of that shape in the layout in which the words are needed, in disguise (a sign bit known to us, not
+    to Triton): it keeps Triton from drawing them in another layout and sending each through shared memory. 0 where
+    there is no such danger.
+    """
+    key0, key1, counter2, counter3, col_group, row_offset = words
+    if counter2.dtype.is_ptr():
+        counter2 = tl.load(counter2)
+    zero = (eight * 0 + row * 0).to(tl.uint32) + anchor
+    c0 = eight.to(tl.uint32) + col_group.to(tl.uint32) + zero
+    c1 = row.to(tl.uint32) + row_offset.to(tl.uint32) + zero
+    return philox4x32(
+        c0, c1, counter2.to(tl.uint32) + zero, counter3.to(tl.uint32) + zero, key0.to(tl.uint32), key1.to(tl.uint32)
+    )
+
+
+@triton.jit
+def fraction(half):
+    """(bits + 1/2) / 2^16 of 16 bits held in a uint32: as the mantissa of a number in [1, 2), so without an
+    int-to-float cast."""
+    return ((half << 7) | 0x3F800040).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def eight_fractions(w0, w1, w2, w3):
+    """Words [A, G] -> thresholds [A, G, 8] in (0, 1)."""
+    j = tl.arange(0, 8)[None, None, :]
+    low = tl.where(j < 2, w0[:, :, None], w1[:, :, None])
+    high = tl.where(j < 6, w2[:, :, None], w3[:, :, None])
+    word = tl.where(j < 4, low, high)
+    return fraction((word >> (16 * (j & 1)).to(tl.uint32)) & 0xFFFF)

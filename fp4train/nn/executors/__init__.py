@@ -1,0 +1,78 @@
+"""Executors: what the plan of a layer becomes, made where a plan is applied, or by the first call in an `autocast`.
+
+    whole_layer   torch in high precision; a backend's kernels of a whole layer (Transformer Engine)
+    gemms         three GEMMs, each on its own backend
+    cut           the same of a layer's shard, with tensor parallelism's collectives
+    parts         the same of parts of the in features, each in a recipe of its own
+
+`make_executor` alone decides between them. What an executor carries from step to step are states of its layer, because
+it outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.nn.call import Executor, LayerState
+from fp4train.nn.executors.cut import CutGemms, LayerShard
+from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.executors.parts import ChannelNorms, Parts
+from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.scaling import DataRanks, DelayedScaling
+from fp4train.precision.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from fp4train.nn.linear import Linear
+
+
+_STATES: Final[Mapping[str, type[DelayedScaling | ChannelNorms]]] = {
+    each.name: each for each in (DelayedScaling, ChannelNorms)
+}
+
+STATE_TENSORS: Final = DelayedScaling.tensors | {f"{ChannelNorms.name}.{k}": v for k, v in ChannelNorms.tensors.items()}
+"""Name of a saved tensor, or what it begins with → (dtype, dimensions, whether it must be finite)."""
+
+
+def _kind(plan: LayerPlan) -> type[Executor]:
+    """The executor of a layer that is not cut."""
+    if not plan.quantised:
+        return TorchLayer
+    if plan.layer_backend is not None:
+        return BackendLayer
+    return Parts if plan.recipe.splits else Gemms
+
+
+def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
+    """What runs `plan`; arguments as for `Executor`."""
+    if shard is not None and shard.tensor is not None:
+        return CutGemms(plan, device, shard, sums=sums)
+    kind = TorchLayer if device == "meta" else _kind(plan)  # for meta tensors the shape is enough
+    return kind(plan, device, shard, sums=sums)
+
+
+def why_no_graph(plan: LayerPlan) -> str | None:
+    """Why a step with a layer of `plan` depends on the host, so that no CUDA graph can record it; None: it can."""
+    return _kind(plan).why_no_graph(plan)
+
+
+def make_state(layer: Linear, name: str) -> LayerState:
+    """A state of `layer` that has seen nothing, by name."""
+    if name in LAYER_BACKENDS:
+        return LAYER_BACKENDS[name].kernels(
+            in_features=layer.in_features,
+            out_features=layer.out_features,
+            bias=layer.bias is not None,
+            name=layer.layer.name,
+        )
+    made = _STATES[name]()
+    made.joined = layer.joined
+    return made
+
+
+def join_states(layers: Iterable[Linear], ranks: DataRanks) -> None:
+    """After the last backward of a step: the states of all layers become those of the whole batch."""
+    layers = list(layers)
+    for name, kind in _STATES.items():
+        kind.join([layer.states[name] for layer in layers if name in layer.states], ranks)  # type: ignore[misc]

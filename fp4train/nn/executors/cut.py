@@ -1,0 +1,316 @@
+"""The GEMMs of a layer that tensor parallelism cuts, and where its shard lies in the whole layer.
+
+Tensor parallelism (arXiv:1909.08053) cuts a layer y = x·wᵀ along its out features ("out") or in features ("in"):
+
+| cut | x | w | y | what is summed over the ranks |
+|---|---|---|---|---|
+| out | whole | [N/p, K] | [M, N/p] | dx, after dgrad |
+| in | [M, K/p] | [N, K/p] | whole | y, after fprop |
+
+With `sequence` (arXiv:2205.05198) the whole activations, x of "out" and y of "in", are cut along tokens between layers:
+they are gathered before a GEMM, and the sum leaves each rank its tokens. Partial sums are added in float32 and rounded
+once, as a single rank rounds its product.
+
+A tensor's amax is the maximum over all ranks that hold a part of it; the index of an element, which selects its random
+bits, counts from the first element of the whole layer. Then the codes of a shard are the shard of the codes.
+
+Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are sent. A row-wise form
+[M, K] is cut along its rows, a column-wise form [K, M] along its blocked columns. Both equal the forms of the gathered
+tensor in every bit if the tokens of a rank are whole blocks; else the tensor itself is gathered. NVFP4 sends 0.5625 B
+per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ) for backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import Backend, Prepared
+from fp4train.nn.call import EAGER, Call
+from fp4train.nn.executors.gemms import Gemms, GemmsFunction, GradientDtypes, Saved
+from fp4train.nn.operands import Operand
+from fp4train.nn.ranks import Ranks, local
+from fp4train.precision.context import Context, State
+from fp4train.precision.plan import LayerPlan
+from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes.high import BF16, FP16, FP32
+from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut
+from fp4train.text import check_choice
+
+if TYPE_CHECKING:
+    from fp4train.nn.linear import Linear
+
+Cut = Literal["in", "out"]
+AMAXES = ("tp", "data", "local")
+GATHERS = ("recipe", "bf16")
+
+_CUT_AXIS: dict[tuple[str, str | None], str] = {
+    ("x", "in"): "columns",
+    ("w", "in"): "columns",
+    ("w", "out"): "rows",
+    ("dy", "out"): "columns",
+}
+"""The axis of x [M, K], w [N, K] or dy [M, N] along which a cut divides it; tokens are rows of x and dy."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerShard:
+    """A layer's shard in the whole layer.
+
+    Args:
+        tensor: ranks that hold the other shards; None: the layer is not cut.
+        cut: "out" or "in"; None: not cut.
+        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`.
+        first: index of this rank's first out feature ("out") or in feature ("in"; not cut: that of a part of them).
+        data: ranks that hold the same shard and other tokens; None: there are none.
+        amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
+            also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
+            scaling are joined over all ranks in any case (`nn.scaling`).
+        gather: "recipe": with `sequence`, x and dy are quantised where their tokens are, and codes and scales are sent;
+            "bf16": they are sent in the dtype of the activations.
+    """
+
+    tensor: Ranks | None = None
+    cut: Cut | None = None
+    sequence: bool = False
+    first: int = 0
+    data: Ranks | None = None
+    amax: str = "tp"
+    gather: str = "recipe"
+
+    def __post_init__(self) -> None:
+        if (self.tensor is None) != (self.cut is None):
+            raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
+        check_choice("amax", self.amax, AMAXES)
+        check_choice("gather", self.gather, GATHERS)
+
+    @property
+    def tokens(self) -> int:
+        """Over how many ranks the tokens of a microbatch are cut."""
+        return self.tensor.size if self.tensor is not None and self.sequence else 1
+
+    def at_feature(self, first: int) -> LayerShard:
+        """The place of a part of the in features of a layer that is not cut, whose first one is `first`."""
+        assert self.cut is None
+        return replace(self, first=first)
+
+    def starts(self, tensor: str) -> tuple[int, int]:
+        """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
+        if tensor == "w":
+            return (self.first, 0) if self.cut == "out" else (0, self.first)
+        along = self.cut or "in"
+        return (0, self.first) if along == ("in" if tensor == "x" else "out") else (0, 0)
+
+    def amax_ranks(
+        self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
+    ) -> tuple[Ranks, ...]:
+        """The ranks over which the amax of x [M, K], w [N, K] or dy [M, N] is taken, in groups.
+
+        Args:
+            transposed: whether the transposed tensor is quantised, so that an amax per row is one per column.
+            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they are gathered, so they
+                share an amax even with amax="local".
+        """
+        extent = amax_extent(spec)
+        if extent is None or (self.amax == "local" and not tokens):
+            return ()
+        covers = {"rows": extent == "tensor" or transposed, "columns": extent == "tensor" or not transposed}
+        found = []
+        if self.tensor is not None and covers.get("rows" if tokens else _CUT_AXIS.get((tensor, self.cut), "")):
+            found.append(self.tensor)
+        if self.amax == "data" and self.data is not None and tensor != "w" and covers["rows"]:
+            found.append(self.data)
+        return tuple(found)
+
+    def amax_and_rounding_ranks(
+        self, tensor: str, spec: QuantSpec | None, *, transposed: bool, tokens: bool = False
+    ) -> tuple[tuple[Ranks, ...], tuple[Ranks, ...]]:
+        """`amax_ranks` of `spec`, and those of what `spec.requantises` rounds, along the other axis."""
+        if spec is None:
+            return (), ()
+        own, before = self.amax_ranks(tensor, spec, transposed=transposed, tokens=tokens), spec.requantises
+        if before is None:
+            return own, ()
+        return own, self.amax_ranks(tensor, before, transposed=not transposed, tokens=tokens)
+
+
+class SummedProduct:
+    """A backend's products of which each rank has a term: they are summed in float32, and rounded once.
+
+    Args:
+        sequence: whether each rank takes its tokens of the sum.
+    """
+
+    def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
+        self._backend, self._sum = backend, ranks.sum_rows if sequence else ranks.sum
+        self.takes_codes = backend.takes_codes
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in `out_dtype`."""
+        whole = self._sum(self._backend.product(a, b, out_dtype=torch.float32))
+        return (whole if bias is None else whole + bias.to(out_dtype)).to(out_dtype)
+
+
+class CutGemms(Gemms):
+    """The GEMMs of a layer's shard, and the collectives around them."""
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: bool = False) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        assert shard.tensor is not None
+        self.ranks, self.cut, self.sequence = shard.tensor, shard.cut, shard.sequence
+        self.tokens = shard.tokens
+        self.sent: Operand | None = None
+        """x ("out") or dy ("in") of this rank's tokens, sent as codes; None: the tensor itself is gathered."""
+        x, dy = (self.x.row.spec, self.x.column.spec), (self.dy.row.spec, self.dy.column.spec)
+        if self.cut == "out":
+            self.dgrad = SummedProduct(self.dgrad, self.ranks, self.sequence)  # type: ignore[assignment]
+            name, specs, possible = "x", x, x[0] is not None
+        else:
+            self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
+            name, specs, possible = "dy", dy, None not in dy
+        if self.sequence and shard.gather == "recipe" and possible:
+            self.sent = Operand(name, specs, (True, True), device, shard, tokens=True)
+        self.route = EAGER  # collectives, and tokens whose number changes
+
+    def __call__(
+        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+    ) -> Tensor:
+        w_NK, bias_N = local(weights[0]), None if biases[0] is None else local(biases[0])
+        if self.device == "meta":
+            return self._shape_of(x_MK, w_NK).to(self.dtype)
+        call = layer.call_in(now, self, x_MK.shape[0] * self.tokens)
+        call.parameter = weights[0]
+        y_MN: Tensor = GemmsFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
+        return y_MN
+
+    def _shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """A product on the meta device, without collectives: shapes and gradients only."""
+        x_MK = x_MK.repeat(self.tokens, 1) if self.cut == "out" else x_MK
+        y_MN = torch.nn.functional.linear(x_MK, w_NK.to(x_MK.dtype))
+        return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens) if self.cut == "in" else y_MN
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Any = None,
+    ) -> tuple[Tensor, Saved]:
+        own = x_MK = x_MK.to(self.dtype)
+        if self.cut == "out" and self.sequence:
+            if self.sent is not None and whole_blocks(self.sent.column.spec, x_MK.shape[0]):
+                prepare = self._send_x
+            else:
+                x_MK = self._gathered(x_MK, call.shared)
+        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, gradients, prepare)
+        return y_MN, (own,) if self.keeps_x and gradients.w is not None else saved
+
+    def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
+        """x of all tokens; layers that read the same tensor gather it once."""
+        seen = None if shared is None else shared.get("gathered")
+        if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
+            whole: Tensor = seen[2]
+            return whole
+        whole = self.ranks.gather_rows(x_MK)
+        if shared is not None and not x_MK.is_inference():
+            shared["gathered"] = (x_MK._version, x_MK, whole)
+        return whole
+
+    def _send_x(self, x_MK: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:
+        """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends it."""
+        assert self.sent is not None
+        of_row, of_column = self.sent.prepare(x_MK, call, row, column)
+        return self._received(of_row, codes=self.fprop.takes_codes), of_column
+
+    def _send_dy(self, dy_MN: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:
+        """Both forms of all tokens."""
+        assert self.sent is not None
+        of_row, of_column = self.sent.prepare(dy_MN, call, row, column)
+        of_row = self._received(of_row, codes=self.dgrad.takes_codes)
+        return of_row, self._received(of_column, codes=self.wgrad.takes_codes, along_tokens=True)
+
+    def _received(self, part: Prepared | None, *, codes: bool, along_tokens: bool = False) -> Prepared | None:
+        """A form of all tokens from the codes that each rank made of its own."""
+        if part is None:
+            return None
+        assert isinstance(part, Quantized)
+        whole = gathered(part, self.ranks, along_tokens=along_tokens)
+        return whole if codes else quantizer(whole.spec, self.device).decode(whole)
+
+    def backward(
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Any = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dy, of_bias = dy_MN.to(self.dtype), gradients.bias
+        if not self.sequence:
+            return super().backward(dy, w_NK, saved, call, gradients)
+        (x,) = saved
+        if self.cut == "in":
+            if self.sent is None or not whole_blocks(self.sent.column.spec, dy.shape[0]):
+                dy = self.ranks.gather_rows(dy)
+            else:  # each rank has the bias gradient of its own tokens
+                prepare, gradients = self._send_dy, gradients._replace(bias=of_bias and torch.float32)
+        elif isinstance(x, Tensor):
+            x = self.ranks.gather_rows(x)
+        elif isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
+            received = self._received(x, codes=True, along_tokens=True)
+            assert isinstance(received, Quantized)
+            x = received
+        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, gradients, prepare)
+        if prepare is not None and dbias_N is not None and of_bias is not None:
+            dbias_N = self.ranks.sum(dbias_N).to(of_bias)
+        return dx_MK, dw_NK, dbias_N
+
+
+@functools.cache
+def default_context(dtype: torch.dtype) -> Context:
+    """The context of a cut layer outside of any: its GEMMs in the dtype of the input."""
+    recipes: dict[torch.dtype, Recipe] = {torch.bfloat16: BF16(), torch.float16: FP16()}
+    return Context(recipe=recipes.get(dtype, FP32()))
+
+
+def whole_blocks(spec: QuantSpec | None, tokens: int) -> bool:
+    """Whether a rank's tokens are whole blocks of the column-wise form; True if that is in high precision."""
+    return spec is None or why_not_cut(spec, tokens, columns=True) is None
+
+
+def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
+    """The form of all tokens, in one collective.
+
+    Args:
+        part: the form of this rank's tokens.
+        along_tokens: whether tokens are columns.
+    """
+    spec, (rows, columns), codes, scales, amax = part
+    cut = [codes]
+    per_token = spec.block[1 if along_tokens else 0] is not None
+    if per_token:
+        cut.append(scales)
+    outer = spec.global_scale == "block"
+    if amax is not None and (outer or (amax.numel() > 1 and not along_tokens)):
+        cut.append(amax)
+    sent = [tensor.contiguous().view(torch.uint8) for tensor in cut]
+    received = ranks.gather_rows(torch.cat([tensor.reshape(1, -1) for tensor in sent], dim=1))
+    whole, start = [], 0
+    for tensor, one in zip(cut, sent, strict=True):
+        pieces = received[:, start : start + one.numel()].reshape(ranks.size, *one.shape)
+        joined = pieces.transpose(0, 1).flatten(1) if along_tokens else pieces.flatten(0, 1)
+        whole.append(joined.contiguous().view(tensor.dtype))
+        start += one.numel()
+    scales = whole[1] if per_token else scales
+    if len(whole) > 1 + per_token:
+        amax = whole[-1]
+    shape = (rows, columns * ranks.size) if along_tokens else (rows * ranks.size, columns)
+    return Quantized(spec, shape, whole[0], scales, amax)

@@ -1,0 +1,218 @@
+"""The three GEMMs of a linear layer, each on its own backend, and the autograd function that runs them.
+
+With q(·) the quantisation of an operand by the layer's table (the identity for high precision),
+
+    fprop   y  [M, N] = q(x) [M, K] · q(w) [N, K]ᵀ + bias
+    dgrad   dx [M, K] = q(dy) [M, N] · q(wᵀ) [K, N]ᵀ
+    wgrad   dw [N, K] = q(dyᵀ) [N, M] · q(xᵀ) [K, M]ᵀ
+
+Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a quantised tensor
+differs from the quantised transpose, except for square blocks. The layer's plan selects everything; there are no flags.
+For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element for NVFP4) instead of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.backends import BACKENDS, OPERANDS, Prepared
+from fp4train.nn.call import Call, Executor, Route
+from fp4train.nn.operands import Operand
+from fp4train.nn.weights import WeightForm
+from fp4train.precision.context import State
+from fp4train.precision.plan import LayerPlan
+from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
+
+if TYPE_CHECKING:
+    from fp4train.nn.executors.cut import LayerShard
+    from fp4train.nn.linear import Linear
+
+Saved = tuple[Quantized | Tensor | None, ...]
+"""What backward needs of x, for each part of its channels: q(xᵀ), x in high precision, or None."""
+Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
+
+
+class GradientDtypes(NamedTuple):
+    """The dtypes of the gradients that backward computes; None for those it does not."""
+
+    x: torch.dtype | None
+    w: torch.dtype | None
+    bias: torch.dtype | None
+
+
+def gradient_dtypes(x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> GradientDtypes:
+    """The gradient dtypes of those of x, w and bias that are `wanted`."""
+    return GradientDtypes(
+        x.dtype if wanted[0] else None,
+        w.dtype if wanted[1] else None,
+        bias.dtype if bias is not None and wanted[2] else None,
+    )
+
+
+def torch_autocasts(device: str) -> bool:
+    """Whether torch.autocast is on for this device type; "meta" has no autocast."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their operands again."""
+    return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
+
+
+class Gemms(Executor):
+    """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
+
+    Args:
+        plan, device, shard, sums: as for `Executor`.
+        term: whether y is a term of a sum, over parts of the in features: it is then not rounded to the recipe's dtype.
+    """
+
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False, term: bool = False
+    ) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        dtype = self.dtype
+        self.fprop, self.dgrad, self.wgrad = (BACKENDS[gemm.backend] for gemm in plan.gemms)
+        fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
+        self.y_dtype = torch.float32 if term else dtype
+        self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
+        self.keeps_x = wgrad.second is None
+        """Whether wgrad takes x in high precision; backward then needs x itself."""
+        self.x = Operand("x", (fprop.first, wgrad.second), (self.fprop.takes_codes, True), device, shard)
+        codes = self.dgrad.takes_codes, self.wgrad.takes_codes
+        self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard)
+        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard)
+        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard)
+        delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
+        self.states = ("scaling",) if delayed or self.x.delayed or self.dy.delayed else ()
+        self.route = Route("operator", dtype, self.keeps_x)
+
+    @staticmethod
+    def why_no_graph(plan: LayerPlan) -> str | None:
+        for gemm in plan.gemms:
+            for name, spec in zip(OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
+                where = f"recipe {plan.recipe.name}, {plan.layer.name}, operand {name} of {gemm.name}"
+                transform = None if spec is None else spec.hadamard
+                if isinstance(transform, Hadamard) and transform.signs == "step":
+                    return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
+                if isinstance(transform, Rotation):
+                    return f"{where}: the matrix of {transform} is copied from the host in every call"
+                if spec is not None and spec.delayed is not None and plan.layer_backend is not None:
+                    return (
+                        f"{where}: delayed scaling on backend={gemm.backend} updates its histories on the host; with "
+                        "backend=emulate or native they are fp4train's, which can be recorded"
+                    )
+        return None
+
+    def __call__(
+        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+    ) -> Tensor:
+        call = layer.call_in(now, self, x_MK.shape[0])
+        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
+        return y_MN
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Prepare | None = None,
+    ) -> tuple[Tensor, Saved]:
+        """(y [M, N] in the recipe's dtype or, of a term, in float32; what backward needs of x).
+
+        Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
+        so one copy is saved for backward. The cache keeps a reference to the tensor, so that its memory is not reused
+        meanwhile.
+
+        Args:
+            prepare: what makes both forms of x; None: `Operand.prepare`.
+        """
+        x_MK = x_MK.to(self.dtype)
+        keeps_codes = gradients.w is not None and not self.keeps_x
+        made: Any = None
+        shared = call.shared if self.x.pure and not x_MK.is_inference() else None
+        if shared is not None:
+            row, column = self.x.row, self.x.column
+            wants = (row.spec, row.codes, column.spec if keeps_codes else None, row.amax_ranks, column.amax_ranks)
+            seen = shared.get("input")
+            if seen is not None and seen[0] == wants and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
+                made = seen[3]
+        if made is None:
+            made = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
+            if shared is not None:
+                shared["input"] = (wants, x_MK._version, x_MK, made)
+        b = call.weights.form(w_NK, self.w_row, call)
+        y_MN = self.fprop.product(made[0], b, out_dtype=self.y_dtype, bias=bias_N)
+        return y_MN, (x_MK if gradients.w is not None and self.keeps_x else made[1],)
+
+    def backward(
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Prepare | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dx [M, K], dw [N, K], dbias [N]), None for those not wanted.
+
+        Args:
+            saved: the second result of `forward`.
+            prepare: what makes both forms of dy; None: `Operand.prepare`.
+        """
+        dy = dy_MN.to(self.dtype)
+        dx_MK = dw_NK = dbias_N = None
+        row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
+        if row is not None:
+            assert w_NK is not None and gradients.x is not None
+            w = call.weights.form(w_NK, self.w_column, call)
+            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype).to(gradients.x)
+        if column is not None:
+            (x,) = saved
+            assert x is not None and gradients.w is not None
+            b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
+            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
+        if gradients.bias is not None:
+            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+        return dx_MK, dw_NK, dbias_N
+
+
+class GemmsFunction(torch.autograd.Function):
+    """y of (x_MK, w_NK, bias_N, call). Tensors are saved through autograd, so its hooks and checks apply."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
+        gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
+        y_MN: Tensor
+        y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
+        tensors: list[Tensor | None] = [w_NK if gradients.x is not None else None]
+        ctx.quantised = []
+        for x in saved:
+            is_codes = isinstance(x, Quantized)
+            tensors += x[2:] if is_codes else (x, None, None)
+            ctx.quantised.append(x[:2] if is_codes else None)
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.gradients = call, gradients
+        return y_MN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        w_NK, *tensors = ctx.saved_tensors
+        saved = []
+        for number, head in enumerate(ctx.quantised):
+            x = tensors[3 * number : 3 * number + 3]
+            saved.append(x[0] if head is None else Quantized(*head, *x))
+        if not torch_autocasts(call.executor.device):
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)
+        with without_torchs_autocast(call.executor.device):
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)

@@ -1,0 +1,249 @@
+"""The GEMMs of a layer with outlier channels: their norms, the choice, and the call that multiplies them apart.
+
+The state of a layer is the sum over the recorded steps of the norm of each input channel, and the number of steps. A
+step's norm is √(Σ x²) over all its tokens: over the calls of the step (microbatches) and, with data parallelism, over
+the ranks. The calls of the last recorded step multiply all channels together; those of later steps in two parts. The
+channels of a part are in the order of their sums, the largest first, of equal sums the first.
+
+The random bits of both parts are those of one layer whose channels are in this order: the outlier channels lie behind
+the others. So no two elements of w or x share their bits, and dy, which both parts multiply, is rounded alike in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4train.nn.call import Call, Executor
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.executors.gemms import Gemms, GemmsFunction, GradientDtypes, Saved
+from fp4train.nn.scaling import DataRanks, Position
+from fp4train.nn.weights import Gathered, PreparedWeights
+from fp4train.precision.context import State, once
+from fp4train.precision.plan import LayerPlan
+from fp4train.precision.recipe import OutlierChannels
+
+if TYPE_CHECKING:
+    from fp4train.nn.linear import Linear
+
+_SPREAD = 8
+"""Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
+
+
+class ChannelNorms:
+    """The norms of one layer's input channels, and the channels chosen by them.
+
+    Attributes:
+        joined: the loop sums the squares of all layers over the ranks (`join`); else each call does so over the
+            default process group by itself.
+    """
+
+    name: ClassVar = "outliers"
+    tensors: ClassVar = {"norms": (torch.float64, 1, True), "steps": (torch.int64, 0, True)}
+    """What is saved: (dtype, dimensions, whether it must be finite)."""
+
+    def __init__(self) -> None:
+        self.joined = False
+        self._norms: Tensor | None = None
+        self._squares: Tensor | None = None
+        self._steps = 0
+        self._position: Position | None = None
+        self._open = False
+        self._channels: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begun(self, outliers: OutlierChannels, position: Position) -> bool:
+        """Whether calls at `position` (seed and step) multiply outlier channels apart."""
+        return self._steps >= outliers.steps and position != self._position
+
+    def due(self, outliers: OutlierChannels, position: Position) -> bool:
+        """Whether calls at `position`, which multiply all channels together, are recorded."""
+        return position[1] >= outliers.start and (self._steps < outliers.steps or position == self._position)
+
+    def record(self, x_MK: Tensor, position: Position) -> None:
+        """The tokens of one call of the step at `position` enter the norms."""
+        squares = x_MK.detach().float().square().sum(0, dtype=torch.float64)
+        if not self.joined and dist.is_available() and dist.is_initialized():
+            dist.all_reduce(squares)
+        if position == self._position and self._squares is not None:
+            self._squares = self._squares + squares
+        else:
+            self._norms, self._squares = self._sums(x_MK), squares
+            self._steps, self._position = self._steps + 1, position
+        self._open = True
+        self._channels.clear()
+
+    def channels(self, count: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
+        """(the other channels, the `count` outlier channels), int64 on `device`."""
+        rest, top = self._channels.get(count, (None, None))
+        if rest is None or top is None or rest.device.type != torch.device(device).type:
+            order = self._sums().to(device).argsort(descending=True, stable=True)
+            rest, top = order[count:].contiguous(), order[:count].contiguous()
+            self._channels[count] = rest, top
+        return rest, top
+
+    def _sums(self, like: Tensor | None = None) -> Tensor:
+        """The sums of the norms, float64 [K], the step that is being recorded included."""
+        if self._norms is None:
+            assert like is not None
+            return torch.zeros(like.shape[1], dtype=torch.float64, device=like.device)
+        norms = self._norms if like is None else self._norms.to(like.device)
+        return norms if self._squares is None else norms + self._squares.to(norms.device).sqrt()
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums and the number of steps, for a checkpoint between two steps."""
+        return {} if self._norms is None else {"norms": self._sums(), "steps": torch.tensor(self._steps)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`; no call of the coming step is recorded yet."""
+        self._norms, self._squares = state.get("norms"), None
+        self._steps = int(state["steps"]) if "steps" in state else 0
+        self._position, self._open = None, False
+        self._channels.clear()
+
+    @staticmethod
+    def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
+        """Sum the squares of a step over the data ranks, in one collective; nothing where no call was recorded.
+
+        Args:
+            each: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
+        """
+        recorded = [(norms, norms._squares) for norms in each if norms._open and norms._squares is not None]
+        if not recorded:
+            return
+        joined = ranks.summed_over_data(torch.cat([squares for _, squares in recorded]))
+        parts = torch.split(joined, [len(squares) for _, squares in recorded])
+        for (norms, squares), whole in zip(recorded, parts, strict=True):
+            norms._squares, norms._open = whole.to(squares.device), False
+            norms._channels.clear()
+
+
+class SplitGemms(Gemms):
+    """The GEMMs of a layer whose outlier channels are chosen, those of the other channels first.
+
+    The products of both parts are added in float32, and the bias to their sum.
+    """
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: bool) -> None:
+        Executor.__init__(self, plan, device, shard, sums=sums)
+        rest, top = plan.parts
+        self.count = top.layer.in_features
+        behind = (shard or LayerShard()).at_feature(-(-rest.layer.in_features // _SPREAD) * _SPREAD)
+        self.of_parts = (
+            Gemms(rest, device, shard, sums=sums, term=True),
+            Gemms(top, device, behind, sums=sums, term=True),
+        )
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Any = None,
+    ) -> tuple[Tensor, Saved]:
+        terms, w = [], _values(w_NK)
+        saved: list[Any] = []
+        for channels, part in call.parts:
+            part.parameter = w_NK
+            x_part, w_part = x_MK.index_select(1, channels), w.index_select(1, channels)
+            y_MN, x = part.executor.forward(x_part, w_part, None, part, gradients)
+            terms.append(y_MN)
+            saved += x
+        y_MN = terms[0] + terms[1]
+        return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(saved)
+
+    def backward(
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        gradients: GradientDtypes,
+        prepare: Any = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        w = None if w_NK is None else _values(w_NK)
+        columns = sum(len(channels) for channels, _ in call.parts)
+        whole: list[Tensor | None] = [None, None]
+        dbias_N = None
+        for number, ((channels, part), x) in enumerate(zip(call.parts, saved, strict=True)):
+            w_part = None if w is None else w.index_select(1, channels)
+            wanted = gradients._replace(bias=None) if number else gradients
+            *found, of_bias = part.executor.backward(dy_MN, w_part, (x,), part, wanted)
+            dbias_N = dbias_N if number else of_bias
+            for which, gradient in enumerate(found):
+                if gradient is None:
+                    continue
+                target = whole[which]
+                if target is None:
+                    target = whole[which] = gradient.new_empty((gradient.shape[0], columns))
+                target.index_copy_(1, channels, gradient)
+        return whole[0], whole[1], dbias_N
+
+
+class Parts(Executor):
+    """A layer with outlier channels: all channels together, recorded where that is due, until the choice; then in
+    parts, unless the layer is too narrow for any.
+    """
+
+    states = (ChannelNorms.name,)
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        self.whole = Gemms(plan, device, shard, sums=sums)
+        split = plan.split_channels()
+        self.split = None if split.outliers is None else SplitGemms(split, device, shard, sums=sums)
+
+    @staticmethod
+    def why_no_graph(plan: LayerPlan) -> str | None:
+        name = f"recipe {plan.recipe.name}, {plan.layer.name}"
+        return f"{name}: the host counts the steps by which outlier channels are chosen"
+
+    def __call__(
+        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+    ) -> Tensor:
+        norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
+        assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
+        training, tokens = torch.is_grad_enabled(), x_MK.shape[0]
+
+        def make() -> Call:
+            call = layer.new_call(context, self.whole, tokens, training=training)
+            return self._begin(call, layer, norms, outliers, keep=context.step is not None)
+
+        call = once(layer, make)
+        position = (call.seed, call.step)
+        if not call.parts and training and now.replaying is None and norms.due(outliers, position):
+            norms.record(x_MK, position)
+        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
+        return y_MN
+
+    def _begin(self, call: Call, layer: Linear, norms: ChannelNorms, outliers: OutlierChannels, *, keep: bool) -> Call:
+        """`call`, in parts if the outlier channels are chosen.
+
+        Args:
+            keep: whether prepared weights are kept for the step.
+        """
+        split, layer.channels = self.split, None
+        if split is None or not norms.begun(outliers, (call.seed, call.step)):
+            return call
+        channels = norms.channels(split.count, self.device)
+        layer.channels = channels[0]
+        calls = (
+            replace(
+                call,
+                executor=each,
+                weights=layer.prepared((split.count, number)) if keep else PreparedWeights(),
+                shared=None,
+            )
+            for number, each in enumerate(split.of_parts)
+        )
+        return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))
+
+
+def _values(w_NK: Tensor) -> Tensor:
+    return w_NK.source.values(w_NK.dtype) if isinstance(w_NK, Gathered) else w_NK.detach()

@@ -1,0 +1,165 @@
+"""The forms of x and dy that the GEMMs multiply: row-wise, and column-wise, quantised along tokens.
+
+Where other ranks hold the rest of the tensor, its amaxes are taken over them: of what is quantised and, for a spec that
+requantises, of what is rounded before. Random bits are keyed by the position in the whole tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import Prepared
+from fp4train.nn.call import Call
+from fp4train.nn.ranks import Ranks, amax_over
+from fp4train.quantize import Decoded, PairQuantizer, QuantSpec, RandomKey, measure_amax, quantizer, requantised
+from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
+
+if TYPE_CHECKING:
+    from fp4train.nn.executors.cut import LayerShard
+
+_NUMBERS = {"x": (FPROP_X, WGRAD_X), "dy": (DGRAD_DY, WGRAD_DY)}
+"""Index of the row-wise and the column-wise form, for the random key."""
+
+
+class Form:
+    """One form of x or dy: row-wise, or column-wise (that of the transposed tensor, along tokens).
+
+    Args:
+        tensor: "x" or "dy".
+        spec: quant spec; None for high precision.
+        codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
+        shard: where the tensor lies in the whole layer's; None: it is whole.
+        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `shard` share.
+    """
+
+    __slots__ = (
+        *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure", "rank"),
+        *("rounding_ranks", "spec", "stochastic", "tensor"),
+    )
+
+    def __init__(
+        self,
+        tensor: str,
+        spec: QuantSpec | None,
+        device: str,
+        *,
+        codes: bool,
+        column: bool,
+        shard: LayerShard | None,
+        tokens: bool,
+    ) -> None:
+        self.tensor, self.number, self.spec, self.codes, self.column = (
+            tensor,
+            _NUMBERS[tensor][column],
+            spec,
+            codes,
+            column,
+        )
+        self.stochastic = spec is not None and spec.random
+        self.delayed = spec is not None and spec.delayed is not None
+        self.pure = not self.stochastic and not self.delayed
+        """Whether it is a function of the tensor alone, of its parts on other ranks included."""
+        self.feature = self.rank = 0
+        self.amax_ranks: tuple[Ranks, ...] = ()
+        self.rounding_ranks: tuple[Ranks, ...] = ()
+        """Over which the amax is taken of what the spec requantises."""
+        if shard is not None:
+            self.feature = shard.starts(tensor)[1]
+            self.rank = shard.tensor.rank if tokens and shard.tensor is not None else 0
+            found = shard.amax_and_rounding_ranks(tensor, spec, transposed=column, tokens=tokens)
+            self.amax_ranks, self.rounding_ranks = found
+        self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
+        """Whether it takes neither random bits nor an amax."""
+        if spec is not None:
+            chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            self.make = chosen.codes if codes else chosen.values
+
+    def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
+        """This form of x [M, K]."""
+        if self.column:
+            x_MK = x_MK.T
+        if self.spec is None:
+            return Decoded(x_MK, None)
+        if self.kernel_only:
+            return self.make(x_MK)
+        key = self.key(call, x_MK.shape[1 if self.column else 0])
+        if self.rounding_ranks and self.spec.requantises is not None:
+            x_MK = requantised(x_MK, self.spec, amax_over(self.rounding_ranks, x_MK.T, self.spec.requantises))
+        return self.make(x_MK, key, self.amax(x_MK, call, key))
+
+    def key(self, call: Call, tokens: int) -> RandomKey | None:
+        """What selects the random bits of a tensor of so many tokens."""
+        if not self.stochastic:
+            return None
+        return call.key(self.number, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
+
+    def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
+        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
+        if self.delayed and self.spec is not None:
+            return call.amax(self.tensor, self.spec, x)
+        if not self.amax_ranks or self.spec is None:
+            return None
+        return amax_over(self.amax_ranks, x, self.spec, key)
+
+
+class Operand:
+    """Both forms of x or dy, from one read of the tensor if a kernel supports that.
+
+    Args:
+        specs, codes: of the row-wise and of the column-wise form, as for `Form`; so the rest.
+    """
+
+    __slots__ = ("column", "delayed", "joined", "kernel_only", "own_amax", "pair", "pure", "row")
+
+    def __init__(
+        self,
+        tensor: str,
+        specs: tuple[QuantSpec | None, QuantSpec | None],
+        codes: tuple[bool, bool],
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        tokens: bool = False,
+    ) -> None:
+        self.row, self.column = row, column = tuple(
+            Form(tensor, specs[i], device, codes=codes[i], column=bool(i), shard=shard, tokens=tokens) for i in (0, 1)
+        )
+        self.pure = row.pure and column.pure
+        self.delayed = row.delayed or column.delayed
+        self.kernel_only = row.kernel_only and column.kernel_only
+        self.own_amax = not (self.delayed or row.amax_ranks or column.amax_ranks)
+        """Whether the amaxes are those of the tensor itself."""
+        self.joined = row.amax_ranks if row.amax_ranks == column.amax_ranks else ()
+        """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
+        self.pair = None
+        if row.spec is not None and column.spec is not None and not row.rounding_ranks and not column.rounding_ranks:
+            quantizers = quantizer(row.spec, device), quantizer(column.spec, device)
+            self.pair = PairQuantizer(*quantizers, row_codes=codes[0], column_codes=codes[1])
+
+    def prepare(
+        self, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
+    ) -> tuple[Prepared | None, Prepared | None]:
+        """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
+        if row and column and self.pair is not None:
+            if self.kernel_only:
+                return self.pair(x_MK)
+            keys = self.row.key(call, x_MK.shape[0]), self.column.key(call, x_MK.shape[0])
+            row_amax, column_amax = (None, None) if self.own_amax else self._amaxes(x_MK, call, *keys)
+            return self.pair(x_MK, keys[0], row_amax, keys[1], column_amax)
+        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
+
+    def _amaxes(self, x_MK: Tensor, call: Call, *keys: RandomKey | None) -> tuple[Tensor | None, Tensor | None]:
+        """The amaxes of both forms, whose keys are given, if they are not those of x."""
+        if not self.joined:
+            return self.row.amax(x_MK, call, keys[0]), self.column.amax(x_MK.T, call, keys[1])
+        assert self.row.spec is not None and self.column.spec is not None
+        own = measure_amax(x_MK, self.row.spec, keys[0]), measure_amax(x_MK.T, self.column.spec, keys[1])
+        both = torch.cat([amax.reshape(-1) for amax in own])
+        for ranks in self.joined:
+            both = ranks.largest(both)
+        row, column = both.tensor_split([own[0].numel()])
+        return row.view(own[0].shape), column.view(own[1].shape)

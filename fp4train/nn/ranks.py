@@ -1,0 +1,130 @@
+"""The ranks that hold the parts of a tensor, and their collectives, plain and differentiable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fp4train.quantize import QuantSpec, RandomKey, measure_amax
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranks:
+    """The ranks that hold the parts of something, and this rank's index among them. Every method but `part` is a
+    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only.
+
+    torch 2.13 has new names for two of its collectives and warns of the old ones.
+    """
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Ranks:
+        """The ranks of a mesh with one dimension."""
+        return cls(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+
+    def largest(self, amax: Tensor) -> Tensor:
+        """The maximum over the ranks, elementwise."""
+        if not amax.is_meta:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        return amax
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in the dtype of x."""
+        x = x.contiguous()
+        if not x.is_meta:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def sum_rows(self, x_MD: Tensor) -> Tensor:
+        """This rank's rows [M / size, D] of the sum over the ranks."""
+        self._divides(x_MD.shape[0])
+        part = x_MD.new_empty(x_MD.shape[0] // self.size, *x_MD.shape[1:])
+        if not x_MD.is_meta:
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(part, x_MD.contiguous(), group=self.group)
+        return part
+
+    def gather_rows(self, x_MD: Tensor) -> Tensor:
+        """The rows of all ranks [size · M, D], in the order of the ranks."""
+        whole = x_MD.new_empty(x_MD.shape[0] * self.size, *x_MD.shape[1:])
+        if not x_MD.is_meta:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(whole, x_MD.contiguous(), group=self.group)
+        return whole
+
+    def part(self, x_MD: Tensor) -> Tensor:
+        """This rank's rows of x."""
+        self._divides(x_MD.shape[0])
+        return x_MD.narrow(0, self.rank * (x_MD.shape[0] // self.size), x_MD.shape[0] // self.size)
+
+    def _divides(self, rows: int) -> None:
+        if rows % self.size:
+            raise ValueError(
+                f"{rows} tokens of a microbatch cannot be cut over {self.size} tensor-parallel ranks: take a batch "
+                f"and sequence length whose product is a multiple of {self.size}, or parallel.sp=false"
+            )
+
+
+def amax_over(amax_ranks: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
+    """The amax of a tensor of which this rank holds x: `measure_amax`, and its maximum over the groups of ranks."""
+    amax = measure_amax(x_RC, spec, key)
+    for ranks in amax_ranks:
+        amax = ranks.largest(amax)
+    return amax
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The shard of a DTensor; its gradient has the same placement."""
+    result: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+    return result
+
+
+class _Whole(Function):
+    """The rows of all ranks in forward; in backward this rank's rows of a gradient that all ranks have whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather_rows(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.part(dy), None
+
+
+class _SummedGradient(Function):
+    """A parameter that all ranks have whole, each using it for its own tokens: the gradient is their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return w.view_as(w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(dw.float()).to(dw.dtype), None
+
+
+def all_rows(x_MD: Tensor, ranks: Ranks) -> Tensor:
+    """The rows of all ranks; differentiable, for a consumer that computes the same on every rank."""
+    result: Tensor = _Whole.apply(x_MD, ranks)  # type: ignore[no-untyped-call]
+    return result
+
+
+def with_summed_gradient(w: Tensor, ranks: Ranks) -> Tensor:
+    """w, which every rank has whole and uses for its own tokens."""
+    result: Tensor = _SummedGradient.apply(w, ranks)  # type: ignore[no-untyped-call]
+    return result

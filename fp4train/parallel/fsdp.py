@@ -1,0 +1,128 @@
+"""Cut a converted model over the data ranks: FSDP2, or HSDP where several groups of ranks hold a model each.
+
+Every block, and what is outside of the blocks, is one unit. Its float32 masters lie in parts on the ranks of
+`dp_shard`, are gathered for its forward and again for its backward pass, and freed after each. Gradients are summed,
+not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
+give the bits of two microbatches.
+
+Weights of the blocks' layers are gathered as `precision.gather` says: as codes, scales and amax where their recipe and
+backend allow, all others as values. What lies outside of the blocks is gathered in float32.
+
+Gradients may be reduced in BF16: what is sent is rounded once, and summed in float32. A reduce-scatter in BF16 would
+round each partial sum. Instead each rank sends each other one that rank's part of its own gradient, as many bytes as a
+reduce-scatter, and adds what it got in float32 in the order of ranks. Microbatches are summed in float32 before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp4train.errors import UserError
+from fp4train.nn import Linear
+from fp4train.nn.executors import join_states
+from fp4train.nn.ranks import Ranks
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.gather import gather_weights
+from fp4train.parallel.tensor import cut_tensors, set_data_ranks
+from fp4train.parallel.world import World
+from fp4train.precision.layers import find_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
+    """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers whose amaxes they take.
+
+    Raises:
+        UserError: the model's class does not say how it is cut, or a size is not divisible.
+    """
+
+    data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
+    if world.tensor is None:
+        set_data_ranks(model, amax=parallel.amax, data=data)
+        return
+    try:
+        cut_tensors(model, world.tensor, sequence=parallel.sp, amax=parallel.amax, data=data)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32") -> None:
+    """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place.
+
+    Args:
+        gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
+        reduce: what shards send each other of gradients: "float32" or "bf16".
+    """
+    if world.size > 1:
+        for layer in _layers(model):
+            layer.joined = True
+    if world.data_mesh is None or world.mesh.data == 1:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    # A mesh without shards is one of replicas: nothing is freed between forward and backward.
+    several = world.mesh.shard > 1
+    blocks = find_blocks(model)
+    for block in blocks:
+        fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
+        for layer in _layers(block):
+            layer.keep_forms(not several)
+    fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if several and reduce == "bf16":
+            unit.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+    if several and gather != "fp32":
+        # A model without blocks is the root, which stays whole between forward and backward.
+        inner = [block for block in blocks if block is not model]
+        gather_weights(model, inner, world, gather)
+
+
+def synchronise(model: nn.Module, last: bool) -> None:
+    """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
+        unit = cast("FSDPModule", model)
+        unit.set_requires_gradient_sync(last)
+        unit.set_is_last_backward(last)
+
+
+def join_scales(model: nn.Module, world: World) -> None:
+    """After the last backward of a step: the states of the layers become those of the whole batch."""
+    if world.data_mesh is not None:
+        join_states(_layers(model), world)
+
+
+def _layers(module: nn.Module) -> Iterator[Linear]:
+    return (each for each in module.modules() if isinstance(each, Linear))
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return (each for each in model.modules() if isinstance(each, FSDPModule))
+
+
+class RoundedReduceScatter:
+    """FSDP's `ReduceScatter` over ranks that send BF16."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum the parts of `input_tensor` that are this rank's into `output_tensor`."""
+        assert op == dist.ReduceOp.SUM
+        rounded = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(rounded)
+        dist.all_to_all_single(received, rounded, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)

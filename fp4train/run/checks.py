@@ -1,0 +1,190 @@
+"""Checks of a configuration and its plan before a run begins: errors where it is impossible, and warnings about valid
+but probably unintended settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from fp4train import checkpoint
+from fp4train.config import Config
+from fp4train.errors import UserError
+from fp4train.optim.oscillation import why_not
+from fp4train.parallel.config import Mesh
+from fp4train.parallel.stages import check_microbatches
+from fp4train.precision.plan import Plan
+from fp4train.run.record import directory as run_directory
+
+_log = logging.getLogger(__name__)
+
+
+BYTES = 4
+"""Of a weight: masters are float32."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """An architecture that knows its size."""
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model that `build` gives; tied ones once."""
+        ...
+
+
+def check_memory(shape: object, vocab_size: int) -> None:
+    """Raises UserError where the weights of a model are larger than the main memory of this machine."""
+    if not isinstance(shape, Counted):
+        return
+    count, memory = shape.parameter_count(vocab_size=vocab_size), _main_memory()
+    if count * BYTES > memory:
+        raise UserError(
+            f"{type(shape).__name__} has {short(count)} parameters, which are drawn in main memory: "
+            f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. Choose a smaller model, or "
+            "share it between several ranks, each of which draws its part alone (docs/scale.md)"
+        )
+
+
+def check_cut(config: Config, mesh: Mesh) -> None:
+    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline, or
+    where something needs whole what the ranks share."""
+    batch, ranks, rows = config.train.batch_size, mesh.data, config.train.microbatch
+    if batch % (ranks * (rows or 1)):
+        each = "" if rows is None else f" × train.microbatch={rows}"
+        raise UserError(
+            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
+            "number of sequences and microbatches"
+        )
+    sequences = rows or batch // ranks
+    if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:
+        raise UserError(
+            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
+            f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
+        )
+    if config.eval.errors_every and mesh.tensor > 1:
+        raise UserError(
+            f"eval.errors_every={config.eval.errors_every} measures whole operands, and parallel.tp={mesh.tensor} "
+            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one rank (fp4train sensitivity)"
+        )
+    if config.oscillation.every and mesh.shard * mesh.tensor * mesh.pipeline > 1:
+        raise UserError(
+            f"oscillation.every={config.oscillation.every}: weights are watched whole, and this run cuts them over "
+            "ranks; use parallel.dp_shard=1 with dp_replicate, or leave it out"
+        )
+    if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
+        raise UserError(reason)
+    try:
+        check_microbatches(batch // ranks // sequences, config.parallel)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_oscillation(config: Config, plan: Plan) -> None:
+    """Raises UserError where `oscillation.every` would do nothing."""
+    settings = config.oscillation
+    if not settings.every:
+        return
+    specs = [part.fprop.operands.second for each in plan.stretches for part in each.layers.values()]
+    reasons = {why_not(spec) for spec in specs if spec is not None}
+    if reasons and None not in reasons:  # a run in high precision may have it: it is one of a sweep
+        why = "; ".join(sorted(filter(None, reasons)))
+        raise UserError(f"oscillation.every={settings.every} would reset nothing: {why}; leave it out")
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of step `step` (steps count from 0)."""
+    return config.optim.lr * config.schedule.factor(step, config.train.steps)
+
+
+def rate_jump(before: Config, after: Config, step: int) -> str | None:
+    """What the learning rate does where a run whose cooldown had begun goes on at `step`; None: nothing unexpected.
+
+    The checkpoint from before the cooldown is proposed where it is kept.
+    """
+    cooldown = before.schedule.cooldown_start(before.train.steps)
+    if cooldown is None or step <= cooldown:
+        return None
+    old, new = learning_rate(before, step - 1), learning_rate(after, step)
+    if new <= 1.05 * old:
+        return None
+    return (
+        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that began at step {cooldown}) to "
+        f"{new:.3g} (step {step})"
+    )
+
+
+def before_cooldown(run: Path, config: Config) -> str:
+    """Which kept checkpoint of a run is from before its cooldown, and how to go on from it."""
+    cooldown = config.schedule.cooldown_start(config.train.steps)
+    if cooldown is None:
+        return ""
+    kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
+    if not kept:
+        return "no checkpoint from before the cooldown is kept (checkpoint.every, checkpoint.keep_before_cooldown)"
+    return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
+
+
+def nothing_quantised(plan: Plan) -> str | None:
+    """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
+    recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
+    if not recipes or plan.quantised:
+        return None
+    return (
+        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are kept in high precision "
+        "(policy.first, policy.last, policy.keep; the plan gives the reason of each layer)"
+    )
+
+
+def never_chosen(plan: Plan) -> str | None:
+    """The warning of a run that ends before the outlier channels of a recipe are chosen; None: all is well."""
+    having = [stretch for stretch in plan.stretches if stretch.recipe.quantised and stretch.recipe.outliers is not None]
+    if not having or any(part.outliers for stretch in having for part in stretch.layers.values()):
+        return None
+    outliers, last = having[-1].recipe.outliers, having[-1].stop
+    assert outliers is not None
+    return (
+        f"outlier channels are never chosen: {outliers.steps} steps are recorded from step {outliers.start} on, and "
+        f"{having[-1].recipe.name} ends after step {last - 1}; all channels are multiplied together (outliers.start, "
+        "outliers.steps)"
+    )
+
+
+def divided_blocks(plan: Plan) -> str | None:
+    """The warning of a run whose tensor-parallel ranks quantise less than one rank would; None: all is well."""
+    layers = {name: part for stretch in plan.stretches for name, part in stretch.layers.items()}
+    cut = [(name, gemm) for name, part in layers.items() for gemm in part.gemms if gemm.divided]
+    if not cut:
+        return None
+    name, gemm = cut[0]
+    return (
+        f"parallel.tp keeps GEMMs of {len({name for name, _ in cut})} of {len(layers)} layers in high precision that "
+        f"one rank quantises, and the loss is not that of one rank ({name} {gemm.name}: {gemm.why}); the plan names "
+        "them: take fewer tensor-parallel ranks, or a wider model"
+    )
+
+
+def warn_of_schedule(config: Config) -> None:
+    """Say what a schedule cannot do in so few steps."""
+    steps = config.train.steps
+    for text in config.schedule.problems(steps):
+        _log.warning("%s", text)
+    cooldown = config.schedule.cooldown_start(steps)
+    for name, phase in config.phases.items():
+        start = phase.step(steps, cooldown)
+        if start is not None and start >= steps:
+            _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)
+
+
+def _main_memory() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def short(number: float) -> str:
+    """Three digits and a prefix: "1.23 M"."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5 or prefix == "P":
+            break
+        number /= 1000
+    return f"{number:,.3g} {prefix}".rstrip() if number < 999.5 else f"{number:,.0f} {prefix}"

@@ -1,0 +1,65 @@
+"""Validation: the same sequences in high precision and in the recipe, each computed by one rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fp4train.precision import GEMMS, Recipe
+from fp4train.run.run import Run
+from fp4train.run.step import losses, microbatch
+from fp4train.run.supervise.guard import NonFiniteError, first_non_finite
+from fp4train.run.supervise.ledger import Values
+
+_log = logging.getLogger(__name__)
+
+
+def evaluate(run: Run, recipe: Recipe) -> Values:
+    """Validation loss in high precision and, beside it, in the recipe."""
+    high, in_recipe = validation_losses(run, recipe)
+    _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
+    return {"val/loss": high, "val/loss_recipe": in_recipe}
+
+
+def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
+    """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
+    high, in_recipe = microbatch_losses(run, recipe)
+    return sum(high) / len(high), sum(in_recipe) / len(in_recipe)
+
+
+def microbatch_losses(run: Run, recipe: Recipe) -> tuple[list[float], list[float]]:
+    """The loss of each microbatch of the validation batches, in high precision, and in `recipe`."""
+    batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
+    starts = range(0, batches * run.config.train.batch_size, run.rows)
+    high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
+    run.model.eval()
+    with torch.no_grad():
+        found = {each: _losses(run, each, starts) for each in dict.fromkeys((high, recipe))}
+    run.model.train()
+    return found[high], found[recipe]
+
+
+def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -> None:
+    """Raises NonFiniteError where a validation loss is not finite."""
+    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
+        if not math.isfinite(value := float(values[key])):
+            named = {f"weight {name}": p for name, p in run.model.named_parameters()}
+            where = run.world.first(first_non_finite(named)) or "no weight: the evaluation itself"
+            raise NonFiniteError(run.step, what, value, where, recipe, of_state=True)
+
+
+def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
+    """The losses of the validation rows that begin at `starts`, each computed by one rank.
+
+    In one order on every rank, so that their sum does not depend on how many there are.
+    """
+    found = torch.zeros(len(starts), device=run.device)
+    own = range(run.world.data_rank, len(starts), run.world.mesh.data)
+    rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
+    for number, loss in zip(own, losses(run, rows), strict=False):
+        found[number] = loss
+    each: list[float] = run.world.summed(found).tolist()
+    return each

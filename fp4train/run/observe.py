@@ -1,0 +1,196 @@
+"""What a run observes of its steps: statistics of operands in measured steps, and weights that oscillate.
+
+"FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the norm of the gradient
+falls below √3 times the norm of its quantisation noise. Both are in the statistics by layer; a run says so the first
+time that it happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fp4train.data.loader import Rows
+from fp4train.measure.statistics import NAMES, RAW, Measured
+from fp4train.measure.statistics import watch as watch_operands
+from fp4train.optim.oscillation import Watched, follow, why_not
+from fp4train.precision import Recipe
+from fp4train.quantize.random import MEASUREMENT, RandomKey
+from fp4train.run.step import Queued, Scaling, seed_model, step_rows, train_losses
+from fp4train.run.supervise.ledger import Numbers, Step, Values
+from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+THRESHOLD: Final = math.sqrt(3)
+"""Of the gradient's norm over that of its noise."""
+
+
+class MeasuredSteps:
+    """Queues steps eagerly, with statistics of each operand of each layer.
+
+    Hooks sample the tensors of the step itself, whose numbers they do not change. In compiled blocks no hook would see
+    them: there an eager pass before the step is measured.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def scaling(self) -> Scaling:
+        return self.run.runner.scaling()
+
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """Queue the step that `run.step` is at, and its statistics behind it."""
+        run, config = self.run, self.run.config.train
+        with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears()]) as watched:
+            if not config.compile:
+                queued = run.runner.step(recipe, rows)
+            else:
+                scaling = run.scaling()
+                for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * run.rows / config.batch_size):
+                    pass
+        if config.compile:
+            run.optimizer.zero_grad(set_to_none=True)
+            run.load_scaling(scaling)
+            seed_model(run)
+            queued = run.runner.step(recipe, rows)
+        norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
+        if not run.world.lead:
+            return queued
+        key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
+        measured = watched.measure(run.plan.at(run.step).layers, key)
+        by_name, absent = dict(zip(queued.names, norms, strict=True)), norms.new_full((), math.nan)
+        gradients = torch.stack([by_name.get(f"{name}.weight", absent) for name in measured.layers] or [norms[:0]])
+        pending = Pending(
+            step=run.step + 1,
+            recipe=recipe.name,
+            measured=measured,
+            numbers=Numbers(torch.cat((measured.values.flatten(), measured.noise, gradients.flatten()))),
+            scale=math.sqrt(config.tokens / max(measured.tokens, 1)) / run.loss_scale,
+        )
+        return queued._replace(statistics=lambda: log_statistics(run, pending.read()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """Statistics whose numbers are not read yet.
+
+    Args:
+        step: optimizer steps done with it; recipe: its name.
+        measured: where they belong; numbers: its values and noises, and the gradient norm of each layer.
+        scale: from the noise of the sampled tokens to that of the step's gradient.
+    """
+
+    step: int
+    recipe: str
+    measured: Measured
+    numbers: Numbers
+    scale: float
+
+    def read(self) -> Statistics:
+        """The statistics of the step; waits for the device."""
+        numbers = np.array(self.numbers.read())
+        count, layers = len(self.measured.at), len(self.measured.layers)
+        raw = dict(zip(RAW, numbers[: count * len(RAW)].reshape(count, len(RAW)).T, strict=True))
+        operands, gradients = np.zeros(count, OPERAND), np.zeros(layers, GRADIENT)
+        if count:
+            operands["layer"], operands["operand"] = np.array(self.measured.at).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            operands["amax"] = raw["amax"]
+            operands["sqnr_db"] = 10 * np.log10(raw["signal"] / raw["error"])
+            operands["underflow"] = np.where(raw["nonzero"] > 0, raw["lost"] / raw["nonzero"], 0)
+            operands["saturation"] = raw["clipped"] / raw["elements"]
+            operands["kurtosis"] = np.where(raw["variance"] > 0, raw["fourth"] / raw["variance"] ** 2, 0)
+            operands["scale_codes"] = raw["scales"] / 256
+            operands["scale_min"], operands["scale_max"] = np.log2(raw["smallest_scale"]), np.log2(raw["largest_scale"])
+        gradients["layer"] = np.arange(layers)
+        gradients["noise"] = numbers[count * len(RAW) :][:layers] * self.scale
+        gradients["gradient"] = numbers[count * len(RAW) + layers :]
+        return Statistics(
+            step=self.step,
+            recipe=self.recipe,
+            layers=tuple(self.measured.layers),
+            names=NAMES,
+            operands=operands,
+            gradients=gradients,
+        )
+
+
+def summary(statistics: Statistics) -> Values:
+    """The keys of a line of metrics; none where nothing is quantised."""
+    rows, layers = statistics.operands, statistics.gradients
+    if not len(rows):
+        return {}
+    worst = rows[int(np.argmin(np.nan_to_num(rows["sqnr_db"], nan=-np.inf)))]
+    found: Values = {
+        "error/sqnr_db": float(np.median(rows["sqnr_db"])),
+        "error/sqnr_db_worst": float(worst["sqnr_db"]),
+        "error/worst": f"{statistics.layers[worst['layer']]} {statistics.names[worst['operand']]}",
+        **{f"error/{name}": float(rows[name].max()) for name in ("underflow", "saturation", "kurtosis")},
+    }
+    noisy = layers[layers["noise"] > 0]
+    if len(noisy):
+        noise = _norm(noisy["noise"])
+        found |= {"error/noise": noise, "error/gradient_to_noise": _norm(noisy["gradient"]) / noise}
+        found["error/gradient_to_noise_worst"] = float((noisy["gradient"] / noisy["noise"]).min())
+    return found
+
+
+def log_statistics(run: Run, statistics: Statistics) -> Values:
+    """Hand them to the tracker, say it once if the gradient is lost in noise; what a line of metrics says of them."""
+    values = summary(statistics)
+    if not values:
+        return values
+    run.tracker.log_statistics(statistics)
+    ratio = values.get("error/gradient_to_noise")
+    if not run.weak_gradient and isinstance(ratio, float) and ratio < THRESHOLD:
+        run.weak_gradient = True
+        _log.warning(
+            "step %d: the gradient's norm is %.2f times its quantisation noise, less than √3: quantised training "
+            "becomes less effective (arXiv 2505.19115); consider a cooldown in higher precision",
+            statistics.step,
+            ratio,
+        )
+        run.tracker.log_event(statistics.step, "weak gradient", {"gradient_to_noise": ratio})
+    return values
+
+
+def _norm(each: NDArray[Any]) -> float:
+    return float(np.sqrt(np.square(each.astype(np.float64)).sum()))
+
+
+def reset_oscillating(run: Run, step: Step) -> None:
+    """After an optimizer step: watch the weights, and reset those that oscillate where that is due."""
+    assert run.failed is not None
+    share = follow(run.config.oscillation, run.optimizer, watched(run, step.names), step.index + 1, run.failed)
+    if share is not None:
+        step.values["train/oscillating"] = share
+
+
+def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
+    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers that
+    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) are
+    left alone.
+
+    Args:
+        trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
+            moments only where a parameter's state is empty.
+    """
+    layers, parameters = run.plan.at(run.step).layers, dict(run.model.named_parameters())
+    stepped = {id(parameters[name]) for name in trained}
+    for module in run.linears():
+        spec = layers[module.layer.name].fprop.operands.second
+        if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
+            assert isinstance(module.weight, nn.Parameter)
+            yield module.weight, spec, module.channels

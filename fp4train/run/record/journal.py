@@ -1,0 +1,392 @@
+"""RUN/history.jsonl, the journal: what a run was told and what it ran; appended as it happens, never rewritten.
+
+One record per line::
+
+    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "sum": …}
+    {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps": [12, 20]}, …}
+    {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
+
+`stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step on, and nothing
+before, so that the plan of the past stays what ran. `sum` is a checksum over the line and the sum of the line before; a
+last line that a power cut tore is left out. A checkpoint holds the sum of the last record that it was trained with, and
+the swaps, from which a journal that was lost is mended.
+
+The configuration and the swaps of a run are what its records say. Older versions kept the swaps in RUN/swaps.json,
+which a resume takes over and removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fp4train import checkpoint, files
+from fp4train.config.binding import bind, complete, flattened
+from fp4train.config.schema import Config
+from fp4train.errors import UserError
+from fp4train.files import Folder
+from fp4train.precision import Recipe, Swap
+from fp4train.precision.plan import Plan
+from fp4train.precision.report import render
+from fp4train.run.record.directory import CHECKPOINTS, HISTORY, SWAPS, identity
+from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
+from fp4train.sealed import checksum
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import parse_line
+
+_log = logging.getLogger(__name__)
+
+LIMIT, SWAPS_LIMIT = 1 << 28, 1 << 24
+"""Bytes of a journal, and of a record of swaps, that are read."""
+_TAIL = 1 << 20
+"""Bytes at the end of the metrics in which the last step is looked for."""
+_HIGH = {"BF16", "FP16", "FP32"}
+_DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+"""What reading a record that somebody else prepared may raise."""
+
+UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
+"""Keys that say how a command was given, and nothing about the run."""
+
+Entry = dict[str, Any]
+"""A swap: its "step", the "name" that the user gave it, and its plain "recipe"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line.
+
+    Args:
+        event: "start", "init", "resume", "branch", "rewind", "swap" or "swap cancelled".
+        step: steps done then.
+        time: UTC, ISO 8601.
+        changed: configuration key → value before and after.
+        stretches: what was planned from `step` on; empty: as before.
+        values: what else the line holds: config, environment (`fp4train.run.host`), from, name, at, recipe,
+            request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
+            (`fp4train.run.supervise.divergence`).
+        sum: its checksum and that of all lines before.
+    """
+
+    event: str
+    step: int
+    time: str
+    changed: dict[str, tuple[Any, Any]]
+    stretches: tuple[RecordedStretch, ...]
+    values: dict[str, Any]
+    sum: str
+
+    def describe(self) -> str:
+        """Everything but event and step, in a line."""
+        parts = []
+        if "from" in self.values:
+            parts.append(f"from {self.values['from']}")
+        if "at" in self.values:
+            parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
+        if "skipped" in self.values:
+            first, last = self.values["skipped"]
+            parts.append(f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} are skipped")
+        parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
+        return "; ".join(parts)
+
+
+class Journal:
+    """The journal of the run in `folder`, for the process that trains it and adds to it.
+
+    Args:
+        identity: of the run.
+        records: that are in the file, oldest first.
+    """
+
+    def __init__(self, folder: Folder, identity: str | None, records: Iterable[Record] = ()) -> None:
+        self.folder, self.identity, self.records = folder, identity, list(records)
+        self.waiting: list[tuple[Record, bytes]] = []
+        """Records that are added and not written yet, and their lines."""
+        self._written = self.last
+
+    @classmethod
+    def read(cls, folder: Folder, identity: str | None) -> Journal:
+        """Raises UserError: the file cannot be read, or a line is damaged."""
+        return cls(folder, identity, _lines(folder)[0])
+
+    @property
+    def last(self) -> str:
+        """The sum of the last record, which a checkpoint remembers; empty if there is none."""
+        return self.records[-1].sum if self.records else ""
+
+    def add(self, event: str, step: int, plan: Plan | None = None, **values: Any) -> None:
+        """Add a record, which `write` makes durable.
+
+        Args:
+            plan: the run's from `step` on; None: as before.
+            values: "config", "environment", "changed", "from", "name", "at", "recipe", "request".
+        """
+        line = {
+            "event": event,
+            "step": step,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": self.identity,
+            **values,
+            "stretches": [] if plan is None else compact(plan),
+        }
+        text = json.dumps(line | {"sum": chained_sum(line, self.last)}, ensure_ascii=False, default=str)
+        self.records.append(_record(json.loads(text)))
+        self.waiting.append((self.records[-1], text.encode() + b"\n"))
+
+    def take_back(self) -> None:
+        """Forget the record that was added last, which could not be written."""
+        self.records.pop()
+        self.waiting.pop()
+
+    def write(self) -> None:
+        """Write what was added, all of it or nothing; another thread may do so.
+
+        Raises:
+            UserError: the disk does not take it, or what is there was damaged or changed.
+        """
+        added, path = tuple(self.waiting), self.folder.path / HISTORY
+        known, size = _lines(self.folder)
+        if (known[-1].sum if known else "") != self._written:
+            raise UserError(f"{path} is not as this process wrote it: put it back")
+        try:
+            self.folder.append(HISTORY, b"".join(line for _, line in added), size)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error}") from error
+        self._written = added[-1][0].sum if added else self._written
+        del self.waiting[: len(added)]
+
+    def set_swaps(self, wanted: Iterable[Entry], step: int) -> list[int]:
+        """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were not so on record."""
+        have, want = ({each["step"]: each for each in entries} for entries in (swaps(self.records), wanted))
+        changed = [at for at in sorted({**have, **want}) if bare(have.get(at)) != bare(want.get(at))]
+        for at in changed:
+            entry = {key: value for key, value in want.get(at, {}).items() if key in ("name", "recipe", "request")}
+            self.add("swap" if at in want else "swap cancelled", step, at=at, **entry)
+        return changed
+
+
+def read_journal(run: Path) -> list[Record]:
+    """The records of a run, oldest first; none where it has no journal.
+
+    Raises:
+        UserError: the file cannot be read, or a line is damaged.
+    """
+    with Folder.open(run) as folder:
+        return _lines(folder)[0]
+
+
+def _lines(folder: Folder) -> tuple[list[Record], int]:
+    """The records, and how many bytes of the file they are."""
+    path, before = folder.path / HISTORY, ""
+    found: list[Record] = []
+    try:
+        *whole, torn = folder.read(HISTORY, LIMIT).split(b"\n")
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; move it away to go on without the record") from error
+    for number, raw in enumerate(whole, start=1):
+        try:
+            line = json.loads(raw)
+            if line["sum"] != chained_sum(line, before):
+                raise ValueError("its checksum differs")
+            found.append(_record(line))
+        except _DAMAGE as error:
+            why = str(error).splitlines()[0] if isinstance(error, ValueError) else "it is no record"
+            raise UserError(
+                f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
+                "without it, but then what ran before is not on record"
+            ) from error
+        before = found[-1].sum
+    if torn:
+        _log.warning("%s: its last line was cut off and is left out", path)
+    return found, sum(len(raw) + 1 for raw in whole)
+
+
+def chained_sum(line: Mapping[str, Any], before: str) -> str:
+    """The checksum of a line, whose own "sum" does not count, after a line whose sum is `before`."""
+    body = {key: value for key, value in line.items() if key != "sum"}
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]
+
+
+def _record(line: Mapping[str, Any]) -> Record:
+    if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
+        raise ValueError("a swap at no step")
+    own = ("event", "step", "time", "changed", "stretches", "sum")
+    return Record(
+        event=str(line["event"]),
+        step=int(line["step"]),
+        time=str(line["time"]),
+        changed={str(key): (old, new) for key, (old, new) in line.get("changed", {}).items()},
+        stretches=tuple(expanded(each) for each in line["stretches"]),
+        values={key: value for key, value in line.items() if key not in own},
+        sum=str(line["sum"]),
+    )
+
+
+# -- what the records say ---------------------------------------------------------------------------------------------
+
+
+def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
+    """What ran and what is planned, in order: each record holds from its step on."""
+    return joined((record.step, record.stretches) for record in records)
+
+
+def plan_text(records: Iterable[Record], plan: Plan, step: int) -> str:
+    """The plan of a run at `step`, every row of it: the past as its records have it, the rest as `plan` says."""
+    planned = [expanded(each) for each in compact(plan)]
+    whole = joined([*((record.step, record.stretches) for record in records), (step, planned)])
+    if whole[0].start == planned[0].start:
+        return render(plan, full=True)
+    return "\n\n".join(each.render(full=True) for each in whole)
+
+
+def configuration(records: Iterable[Record]) -> dict[str, Any] | None:
+    """The configuration that the records end with, as full key → value; None: they hold none."""
+    found: dict[str, Any] | None = None
+    for record in records:
+        if "config" in record.values:
+            found = flat(record.values["config"])
+        if found is not None:
+            found |= {key: new for key, (_, new) in record.changed.items()}
+    return found
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain configuration, its classes' defaults written out, as full key → value."""
+    return flattened(complete(config, Config))
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of two flat configurations whose values differ, with both values."""
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in UNRECORDED]
+    return {key: (old.get(key), new.get(key)) for key in keys}
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def steps_done(run: Path) -> int:
+    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
+    done = checkpoint.steps(run / CHECKPOINTS)[-1:]
+    try:
+        with files.parent(run / METRICS) as (folder, name):
+            descriptor = folder.descriptor_of(name)
+        try:
+            tail = os.pread(descriptor, _TAIL, max(0, os.fstat(descriptor).st_size - _TAIL)).splitlines()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        tail = []
+    for raw in reversed(tail):
+        with suppress(ValueError, RecursionError):
+            line = parse_line(raw)
+            if "train/loss" in line:
+                done.append(int(line["step"]))
+                break
+    return max(done, default=0)
+
+
+def quantised_share(run: Path) -> float | None:
+    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
+
+    Raises:
+        UserError: the journal is damaged.
+    """
+    done, steps, total = steps_done(run), 0, 0.0
+    for stretch in stretches(read_journal(run)):
+        ran = max(0, min(stretch.stop, done) - stretch.start)
+        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
+        steps += ran
+    return total / steps if steps else None
+
+
+# -- swaps ------------------------------------------------------------------------------------------------------------
+
+
+def swaps(records: Iterable[Record]) -> list[Entry]:
+    """The swaps of a run, by step. A later record of the same step replaces an earlier one."""
+    found: dict[int, Entry] = {}
+    for record in records:
+        values = record.values
+        if record.event == "swap cancelled":
+            found.pop(values["at"], None)
+        elif "recipe" in values:
+            found[values["at"]] = {"step": values["at"], "name": str(values.get("name")), "recipe": values["recipe"]}
+    return [found[at] for at in sorted(found)]
+
+
+def bare(entry: Entry | None) -> Entry:
+    """A swap without what is said of it beside step, name and recipe."""
+    return {key: (entry or {}).get(key) for key in ("step", "name", "recipe")}
+
+
+def recorded_swaps(run: Path) -> list[Entry]:
+    """The swaps of a run, by step: as RUN/swaps.json of an older version has them, or else the journal.
+
+    Raises:
+        UserError: they cannot be read, were changed, or are another run's.
+    """
+    path = run / SWAPS
+    try:
+        entries = json.loads(files.read(path, SWAPS_LIMIT))
+        for entry in entries:
+            check_entry(entry, identity(run))
+        return sorted(entries, key=lambda entry: int(entry["step"]))
+    except FileNotFoundError:
+        return swaps(read_journal(run))
+    except (OSError, *_DAMAGE) as error:
+        raise UserError(
+            f"{path} cannot be read: {error}; remove the file to go on with the swaps of the checkpoint"
+        ) from error
+
+
+def check_entry(entry: Any, known: str | None = None) -> None:
+    """Raises ValueError, LookupError, TypeError: it is no swap, was changed, or is not of the run `known`."""
+    if type(entry["step"]) is not int or not {"step", "name", "recipe"} <= set(entry):
+        raise ValueError("an entry does not hold step, name and recipe")
+    if set(entry) != {"step", "name", "recipe"} and entry.get("sha256") != checksum(entry):
+        raise ValueError(
+            f"the swap at step {entry['step']} was changed after it had been recorded (its checksum differs)"
+        )
+    if known is not None and entry.get("run") not in (None, known):
+        raise ValueError(f"it is of run {entry['run']}, not of this one ({known})")
+
+
+def read_swaps(run: Path) -> list[Swap]:
+    """`recorded_swaps`, bound.
+
+    Raises:
+        UserError: as there, or one is no recipe.
+    """
+    entries = recorded_swaps(run)
+    try:
+        return [as_swap(each["step"], each["recipe"], each["name"]) for each in entries]
+    except UserError as error:
+        raise UserError(f"{swaps_file(run)} cannot be read: {error}") from error
+
+
+def swaps_file(run: Path) -> Path:
+    """The record that has the swaps of a run."""
+    with Folder.open(run) as folder:
+        return run / (HISTORY if folder.status(SWAPS) is None else SWAPS)
+
+
+def as_swap(step: int, recipe: dict[str, Any], name: str) -> Swap:
+    """The swap that a recorded or requested entry describes.
+
+    Raises:
+        UserError: the step is no integer; or the recipe has invalid values, or is neither fp4train's nor of a plugin
+            that this command names.
+    """
+    return Swap(step=bind(step, int, "step"), recipe=bind(recipe, Recipe, "recipe"), name=str(name))

@@ -1,0 +1,125 @@
+"""The plan of a run as its journal keeps it: by stretch of steps, which recipe held, and what every GEMM ran in.
+
+In a record a stretch has its distinct kinds of GEMMs (size, elements, backend, why), and for each layer the kinds of
+its three GEMMs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp4train.backends import GEMMS
+from fp4train.config.schema import MOST_STEPS
+from fp4train.precision.plan import Plan
+from fp4train.precision.report import section
+from fp4train.text import printable
+
+MOST_DIMENSIONS, MOST_MACS = 8, 10**30
+"""Of a GEMM: many dimensions take long to multiply. Of a stretch: more multiply-adds are none that can be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStretch:
+    """Steps [start, stop) as they were planned, or ran.
+
+    Args:
+        recipe, reason: its name, and why it holds.
+        rows: per GEMM: layer, GEMM, size, elements, backend, why.
+        macs: per row: its multiply-adds.
+    """
+
+    start: int
+    stop: int
+    recipe: str
+    reason: str
+    rows: tuple[tuple[str, ...], ...]
+    macs: tuple[int, ...]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the linear layers' multiply-adds by elements."""
+        macs: dict[str, int] = {}
+        for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True):
+            macs[elements] = macs.get(elements, 0) + count
+        total = sum(macs.values()) or 1
+        return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
+
+    @property
+    def title(self) -> str:
+        return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
+
+    def render(self, *, full: bool) -> str:
+        """As `fp4train.precision.report.render` shows a stretch of a plan."""
+        return section(self.title, list(self.rows), self.shares, full=full)
+
+    def goes_on_as(self, other: RecordedStretch) -> bool:
+        """Whether `other` runs the same after it."""
+        own = (self.stop, self.recipe, self.reason, self.rows)
+        return own == (other.start, other.recipe, other.reason, other.rows)
+
+
+def joined(told: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
+    """What ran and what is planned, in order, from (step, what was planned from that step on), oldest first."""
+    found: list[RecordedStretch] = []
+    for step, planned in told:
+        if not planned:
+            continue
+        while found and found[-1].start >= step:
+            found.pop()
+        if found and found[-1].stop > step:
+            found[-1] = replace(found[-1], stop=step)
+        for stretch in planned:
+            if found and found[-1].goes_on_as(stretch):
+                found[-1] = replace(found[-1], stop=stretch.stop)
+            else:
+                found.append(stretch)
+    return found
+
+
+def compact(plan: Plan) -> list[dict[str, Any]]:
+    """The stretches of a plan as a record holds them: plain JSON."""
+    found = []
+    for stretch in plan.stretches:
+        kinds: dict[tuple[tuple[int, ...], str, str, str], int] = {}
+        layers: dict[str, list[int]] = {}
+        for row in plan.rows:
+            if row.start == stretch.start:
+                kind = (tuple(row.size), row.elements, row.backend, row.why)
+                layers.setdefault(row.layer.name, []).append(kinds.setdefault(kind, len(kinds)))
+        node = {"start": stretch.start, "stop": stretch.stop, "recipe": stretch.recipe.name, "reason": stretch.reason}
+        found.append({**node, "kinds": [list(kind) for kind in kinds], "layers": layers})
+    return found
+
+
+def expanded(node: Mapping[str, Any]) -> RecordedStretch:
+    """What `compact` made of a stretch.
+
+    Raises:
+        ValueError, LookupError, TypeError, OverflowError, AttributeError: it is none, or has numbers that no plan has.
+    """
+    start, stop = int(node["start"]), int(node["stop"])
+    if not 0 <= start <= stop <= MOST_STEPS:
+        raise ValueError("a stretch of impossible steps")
+    sizes = [tuple(map(int, size)) for size, *_ in node["kinds"]]
+    if any(len(size) > MOST_DIMENSIONS or min(size, default=0) < 0 for size in sizes):
+        raise ValueError("a GEMM of too many dimensions, or of negative ones")
+    macs = [math.prod(size) for size in sizes]
+    kinds = [("×".join(map(str, size)), *map(str, kind[1:])) for size, kind in zip(sizes, node["kinds"], strict=True)]
+    rows = [
+        (str(name), gemm, index)
+        for name, indices in node["layers"].items()
+        for gemm, index in zip(GEMMS * (len(indices) // len(GEMMS)), indices, strict=True)
+    ]
+    if sum(macs[index] for *_, index in rows) > MOST_MACS:
+        raise ValueError(f"more than {MOST_MACS:.0e} multiply-adds")
+    return RecordedStretch(
+        start=start,
+        stop=stop,
+        recipe=str(node["recipe"]),
+        reason=str(node["reason"]),
+        rows=tuple((name, gemm, *kinds[index]) for name, gemm, index in rows),
+        macs=tuple(macs[index] for *_, index in rows),
+    )

@@ -1,0 +1,241 @@
+"""What is trusted of a run directory: the paths that its configuration names, its checkpoint, and its records.
+
+A configuration that names paths outside of its run holds a signature that only its user can make: HMAC-SHA256 over the
+run's identity and the configuration, with 32 random bytes that are kept in $XDG_STATE_HOME/fp4train/key
+(~/.local/state/fp4train/key), readable by the user alone, and made when they are first needed. A run directory that was
+made by somebody else, on a machine with another home, or by hand cannot carry it. It says that this user named these
+paths for this run; it says nothing about the rest of the directory.
+
+A checkpoint and the records beside it must be of the same run, and as the checkpoint saw them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fp4train import checkpoint
+from fp4train.config import Config, plain
+from fp4train.config.binding import path_values
+from fp4train.config.overrides import as_typed
+from fp4train.errors import UserError
+from fp4train.files import Folder, write_all
+from fp4train.paths import lies_in
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.directory import CONFIG, HISTORY
+from fp4train.run.record.journal import (
+    Journal,
+    Record,
+    bare,
+    check_entry,
+    read_journal,
+    recorded_swaps,
+    swaps_file,
+)
+from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
+from fp4train.track.statistics import LIMIT, STATISTICS
+
+_log = logging.getLogger(__name__)
+
+KEY = "key"
+_BYTES = 32
+_OF_THE_COMMAND = ("run.dir", "resume")
+"""Paths that are never taken from a saved configuration: a command says where it trains, and what it goes on with."""
+
+
+# -- the configuration ------------------------------------------------------------------------------------------------
+
+
+def config_text(cfg: DictConfig) -> str:
+    """The resolved configuration in YAML.
+
+    Raises:
+        UserError: it is too long to be read again.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    if len(text) > CONFIG_LIMIT - 200:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
+        )
+    return text
+
+
+def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
+    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
+    body = config_text(cfg)
+    head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
+    if outside := _outside_paths(cfg, run):
+        try:
+            head += f" signed {_signature(identity, body.encode(), create=True)}"
+        except OSError as error:
+            names = ", ".join(outside)
+            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+    run_directory.write_text(run / CONFIG, f"{head}\n{body}")
+
+
+def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
+    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not.
+
+    Args:
+        cfg: the saved configuration of that run with a command's overrides.
+        named: the keys, or sections, that the command line gives.
+
+    Raises:
+        UserError: there are some; it says what the command line would have to name.
+    """
+    if not cfg.resume:
+        return
+    run, given = Path(str(cfg.resume)), tuple(named)
+    outside = _outside_paths(cfg, run)
+    asked = [key for key in outside if not any(key == each or key.startswith(f"{each}.") for each in given)]
+    if asked and (why := _why_foreign(run)) is not None:
+        raise UserError(
+            f"{run / CONFIG} names paths outside of the run and {why}; nothing was read or written there. Add what is "
+            f"right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
+        )
+
+
+def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str]:
+    """Full key → path, of the paths in a configuration that lie outside of the run directory `run`."""
+    found = dict(path_values(plain(cfg), Config))
+    return {key: each for key, each in found.items() if key not in _OF_THE_COMMAND and not lies_in(each, run)}
+
+
+def _why_foreign(run: Path) -> str | None:
+    """Why the configuration of a run counts as somebody else's; None: this user wrote it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    found, body = config_parts(run / CONFIG)
+    if found is None or found[2] is None:
+        return "has no signature: an older fp4train wrote it, or somebody else"
+    try:
+        same = hmac.compare_digest(_signature(found[0], body), found[2])
+    except FileNotFoundError:  # nothing is signed on this machine yet
+        same = False
+    except OSError as error:
+        return f"cannot be told to be yours ({error})"
+    return None if same else "has the signature of another user or another machine"
+
+
+def _signature(identity: str, body: bytes, *, create: bool = False) -> str:
+    """The user's signature of a configuration; `create` makes the key where there is none.
+
+    Raises:
+        OSError: there is no key, it cannot be read or made, or others can read it.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    place = Path(state if os.path.isabs(state) else os.path.expanduser("~/.local/state")) / "fp4train"
+    if not place.is_absolute():
+        raise OSError(errno.ENOENT, "this user has no home directory", str(place))
+    if create:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Folder.open(place) as folder:
+        if create and folder.status(KEY) is None:
+            _make_key(folder)
+        key, status = folder.read(KEY, _BYTES), folder.status(KEY)
+    if status is None or status.st_mode & 0o077 or len(key) != _BYTES:
+        raise OSError(errno.EPERM, "it is damaged, or others can read it: remove it", str(place / KEY))
+    return hmac.new(key, f"fp4train run {identity}\n".encode() + body, "sha256").hexdigest()
+
+
+def _make_key(folder: Folder) -> None:
+    """A new key, whole or not at all; of several processes that make one the first wins."""
+    temporary = f".{KEY}.{secrets.token_hex(8)}.tmp"
+    descriptor = folder.descriptor_of(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
+    try:
+        write_all(descriptor, secrets.token_bytes(_BYTES))
+        os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(temporary, KEY, src_dir_fd=folder.descriptor, dst_dir_fd=folder.descriptor)
+    finally:
+        os.close(descriptor)
+        folder.remove(temporary)
+
+
+# -- a checkpoint and the records beside it ---------------------------------------------------------------------------
+
+
+def identity_of(start: checkpoint.Checkpoint) -> str | None:
+    """Of the run that a checkpoint belongs to; None for one from before runs had an identity."""
+    run = start.state.get("run")
+    found = run.get("id") if isinstance(run, dict) else None
+    return found if isinstance(found, str) and found else None
+
+
+def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
+    """Refuse a checkpoint that is not of the run in `source`, or was trained with other swaps than are on record.
+
+    Args:
+        mend: write the swaps that the journal has lost anew.
+
+    Raises:
+        UserError: it is another run's; the swaps differ, or are lost and not to be mended.
+    """
+    own, theirs = run_directory.identity(source), identity_of(start)
+    if own is not None and theirs is not None and own != theirs:
+        raise UserError(
+            f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} ({own}): another run left it "
+            "there, or it was copied from one. Move it away, or resume the run that it belongs to"
+        )
+    run = start.state.get("run")
+    if own is None and isinstance(run, dict):
+        body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
+        if run.get("config") not in (None, body):
+            name = start.path.name
+            _log.warning("%s has lost its first line and is not as %s was trained with", source / CONFIG, name)
+    if "swaps" in start.state:
+        try:
+            _check_swaps(source, start.step, start.state, mend=mend)
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{start.path} holds no record of swaps: {error}") from error
+
+
+def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) -> None:
+    path, trained = swaps_file(run), state["swaps"]
+    for entry in trained:
+        check_entry(entry)
+    here, wanted = ([bare(each) for each in entries] for entries in (recorded_swaps(run), trained))
+    if path.name == HISTORY and here != wanted:
+        seen, sums = state.get("history"), {record.sum for record in read_journal(run)}
+        if seen not in sums if seen else not sums:
+            if not mend:
+                at = [*wanted, *here][0]["step"]
+                raise UserError(f"{path} lacks records, but {run} was swapped at step {at}: resume it in place first")
+            _log.warning("%s lacks records; its swaps are written anew from the checkpoint of step %d", path, step)
+            with Folder.open(run) as folder:
+                journal = Journal.read(folder, run_directory.identity(run))
+                journal.set_swaps(trained, step)
+                journal.write()
+            return
+    if [each for each in here if each["step"] < step] != [each for each in wanted if each["step"] < step]:
+        at = next(e["step"] for e in [*wanted, *here] if e["step"] < step and (e not in here or e not in wanted))
+        raise UserError(
+            f"{path} is not what the checkpoint of step {step} was trained with (the swap at step {at}): undo the "
+            "change, or remove the file to go on with the swaps of the checkpoint"
+        )
+
+
+def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> dict[str, str]:
+    """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a sentence.
+
+    Args:
+        state: of the checkpoint. records: of the journal.
+    """
+    found, marks = {}, state.get("metrics")
+    if changed := unlike(folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT):
+        found[STATISTICS] = f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
+    if (last := state.get("history")) and last not in {record.sum for record in records}:
+        found[HISTORY] = f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not all on record"
+    return found

@@ -1,0 +1,253 @@
+"""An optimizer step on the device: its rows, the passes of its microbatches, and the update.
+
+A step is queued as a whole, and the host waits for nothing. Two runners queue it: `EagerSteps` here, kernel by kernel,
+and `RecordedSteps` (`step_graph.py`), which replays what it recorded of these.
+
+The gradient norm is that over all ranks,
+
+    norm = sqrt(Σ_p Σ_i g_pi²)
+
+Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how the gradients are
+cut, in the last bits, and training amplifies them: two runs of 4-bit training part within a few steps. In float64 the
+rounding to float32 at the end removes the difference. One rank sums as many do: two ranks are two microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp4train.data.loader import Rows
+from fp4train.parallel.fsdp import join_scales, synchronise
+from fp4train.parallel.pipeline import Microbatch
+from fp4train.parallel.tensor import copies
+from fp4train.parallel.world import World
+from fp4train.precision import Recipe
+from fp4train.precision.context import Context, use
+from fp4train.shards import local
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+    from fp4train.run.supervise.ledger import Values
+
+Scaling = dict[str, dict[str, Tensor]]
+"""What delayed scaling has seen, by layer."""
+
+RANK_SPREAD = 0x9E3779B97F4A7C15
+"""Between the dropout seeds of two data ranks: far more than there are steps."""
+STAGE_SPREAD = 0xD1B54A32D192ED03
+"""Between those of two stages of a pipeline."""
+_PIECE = 1 << 16
+"""Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
+
+
+class Queued(NamedTuple):
+    """What a step that is queued leaves on the device."""
+
+    names: list[str]
+    """The parameters that have gradients."""
+    numbers: Tensor
+    """Mean loss, norm of all gradients, norm of each (of this rank's part of it), float32."""
+    statistics: Callable[[], Values] | None = None
+    """Of a measured step: logs its statistics and gives what a line of metrics says of them."""
+
+
+class StepRunner(Protocol):
+    """Queues optimizer steps."""
+
+    def scaling(self) -> Scaling:
+        """What delayed scaling has seen, in tensors that the next step does not change."""
+        ...
+
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """Queue the step that `run.step` is at, on its microbatches."""
+        ...
+
+
+class EagerSteps:
+    """Queues every kernel of a step anew."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def scaling(self) -> Scaling:
+        return self.run.scaling()
+
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """Forward, backward and optimizer. Where loss or gradients are not finite, the weights stay as they are.
+
+        What is queued depends on the step only through device memory and `run.step`, as `step_graph.py` says.
+        """
+        run, clip_at, divided = self.run, self.run.config.optim.clip, self.run.world.size > 1
+        loss, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
+        for each in train_losses(run, recipe, rows, run.loss_scale * share):
+            loss += each * share
+        loss = run.world.summed(loss)
+        trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
+        gradients = [local(p.grad) if divided else p.grad for p in trained.values() if p.grad is not None]
+        if run.loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1 / run.loss_scale)
+        alike = None if run.world.tensor is None else [copies(p) for p in trained.values()]
+        norm, norms = gradient_norms(gradients, run.world, alike)
+        failed = ~(loss.isfinite() & norm.isfinite())
+        run.failed = failed if run.failed is None else failed | run.failed
+        if clip_at is not None:
+            clip(gradients, clip_at, norm)
+        run.mid_update = True
+        step_unless(run.optimizer, run.failed)
+        run.optimizer.zero_grad(set_to_none=True)
+        return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)))
+
+
+def seed_model(run: Run) -> None:
+    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of batch and model
+    alone, so that a resumed run draws the same ones."""
+    place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
+
+
+def step_rows(run: Run) -> Iterator[Rows]:
+    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device."""
+    size, own = run.config.train.batch_size, run.world.data_rank * run.share
+    begin = run.batch * size
+    for first in range(own, own + run.share, run.rows):
+        then = first + run.rows
+        # After the last row of its share a rank goes on with the first one of the next step's.
+        then = begin + (then if then < own + run.share else own + size)
+        yield run.feed.rows(begin + first, run.rows, then=then)
+
+
+def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
+    """The microbatches of `rows`, with the place of each in the whole batch."""
+    own = run.world.data_rank * run.share
+    for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
+        last = first + run.rows == own + run.share
+        offset = first * run.config.train.seq_len
+        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True)
+
+
+def microbatch(
+    run: Run,
+    recipe: Recipe,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    *,
+    token_offset: int = 0,
+    last: bool = True,
+    applied: bool = False,
+) -> Microbatch:
+    """Rows to be run in `recipe`; `applied`: its plan is that of the model's layers, else they resolve it."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        now = Context(
+            recipe=recipe,
+            policy=run.config.policy,
+            seed=run.config.run.seed,
+            step=run.step,
+            token_offset=token_offset,
+            counters=run.counters,
+            applied=applied,
+        )
+        with use(now), run.region():
+            yield
+
+    return Microbatch(
+        tokens_BT=tokens_BT.to(run.device),
+        targets_BT=targets_BT.to(run.device),
+        context=context,
+        dtype=recipe.torch_dtype,
+        last=last,
+    )
+
+
+def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) -> Iterator[Tensor]:
+    """The mean loss of each microbatch of `rows`, whose backward pass has run on the loss times `weight`.
+
+    Of a pipeline the ranks of the last stage get them, the others nothing.
+    """
+    divided = run.world.size > 1
+    if run.pipeline is not None:
+        yield from run.pipeline.train(list(microbatches(run, recipe, rows)), weight)
+    else:
+        for each in microbatches(run, recipe, rows):
+            if divided:
+                synchronise(run.model, last=each.last)
+            with each.context():
+                loss: Tensor = run.model(each.tokens_BT, each.targets_BT)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            yield loss.detach()
+    if divided:
+        join_scales(run.model, run.world)
+
+
+def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
+    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
+
+    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
+    """
+    if run.pipeline is not None:
+        yield from run.pipeline.evaluate(each)
+        return
+    for microbatch in each:
+        with torch.no_grad():
+            loss = microbatch.loss(run.model)
+        yield loss
+
+
+def gradient_norms(
+    gradients: Sequence[Tensor], world: World, copies: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32 [N]).
+
+    They are NaN or infinite if a gradient is.
+
+    Args:
+        gradients: this rank's parts (`shards.local`), at least one.
+        copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
+    """
+    squares = _squares(gradients)
+    once = squares if copies is None else squares / torch.tensor(copies, device=squares.device)
+    return world.summed_over_parts(once.sum()).sqrt().float(), squares.sqrt().float()
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each, float64 [N].
+
+    One kernel for all of them on a GPU. On a CPU torch would make a float64 copy of each tensor.
+    """
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
+    pieces = (map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients)
+    return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
+
+
+def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
+    """Scale this rank's parts of the gradients, in place, so that their norm is at most `most`."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(list(gradients), factor)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
+    """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step counts stay as they are.
+
+    torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`. For others the host
+    waits until the flag is known.
+
+    Args:
+        optimizer: whose gradients are ready.
+        failed: bool [], on the device of the parameters.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not bool(failed):
+            optimizer.step()
+        return
+    optimizer.found_inf = failed.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

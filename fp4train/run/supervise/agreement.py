@@ -1,0 +1,173 @@
+"""What ranks agree on between two steps: whether a signal ends the run, and what the lead asks every rank to do.
+
+A signal asks a run to end after its current step, so that it can save and close its trackers.
+
+| signal | who sends it |
+|---|---|
+| SIGTERM, SIGINT, SIGQUIT | a person, a container, a job that is cancelled |
+| SIGHUP | a terminal that is closed |
+| SIGUSR1, SIGUSR2 | a scheduler, some time before the job's end (Slurm: --signal) |
+| SIGXCPU | the system, when the limit of CPU time is reached, and every second after it |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from fp4train.run.host import peak_memory
+from fp4train.run.record.change import follow_swaps, pick_up_swaps
+from fp4train.run.run import Run
+from fp4train.run.supervise.divergence import act_on, answer
+from fp4train.run.supervise.ledger import Ledger, Values
+from fp4train.run.supervise.rescue import refuse, report, save
+from fp4train.run.supervise.watch import Watch
+
+AT_ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""A second one of these acts as it would have outside."""
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""These say that there is little time left; to repeat them takes none away."""
+
+_RANKS = 1 << 20
+"""More than there are, so that one number holds an amount of memory and the rank that uses it."""
+
+
+class StopRequest:
+    """`signal` is the number of the signal that came, or None."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
+    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have outside.
+
+    Args:
+        quietly: say nothing about it (of several ranks, which all receive it, one does).
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield stop
+        return
+    # Who ignores one of them (nohup, a shell's background) wants it ignored.
+    before = {n: signal.getsignal(n) for n in (*AT_ONCE, *WARNINGS) if signal.getsignal(n) != signal.SIG_IGN}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.signal is None:
+            stop.signal = number
+            text = f"\n{signal.Signals(number).name}: ending after this step; once more ends at once\n"
+            with suppress(OSError):  # not through logging, which may be what the signal interrupted
+                os.write(2, b"" if quietly else text.encode())
+        for each in before.keys() & set(AT_ONCE):
+            signal.signal(each, before[each])
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if stop.signal == signal.SIGHUP:
+            _leave_closed_terminal()
+
+
+def _leave_closed_terminal() -> None:
+    """Send output nowhere whose terminal is gone: writing to it would be an error that hides how the run ended."""
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            gone = stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
+            gone = gone and not os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+        except OSError:
+            gone = True
+        if gone:
+            with suppress(OSError, ValueError):
+                stream.flush()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAgreement:
+    """What all ranks agree on between two steps.
+
+    Args:
+        signal: the number of a signal that one rank or more received; None: none.
+        requests: the lead's requests of every rank; empty: none.
+        memory: what is logged of the ranks' memory.
+    """
+
+    signal: int | None
+    requests: dict[str, Any]
+    memory: Values
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends before its next step."""
+        return self.signal is not None or "trouble" in self.requests
+
+
+def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
+    """Agree on the next step: one small all-reduce, and a broadcast where the lead has requests.
+
+    Args:
+        signal: that this rank received.
+    """
+    world, memory = run.world, peak_memory(run.device)
+    requests = lead_requests(run, watch) if world.lead else {}
+    if world.size == 1:
+        return StepAgreement(signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9})
+    number, asks, most, least = world.largest_numbers(
+        signal or 0, int(bool(requests)), memory * _RANKS + world.place.rank, -memory
+    )
+    shown: Values = {
+        "perf/memory_gb": most // _RANKS / 1e9,
+        "perf/memory_gb_least": -least / 1e9,
+        "perf/memory_rank": most % _RANKS,
+    }
+    return StepAgreement(signal=number or None, requests=world.of_lead(requests) if asks else {}, memory=shown)
+
+
+def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
+    """What the lead asks every rank to do before the next step; only what there is."""
+    found: dict[str, Any] = {}
+    if (bad := report(run)) is not None:
+        found["bad"] = bad
+    if watch.trouble is not None:
+        found["trouble"] = watch.trouble
+    elif run.step < run.config.train.steps and pick_up_swaps(run):
+        found["swaps"] = run.swaps
+    if run.saver.due(run.step):
+        found["save"] = True
+    if (diverged := answer(run)) is not None:
+        found["diverged"] = diverged
+    return found
+
+
+def apply_requests(run: Run, ledger: Ledger, requests: dict[str, Any]) -> None:
+    """Do what the lead asks of every rank.
+
+    Raises:
+        NonFiniteError: a checkpoint was not written because weights or moments are not finite.
+        DivergedError: the loss diverged, and more than a warning is wanted.
+    """
+    if not run.world.lead:
+        run.saver.outcomes()  # the lead has told them
+    if "bad" in requests:
+        refuse(requests["bad"])
+    if "diverged" in requests:
+        act_on(run, requests["diverged"])
+    if "swaps" in requests and not run.world.lead:
+        follow_swaps(run, requests["swaps"])
+    if "save" in requests:
+        ledger.settle()
+        save(run)

@@ -1,0 +1,52 @@
+"""Tests lie where their code lies: a folder or file of tests/ has the path of what it tests in fp4train/."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "fp4train"
+
+NO_PACKAGE = {
+    "distributed": "runs of several ranks",
+    "docs": "the pages and the README",
+    "golden": "vectors of NVIDIA's code",
+    "helpers": "what several tests share",
+    "house": "rules of the whole package",
+    "oracles": "this package beside code that is not ours",
+    "scripts": "the scripts of the project, and its installation",
+    "statistics": "errors as published",
+}
+"""Folders of tests/ that stand for no folder of the package, and what they hold."""
+
+PROGRAMS = {
+    "backends/te/te_calls_on_cpu.py": "one test starts it",
+    "backends/te/te_on_cpu.py": "one test starts it",
+    "golden/reduce.py": "makes the vectors beside it",
+}
+
+
+def folders() -> set[str]:
+    return {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")} - {"."}
+
+
+def test_every_folder_of_tests_has_its_folder_in_the_package_or_a_reason() -> None:
+    strange = {folder for folder in folders() if not (PACKAGE / folder / "__init__.py").exists()}
+    assert strange == set(NO_PACKAGE), "a folder of tests/ has the name of the folder of fp4train/ that it tests"
+
+
+def test_a_test_beside_the_folders_is_of_a_module_beside_the_packages() -> None:
+    for path in TESTS.glob("test_*.py"):
+        assert (PACKAGE / path.name.removeprefix("test_")).exists(), path.name
+
+
+def test_what_several_tests_share_lies_in_one_folder() -> None:
+    known = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")} - set(PROGRAMS)
+    for name in known:
+        path = Path(name)
+        assert path.parent.name == "helpers" or path.name == "conftest.py" or path.name.startswith("test_"), name
+
+
+def test_every_helper_is_used() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py"))
+    for path in (TESTS / "helpers").glob("*.py"):
+        words = (f"from {path.stem} import", f"import {path.stem}", f'"{path.name}"')
+        assert any(word in text for word in words), path.name

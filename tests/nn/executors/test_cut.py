@@ -1,0 +1,87 @@
+"""Which ranks an amax covers, where a shard's random bits begin, and the collectives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp4train.nn.executors.cut import Cut, LayerShard
+from fp4train.nn.ranks import Ranks
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
+from fp4train.quantize import QuantSpec
+
+TENSOR = Ranks(group=None, rank=1, size=2)
+DATA = Ranks(group=None, rank=0, size=4)
+NVFP4_X, ROW = NVFP4().table().fprop.first, FP8Row().table().fprop.first
+assert NVFP4_X is not None and ROW is not None
+
+
+def shard(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> LayerShard:
+    return LayerShard(
+        tensor=None if cut is None else TENSOR, cut=cut, first=64, data=DATA, amax=amax, sequence=sequence
+    )
+
+
+@pytest.mark.parametrize(
+    ("cut", "tensor", "shared"),
+    [
+        *[("out", "x", False), ("out", "w", True), ("out", "dy", True)],
+        *[("in", "x", True), ("in", "w", True), ("in", "dy", False)],
+    ],
+)
+def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(cut: Cut, tensor: str, shared: bool) -> None:
+    for transposed in (False, True):
+        assert shard(cut).amax_ranks(tensor, NVFP4_X, transposed=transposed) == ((TENSOR,) if shared else ())
+    assert shard(cut, amax="local").amax_ranks(tensor, NVFP4_X) == ()
+
+
+def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
+    assert shard("in").amax_ranks("x", ROW) == (TENSOR,)  # a token's features lie on two ranks
+    assert shard("in").amax_ranks("x", ROW, transposed=True) == ()  # a feature's tokens lie on this one
+    assert shard("out").amax_ranks("w", ROW) == ()
+    assert shard("out").amax_ranks("w", ROW, transposed=True) == (TENSOR,)
+
+
+@pytest.mark.parametrize("cut", [None, "out", "in"])
+def test_with_amax_data_it_covers_the_tokens_of_all_data_ranks(cut: Cut | None) -> None:
+    assert DATA in shard(cut, amax="data").amax_ranks("x", NVFP4_X)
+    assert DATA in shard(cut, amax="data").amax_ranks("x", ROW, transposed=True)
+    assert DATA not in shard(cut, amax="data").amax_ranks("x", ROW)
+    assert DATA not in shard(cut, amax="data").amax_ranks("w", NVFP4_X)
+    assert DATA not in shard(cut).amax_ranks("x", NVFP4_X)
+
+
+def test_tokens_that_are_gathered_as_codes_share_their_amax() -> None:
+    assert shard("out", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
+    assert shard("out", "local", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
+
+
+@pytest.mark.parametrize("spec", [MXFP8().table().fprop.first, FP8Delayed().table().fprop.first])
+def test_scales_of_blocks_and_of_histories_need_no_other_rank(spec: QuantSpec) -> None:
+    assert shard("in", amax="data").amax_ranks("x", spec) == ()
+
+
+def test_random_bits_begin_at_the_shards_first_element() -> None:
+    assert [shard("out").starts(t) for t in ("x", "w", "dy")] == [(0, 0), (64, 0), (0, 64)]
+    assert [shard("in").starts(t) for t in ("x", "w", "dy")] == [(0, 64), (0, 64), (0, 0)]
+
+
+@pytest.mark.parametrize(("field", "value"), [("amax", "all"), ("gather", "fp4")])
+def test_unknown_choices_are_refused(field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}='{value}' is not one of"):
+        LayerShard(tensor=TENSOR, cut="in", **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_cut_needs_ranks() -> None:
+    with pytest.raises(ValueError, match="a layer that is cut has ranks"):
+        LayerShard(cut="in")
+
+
+def test_no_collective_has_a_name_that_torch_warns_of() -> None:
+    """Every tensor-parallel run printed torch's FutureWarning; a warning is an error in a test."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks, x = Ranks(group=dist.group.WORLD, rank=0, size=1), torch.randn(4, 2)
+        for each in (ranks.sum, ranks.largest, ranks.sum_rows, ranks.gather_rows, ranks.part):
+            assert torch.equal(each(x.clone()), x)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""The package as a newcomer gets it: from a zip of the tree, an sdist, a wheel, or the tree itself (-e)."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("wheel", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zip", "sdist", "editable")))
+SMALL = ("model.layers=1", "train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1", "track=jsonl")
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+    "OMP_NUM_THREADS": "1",
+    "CC": "no-such-compiler",  # the C extension takes long to build, and is not the point here
+}
+PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
+
+
+def python(*arguments: str, of: Path | str = sys.executable, cwd: Path) -> str:
+    """Run Python to its end; returns what it printed."""
+    command = [str(of), *arguments]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def copy_tree(target: Path) -> Path:
+    """The files of the tree that an installation reads, without what tests and builds leave beside them."""
+    ignored = shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "__pycache__")
+    for folder in ("fp4train", "configs", "recipes"):
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, target / name)
+    return target
+
+
+def package(kind: str, tree: Path, folder: Path) -> Path:
+    """What `pip install` is given."""
+    if kind == "zip":
+        with zipfile.ZipFile(folder / "fp4train-main.zip", "w") as archive:
+            for path in sorted(tree.rglob("*")):
+                archive.write(path, Path("fp4train-main") / path.relative_to(tree))
+        return folder / "fp4train-main.zip"
+    if kind == "editable":
+        return tree
+    python("-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(folder), str(tree), cwd=folder)
+    (found,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return found
+
+
+def install(kind: str, folder: Path) -> Path:
+    """Install fp4train into a fresh environment; returns its Python.
+
+    The dependencies are lent by the environment of the tests. Its own fp4train stays behind, because .pth files in a
+    folder that a .pth file names are not read; --ignore-installed keeps pip from touching it.
+    """
+    found = package(kind, copy_tree(folder / "tree"), folder)
+    venv.create(folder / "env")
+    interpreter = folder / "env" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env")}))
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
+    editable = ("-e",) if kind == "editable" else ()
+    python(*PIP, "install", *options, *editable, str(found), of=interpreter, cwd=folder)
+    return interpreter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, tmp_path: Path) -> None:
+    """Through the console script, with a recipe and an experiment; without a compiler the reference serves."""
+    interpreter, outside = install(kind, tmp_path), tmp_path / "outside"
+    outside.mkdir()
+    code = """if True:
+        import fp4train
+        from fp4train.config.folders import CONFIGS, RECIPES
+        from fp4train.kernels import cpu
+        print(fp4train.__file__, cpu.unavailable(), sep="\\n")
+        for folder in (CONFIGS, RECIPES):
+            for path in folder.rglob("*.yaml"):
+                print(folder.name, path.relative_to(folder).as_posix(), sep="/")
+    """
+    where, compiler, *found = python("-c", code, of=interpreter, cwd=outside).splitlines()
+    assert tmp_path / ("tree" if kind == "editable" else "env") in Path(where).parents
+    assert "not built" in compiler
+    here = [path.relative_to(ROOT).as_posix() for name in ("configs", "recipes") for path in (ROOT / name).rglob("*.*")]
+    assert sorted(found) == sorted(here) and "recipes/nvfp4.yaml" in found
+
+    script = interpreter.parent / "fp4train"
+    python(str(script), *SMALL, "recipe=nvfp4_plain", "experiment=techniques", of=interpreter, cwd=outside)
+    run = outside / "runs" / "techniques-nvfp4_plain"
+    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]) == 2
+    assert (run / "curves.png").stat().st_size > 10_000
