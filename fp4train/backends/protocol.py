@@ -85,8 +85,8 @@ class LayerBackend(Protocol):
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""
         ...
 
-    def kernels(self, *, in_features: int, out_features: int, bias: bool, name: str) -> LayerKernels:
-        """The kernels of one layer; nothing is imported or allocated before the first call."""
+    def kernels(self, name: str) -> LayerKernels:
+        """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
         ...
 
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:

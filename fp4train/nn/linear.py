@@ -266,19 +266,10 @@ class Linear(nn.Linear):
             weights = self._prepared.get(None) or self.prepared(None)
             if offset is None and training and tokens:
                 offset = self._tokens.offset((context.seed, step), tokens, self.layer.name)
-        return Call(
-            executor,
-            context.seed,
-            step,
-            offset or 0,
-            self._layer_key,
-            weights,
-            self.states.get("scaling"),  # type: ignore[arg-type]
-            training,
-            context.shared,
-            context.counters,
-            self.weight if self.transposed else None,
-        )
+        at = (context.seed, step, offset or 0, self._layer_key)
+        scaling: Any = self.states.get("scaling")
+        parameter = self.weight if self.transposed else None
+        return Call(executor, *at, weights, scaling, training, context.shared, context.counters, parameter)
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""

@@ -60,12 +60,7 @@ def why_no_graph(plan: LayerPlan) -> str | None:
 def make_state(layer: Linear, name: str) -> LayerState:
     """A state of `layer` that has seen nothing, by name."""
     if name in LAYER_BACKENDS:
-        return LAYER_BACKENDS[name].kernels(
-            in_features=layer.in_features,
-            out_features=layer.out_features,
-            bias=layer.bias is not None,
-            name=layer.layer.name,
-        )
+        return LAYER_BACKENDS[name].kernels(layer.layer.name)
     made = _STATES[name]()
     made.joined = layer.joined
     return made
