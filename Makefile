@@ -15,7 +15,7 @@ train-2: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fp4train run.name=two-ranks device=cpu $(RUN)
 
 test: check
-	$(BIN)/pytest -n 2 --durations=10
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ class UserError(Exception):
     """An error in input or environment; the message says what is wrong, where, and what to do."""
 
     exit_code = 1
-    """Of a command that it ends."""
+    """Exit code of a command that ends with this error."""
 
 
 class DataError(UserError, ValueError):

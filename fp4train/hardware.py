@@ -39,7 +39,7 @@ OLDEST_GPU: Final = (8, 0)
 """Compute capability from which on GPUs multiply BF16."""
 
 _BITS: Final = MappingProxyType({"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32})
-"""Of an element by rate, from the narrowest to the widest rate."""
+"""Rate → bits of an element, from the narrowest to the widest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +179,7 @@ class Device:
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
         """The device of this machine that torch calls `device`; its capability is queried once."""
-        device = torch.device(device)
-        return _present(device.type, device.index)
+        return _present(torch.device(device))
 
     @classmethod
     def elsewhere(cls, gpu: Gpu) -> Device:
@@ -189,10 +188,11 @@ class Device:
 
 
 @functools.cache
-def _present(kind: str, index: int | None) -> Device:
-    if kind != "cuda" or not torch.cuda.is_available():
-        return Device(type=kind)
-    return Device(type=kind, name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index))
+def _present(device: torch.device) -> Device:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Device(type=device.type)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return Device(type="cuda", name=name, capability=capability)
 
 
 def driver_version() -> str | None:

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: a box of it, with the box's place in the whole.
+"""A rank's shard of a tensor: a box of it, with the box's place in the whole.
 
 A plain tensor is the case of one box at offset 0. Of a DTensor (torch.distributed.tensor) a rank holds the box that the
 tensor's mesh and placements give it; ranks along a mesh dimension with `Replicate` hold the same one.
@@ -48,7 +48,7 @@ class TensorShard:
 
 
 def shard_of(tensor: Tensor) -> TensorShard:
-    """What this rank holds of `tensor`; the part's tensor shares its memory.
+    """This rank's shard of `tensor`, with which it shares memory.
 
     Raises:
         TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not known.
@@ -95,7 +95,7 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
 
 
 def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, TensorShard]:
-    """What of `tensors` this rank writes, so that all ranks together write each element once; no collective.
+    """The shards of `tensors` that this rank writes, so that all ranks together write each element once; no collective.
 
     A part that several ranks hold is written by one of them, so chosen that they write about as many bytes each.
 

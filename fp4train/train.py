@@ -20,7 +20,7 @@ from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Numbers, Progress, Step, Values
 from fp4train.run.supervise.rescue import keep_what_is_whole, rescue, save, save_at_end
-from fp4train.run.supervise.watch import Watch, alarm
+from fp4train.run.supervise.watch import Alarm, Watch
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def train(run: Run) -> Result:
             CollectorBetweenSteps() as collector,
             shown as progress,
             Watch(run) as watch,
-            alarm(config.train.step_timeout) as watchdog,
+            Alarm(config.train.step_timeout) as watchdog,
         ):
             ledger = Ledger(run, progress.advance, partial(follow, run), watch.advance)
             try:

@@ -13,7 +13,7 @@ IDLE_SECONDS = 5.0
 
 
 class Worker:
-    """Does one call after another, in a thread that there is only while there is something to do.
+    """Does one call after another, in a background thread that exits when idle.
 
     A call that raises is reported to `failed`, in the thread, and the next one follows.
 

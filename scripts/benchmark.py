@@ -33,10 +33,11 @@ import fp4train as f4
 from fp4train.config.composition import compose
 from fp4train.config.schema import to_config
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
 from fp4train.precision.layers import Layer
+from fp4train.precision.plan import Plan
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer
-from fp4train.run.build import build
+from fp4train.run.build import build, build_plan
 from fp4train.run.host import CollectorBetweenSteps, keep_freed_memory
 from fp4train.run.run import Run
 from fp4train.train import train_step
@@ -245,10 +246,17 @@ def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run,
         cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
         assert isinstance(cfg, DictConfig)
         run = build(to_config(cfg), cfg)
+        plans: dict[Recipe, Plan] = {}
         with CollectorBetweenSteps() as collector:
 
             def step(recipe: Recipe) -> None:
-                done = train_step(run, recipe)
+                if recipe not in plans:
+                    timeline = Timeline(recipe=recipe, steps=run.config.train.steps)
+                    plans[recipe] = build_plan(run.config, run.layers, timeline, run.plan.device)
+                if (plan := plans[recipe]) is not run.plan:
+                    run.plan = plan
+                    run.apply(plan.stretches[0])
+                done = train_step(run, plan.stretches[0].recipe)
                 loss, norm = done.read()
                 run.step += 1
                 run.tracker.log(run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values)

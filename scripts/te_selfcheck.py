@@ -216,11 +216,7 @@ def check_reference(problem: Problem) -> list[Row]:
     ours, theirs = layers(problem)
     run_on_te(theirs, recipe)  # the reference needs no FP4 hardware
     theirs.states["te"] = TEExecutor(
-        in_features=theirs.in_features,
-        out_features=theirs.out_features,
-        bias=False,
-        name="selfcheck",
-        translate=lambda _: CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory),
+        name="selfcheck", translate=lambda _: CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory)
     )
     on_te = run_layer(theirs, recipe, problem)
     by_emulation = run_layer(ours, recipe, problem)

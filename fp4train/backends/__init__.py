@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fp4train.backends.emulate import EMULATE, TORCH, matmul, widened
 from fp4train.backends.native import NATIVE
-from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, Prepared
+from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, LayerState, Prepared
 from fp4train.backends.reference import REFERENCE
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands, Shape, Table, describe
 from fp4train.backends.te import TRANSFORMER_ENGINE
@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "LayerBackend",
     "LayerKernels",
+    "LayerState",
     "Operands",
     "Prepared",
     "Shape",
@@ -74,6 +75,15 @@ def choose(
     check_choice("backend", backend, CHOICES)
     if not table.quantised:
         return dict.fromkeys(GEMMS, Choice("torch", table.name))
+
+    def refusal(why_not: str) -> ValueError:
+        choices = choose(table, layer, "auto", device, cut=cut, apart=apart).values()
+        instead = sorted({choice.backend for choice in choices} - {"torch"})
+        return ValueError(
+            f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
+            f"{device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
+        )
+
     reason = f"backend={backend}"
     for name, together in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
@@ -82,35 +92,21 @@ def choose(
         if why_not is None:
             return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
-            raise ValueError(_refusal(table, layer, backend, device, why_not, cut, apart))
+            raise refusal(why_not)
         reason = f"auto: {why_not}"
-    return {gemm: _choose_gemm(table, gemm, layer, backend, device, reason, cut, apart) for gemm in GEMMS}
+
+    def of_gemm(gemm: str) -> Choice:
+        if not table[gemm].quantised:
+            return Choice("torch", table.name)
+        if backend == "auto":
+            native = apart is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None
+            return Choice("native", "auto: the GPU multiplies these codes") if native else Choice("emulate", reason)
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (apart if backend == "native" else None)
+        if why_not is not None:
+            raise refusal(f"{gemm}: {why_not}")
+        return Choice(backend, reason)
+
+    return {gemm: of_gemm(gemm) for gemm in GEMMS}
 
 
 _WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
-
-
-def _choose_gemm(
-    table: Table, gemm: str, layer: Shape, backend: str, device: Device, reason: str, cut: bool, apart: str | None
-) -> Choice:
-    if not table[gemm].quantised:
-        return Choice("torch", table.name)
-    if backend != "auto":
-        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (apart if backend == "native" else None)
-        if why_not is not None:
-            raise ValueError(_refusal(table, layer, backend, device, f"{gemm}: {why_not}", cut, apart))
-        return Choice(backend, reason)
-    if apart is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None:
-        return Choice("native", "auto: the GPU multiplies these codes")
-    return Choice("emulate", reason)
-
-
-def _refusal(
-    table: Table, layer: Shape, backend: str, device: Device, why_not: str, cut: bool, apart: str | None
-) -> str:
-    choices = choose(table, layer, "auto", device, cut=cut, apart=apart).values()
-    instead = sorted({choice.backend for choice in choices} - {"torch"})
-    return (
-        f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
-        f"{device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
-    )

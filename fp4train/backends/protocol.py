@@ -46,10 +46,20 @@ class Backend(Protocol):
         ...
 
 
-class LayerKernels(Protocol):
-    """The kernels of one layer."""
+class LayerState(Protocol):
+    """What a layer carries from step to step, and from checkpoint to checkpoint."""
 
-    name: str
+    def state(self) -> dict[str, Tensor]:
+        """The tensors to save; empty where nothing has been seen yet."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`."""
+        ...
+
+
+class LayerKernels(LayerState, Protocol):
+    """The kernels of one layer; their state is that of delayed scaling."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table, *, position: tuple[int, int] | None = None
@@ -59,14 +69,6 @@ class LayerKernels(Protocol):
         position: (seed, step), within which the weight does not change, so that it is quantised once; None: it may
         have changed since the last call.
         """
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """The state of delayed scaling, for checkpoints; empty without it."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state`."""
         ...
 
 
@@ -83,8 +85,8 @@ class LayerBackend(Protocol):
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""
         ...
 
-    def kernels(self, *, in_features: int, out_features: int, bias: bool, name: str) -> LayerKernels:
-        """The kernels of one layer; nothing is imported or allocated before the first call."""
+    def kernels(self, name: str) -> LayerKernels:
+        """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
         ...
 
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:

@@ -3,11 +3,10 @@
 from fp4train.checkpoint.folder import Checkpoint, CheckpointError, load, newest_state, prune, save, steps
 from fp4train.checkpoint.layout import ALONE, CheckpointGroup
 from fp4train.checkpoint.reading import StoredTensors
-from fp4train.checkpoint.tree import JSON, escaped, flatten, unflatten
+from fp4train.checkpoint.tree import escaped, flatten, unflatten
 
 __all__ = [
     "ALONE",
-    "JSON",
     "Checkpoint",
     "CheckpointError",
     "CheckpointGroup",

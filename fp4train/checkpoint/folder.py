@@ -62,7 +62,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What `load` found.
+    """A verified checkpoint, as `load` finds it.
 
     Args:
         step: optimiser steps done when it was written.
@@ -184,7 +184,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_state(folder: Path) -> dict[str, JSON]:
-    """What the newest checkpoint in `folder` holds beside tensors, which are not verified; empty where none is usable.
+    """The state (all but tensors, which are not verified) of the newest checkpoint; empty where none is usable.
 
     Raises:
         UserError: the folder cannot be read.

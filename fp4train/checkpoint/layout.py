@@ -1,4 +1,4 @@
-"""What writing and reading a checkpoint share: the names and marks of its files, and the ranks that do it together."""
+"""Names and marks of a checkpoint's files, and the group of ranks that write or read it together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 FORMAT = "fp4train.checkpoint"
 VERSION, SHARDED = 1, 2
-"""Of a checkpoint that one rank wrote, and of one that several wrote."""
+"""Format versions: of a checkpoint that one rank wrote, and of one that several wrote."""
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
 STATE_LIMIT = 1 << 26
-"""Bytes of a state that are read; the largest of fp4train's own have some hundred thousand."""
+"""Bytes of a state that are read at most; the largest of fp4train's own have some hundred thousand."""
 
 NAME = re.compile(r"step_(\d{8,18})", re.ASCII)
 LEFTOVER = ".tmp_"  # being written, or being deleted: worthless after a kill

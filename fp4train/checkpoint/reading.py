@@ -46,7 +46,7 @@ class File:
 
 
 def status_of(descriptor: int) -> tuple[int, int, int, int]:
-    """What changes when another file takes this one's place, or somebody writes to it."""
+    """Device, inode, size and time of change: they differ once the file was replaced or written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -65,7 +65,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Folder, files: Mapping[str, File], aliases: Mapping[str, str]) -> None:
         self.path = folder.path
-        self._files, self._aliases = files, aliases
+        self._files = files
         self._boxes: dict[str, list[tuple[str, Box]]] = {}
         for file, each in files.items():
             for name, box in each.boxes.items():
@@ -74,6 +74,7 @@ class StoredTensors(Mapping[str, Tensor]):
             _check_whole(name, [box for _, box in boxes])
         if lost := next((name for name, target in aliases.items() if target not in self._boxes), None):
             raise ValueError(f"{lost} stands for {aliases[lost]}, which is not there")
+        self._boxes |= {name: self._boxes[target] for name, target in aliases.items()}
         self._open: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close, self._open)
 
@@ -82,22 +83,21 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.read(name, (0,) * len(shape), shape)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._boxes
-        yield from self._aliases
+        return iter(self._boxes)
 
     def __len__(self) -> int:
-        return len(self._boxes) + len(self._aliases)
+        return len(self._boxes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._boxes or name in self._aliases
+        return name in self._boxes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises KeyError where there is none of this name."""
-        return self._box(name).shape
+        """The shape of the whole tensor. Raises KeyError where there is none of this name."""
+        return self._boxes[name][0][1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises KeyError where there is none of this name."""
-        return self._box(name).dtype
+        """The dtype of the tensor. Raises KeyError where there is none of this name."""
+        return self._boxes[name][0][1].dtype
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """The box of the tensor at `offsets`.
@@ -108,7 +108,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """
         into = torch.empty(sizes, dtype=self.dtype(name))
         wanted, found = math.prod(sizes), 0
-        for file, box in self._boxes[self._aliases.get(name, name)]:
+        for file, box in self._boxes[name]:
             if found < wanted and _overlap(box, offsets, sizes):
                 found += read_box(self._descriptor(file), box, into, offsets)
         if found != wanted:
@@ -119,9 +119,6 @@ class StoredTensors(Mapping[str, Tensor]):
         """This rank's part of a tensor that lies as `tensor` does, which has the same shape."""
         part = shard_of(tensor)
         return like(tensor, self.read(name, part.offsets, tuple(part.tensor.shape)))
-
-    def _box(self, name: str) -> Box:
-        return self._boxes[self._aliases.get(name, name)][0][1]
 
     def _descriptor(self, file: str) -> int:
         if file in self._open:

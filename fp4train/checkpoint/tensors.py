@@ -118,7 +118,7 @@ def checksum(descriptor: int, size: int) -> str:
 
 
 def read_header(descriptor: int, size: int) -> dict[str, Box]:
-    """What lies where in a file of `size` bytes.
+    """The tensors in a file of `size` bytes, by name.
 
     Raises:
         ValueError: it is no such file; the message says why.

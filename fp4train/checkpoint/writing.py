@@ -41,7 +41,7 @@ class Writing:
             raise
 
     def _together(self, task: Callable[[], object]) -> Any:
-        """What `task` gives on each rank, in the order of ranks, as JSON; it waits for all of them."""
+        """The results of `task` on all ranks, in the order of ranks; it waits for all of them."""
         if self.ranks.size == 1:
             return [task()]
         given, raised = None, None

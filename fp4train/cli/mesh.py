@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fp4train.config.schema import Config
     from fp4train.hardware import Gpu
     from fp4train.lab.costs.cluster import ClusterCost
-    from fp4train.lab.costs.search import Candidate
+    from fp4train.lab.costs.search import MeshCandidate
     from fp4train.lab.costs.workload import Workload
     from fp4train.precision.phases import Timeline
     from fp4train.precision.plan import Plan
@@ -132,7 +132,7 @@ class MeshPlan:
     def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
         from fp4train.hardware import Device
-        from fp4train.lab.costs.shards import row_wise
+        from fp4train.lab.costs.workload import row_wise
         from fp4train.precision.layers import find_layers
         from fp4train.run.build import build_plan
 
@@ -183,8 +183,8 @@ class MeshPlan:
             UserError: the mesh cannot be; the message says what to do.
         """
         from fp4train.lab.costs.cluster import cluster_cost
-        from fp4train.lab.costs.fit import batch_problem, problems
-        from fp4train.lab.costs.shards import find_weights
+        from fp4train.lab.costs.search import batch_problem, problems
+        from fp4train.lab.costs.workload import find_weights
         from fp4train.run.checks import check_oscillation, divided_blocks
 
         mesh = self.mesh()
@@ -234,7 +234,7 @@ class MeshPlan:
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
 
-    def search(self) -> tuple[list[Candidate], int]:
+    def search(self) -> tuple[list[MeshCandidate], int]:
         """Every mesh, the best first, and the batch they are compared with."""
         from fp4train.lab.costs.search import candidates
 

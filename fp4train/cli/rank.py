@@ -46,7 +46,7 @@ _log = logging.getLogger("fp4train")
 
 USAGE = usage(__doc__)
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
-"""What is ranked where no candidate is named."""
+"""The candidates of a ranking that names none."""
 FIGURE = "rank.png"
 
 STEP = "step"

@@ -22,10 +22,12 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fp4train import files
 from fp4train.cli.launch import Start, launch
@@ -47,6 +49,7 @@ WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+T = TypeVar("T")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
 
 
@@ -118,54 +121,37 @@ def study_command(arguments: list[str]) -> StudyCommand:
     return StudyCommand(run=run, options=found, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
 
 
-def _whole(options: dict[str, str], key: str, default: int, least: int = 1) -> int:
-    """The whole number that an option gives.
+def _given(options: dict[str, str], key: str, read: Callable[[str], T | None], wanted: str) -> T | None:
+    """The value that an option gives; None where it is not given.
 
     Raises:
-        UserError: it is none, or below `least`.
+        UserError: it gives another one than `wanted`, for which `read` returns None.
     """
-    text = options.get(key, str(default))
-    if (found := whole_number(text)) is None or found < least:
-        raise UserError(f"{key}={text!r} must be a whole number from {least}")
+    if (text := options.get(key)) is None:
+        return None
+    if (found := read(text)) is None:
+        raise UserError(f"{key}={text!r} must be {wanted}")
     return found
 
 
-def _number(options: dict[str, str], key: str) -> float | None:
-    """The number that an option gives; None where it is not given.
-
-    Raises:
-        UserError: it is no finite number ≥ 0.
-    """
-    text = options.get(key)
-    if text is None:
-        return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise UserError(f"{key}={text!r} must be a number ≥ 0")
-    return found
+def _whole(options: dict[str, str], key: str, default: int) -> int:
+    return _given(options, key, lambda text: whole_number(text) or None, "a whole number from 1") or default
 
 
-def _seconds(options: dict[str, str], key: str) -> float | None:
-    """The seconds of a duration (90s, 5min, 1h); None where it is not given.
+def _number(text: str) -> float | None:
+    with suppress(ValueError):
+        return found if 0 <= (found := float(text)) < float("inf") else None
+    return None
 
-    Raises:
-        UserError: it is no duration above 0.
-    """
-    text = options.get(key)
-    if text is None:
-        return None
+
+def _seconds(text: str) -> float | None:
     found = _DURATION.fullmatch(text)
-    if found is None or float(found[1]) <= 0:
-        raise UserError(f"{key}={text!r} must be a duration above 0: 90s, 5min, 1h")
-    return float(found[1]) * SECONDS[found[2] or "s"]
+    return float(found[1]) * SECONDS[found[2] or "s"] or None if found else None
 
 
 def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.lab.studies.parts import RecipeParts
-    from fp4train.lab.studies.progress import StudyProgress
+    from fp4train.lab.studies.progress import study_progress
     from fp4train.lab.studies.record import open_record
     from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
     from fp4train.lab.studies.subject import open_subject
@@ -175,7 +161,7 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.run.record.trust import check_paths
 
     options = command.options
-    budget = _seconds(options, "budget")
+    budget = _given(options, "budget", _seconds, "a duration above 0: 90s, 5min, 1h")
     if budget is not None and "batches" in options:
         raise UserError("budget=… decides how many batches are measured: leave batches=… out")
     cells = options.get("cells", "false").lower()
@@ -187,7 +173,7 @@ def _study(start: Start, *, command: StudyCommand) -> int:
         budget=budget,
         cells=cells == "true",
     )
-    keep, cost = _number(options, "keep"), _number(options, "cost")
+    keep, cost = (_given(options, key, _number, "a number ≥ 0") for key in ("keep", "cost"))
     keep_freed_memory()
     config, chosen, swap = start.config, start.cfg, start.swap
     check_paths(chosen, start.named)
@@ -206,15 +192,15 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     groups_of(subject, effort)
     folder = subject.studies / (f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}"))
     folder = Path(options.get("out", folder))
-    progress = StudyProgress("measurement", every=15.0)
+    progress = study_progress("measurement", every=15.0)
     with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)
         try:
-            found = study.run(shown.show)
+            found = study.run(shown)
             trade = trade_off(
                 found, keep=None if cost is not None else KEEP if keep is None else keep, cost=cost, gpu=gpu
             )
-            judged = study.judge(trade.policy, shown.show) if trade.policy.keep else None
+            judged = study.judge(trade.policy, shown) if trade.policy.keep else None
         finally:
             study.end()
     report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)

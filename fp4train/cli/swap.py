@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from fp4train import checkpoint
 from fp4train.cli.output import usage
@@ -23,7 +24,7 @@ from fp4train.config.composition import composed
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.inbox import cancel_request, pending, request_cancel, request_swap, wait_for_answer
+from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import as_swap, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
@@ -77,17 +78,18 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
         raise UserError(f"at={at} is past: {run} has done {done} steps")
     if not run_directory.is_running(run):
         _check(run, recipe, names[0], done if at is None else at)
-    request = request_swap(run, recipe, names[0], at)
-    when = "at the next step" if at is None else f"at step {at}"
+    more = " train.steps=…" if done >= steps else ""
+    when = f"recipe {names[0]} " + ("at the next step" if at is None else f"at step {at}")
+    later = f"{when}; no process trains in {run} now, it is picked up on resume={run}{more}"
+    return _ask(run, {"recipe": recipe, "name": names[0], "at": at}, wait, when, later)
+
+
+def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) -> int:
+    """Ask for `what`; wait for the process that trains, and say what it answered, or `later` where none does."""
+    request = ask(run, body)
     if not run_directory.is_running(run):
-        more = " train.steps=…" if done >= steps else ""
-        print(f"{run}: recipe {names[0]} {when}; no process trains in {run} now, it is picked up on resume={run}{more}")
+        print(f"{run}: {later}")
         return 0
-    return _report(run, request, wait, f"recipe {names[0]} {when}")
-
-
-def _report(run: Path, request: str, wait: float, what: str) -> int:
-    """Wait for the training process, and say what it answered."""
     answer = wait_for_answer(run, request, wait)
     if answer is None:
         ended = "" if run_directory.is_running(run) else "the process has ended; "
@@ -134,9 +136,7 @@ def _cancel(run: Path, what: str, wait: float) -> int:
     recorded = [swap.step for swap in read_swaps(run) if swap.step >= done]
     if what == "all":
         taken = [request for request in open_requests if cancel_request(run, request)]
-        code = 0
-        for step in recorded:
-            code = max(code, _forget(run, step, wait))
+        code = max((_forget(run, step, wait) for step in recorded), default=0)
         if not taken and not recorded:
             print(f"{run}: no swap is pending")
         elif taken:
@@ -155,11 +155,8 @@ def _cancel(run: Path, what: str, wait: float) -> int:
 
 
 def _forget(run: Path, step: int, wait: float) -> int:
-    request = request_cancel(run, step)
-    if not run_directory.is_running(run):
-        print(f"{run}: the swap at step {step} is cancelled when the run is resumed")
-        return 0
-    return _report(run, request, wait, f"to cancel the swap at step {step}")
+    at = f"the swap at step {step}"
+    return _ask(run, {"cancel": step}, wait, f"to cancel {at}", f"{at} is cancelled when the run is resumed")
 
 
 def _value(words: list[str], key: str) -> str | None:

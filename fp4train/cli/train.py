@@ -141,10 +141,10 @@ def _world(config: Config, place: ProcessRank) -> World:
 
 def _train(command: Start, world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
+    from fp4train.run.begin import find_start
     from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.trust import check_paths
-    from fp4train.run.resume import find_start
     from fp4train.run.supervise.divergence import Rewind
 
     keep_freed_memory()

@@ -37,7 +37,7 @@ CHUNK = 1 << 22
 """Bytes of each digest."""
 READERS = 4
 KEPT = "token_digests.json"
-"""In the run's directory."""
+"""The file of token files' digests in the run's directory."""
 LIMIT = 1 << 20
 LARGE = 1 << 30
 """Bytes from which on progress is shown."""

@@ -52,7 +52,7 @@ def _mix(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def permute(index: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where `index` (any subset of 0 … n-1) goes in the permutation of `epoch`."""
+    """The images of `index` (any subset of 0 … n-1) under the permutation of `epoch`."""
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     state = splitmix64(splitmix64(seed & MASK64) ^ epoch)

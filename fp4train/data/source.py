@@ -1,4 +1,4 @@
-"""What `data=…` binds to, and how the documents of a source become its tokens.
+"""The protocol of `data=…`, and how the documents of a source become its tokens.
 
 A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids are every document's
 tokens, one end-of-document id, the next document. Pieces of text are encoded 64 at a time, which is what keeps the

@@ -67,14 +67,6 @@ class Tokens:
         return replace(data, digest="+".join(digests))
 
 
-def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
-    """The ids of a token file of any of the three formats, memory-mapped."""
-    try:
-        return _map(file, dtype, key)
-    except OSError as error:
-        raise DataError(f"{key}={file} cannot be read: {error.strerror or error}") from error
-
-
 def _file(path: str, key: str) -> Path:
     """The file that holds the ids: Megatron's pair may be named by either file, or by its prefix."""
     prefix = expanded(path, key)
@@ -86,27 +78,40 @@ def _file(path: str, key: str) -> Path:
     return file
 
 
-def _map(file: Path, dtype: str | None, key: str) -> Ids:
-    size = file.stat().st_size
-    index = file.with_suffix(".idx")
-    stored: str | None
-    if index.is_file():
-        stored, offset = _megatron_dtype(index, size), 0
-    else:
-        with file.open("rb") as opened:
-            head = opened.read(12)
-        stored, offset = _llmc_header(file, head, size)
-    if stored is not None and dtype is not None and np.dtype(dtype).itemsize != np.dtype(stored).itemsize:
-        raise DataError(f"data.dtype={dtype}, but {file} says that it holds {stored}. Leave data.dtype out.")
-    chosen = np.dtype(stored or dtype or "uint16").newbyteorder("<")
-    if size == offset:
-        raise DataError(f"{key}={file} is empty")
-    if (size - offset) % chosen.itemsize:
-        raise DataError(
-            f"{key}={file} has {size:,} bytes, which is no whole number of {chosen.name} tokens: it is cut off, or "
-            f"another data.dtype is right ({', '.join(DTYPES)})"
-        )
-    return np.memmap(file, dtype=chosen, mode="r", offset=offset)
+def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
+    """The ids of a token file of any of the three formats, memory-mapped."""
+    try:
+        size = file.stat().st_size
+        stored, offset = _header(file, size)
+        if stored is not None and dtype is not None and np.dtype(dtype).itemsize != np.dtype(stored).itemsize:
+            raise DataError(f"data.dtype={dtype}, but {file} says that it holds {stored}. Leave data.dtype out.")
+        chosen = np.dtype(stored or dtype or "uint16").newbyteorder("<")
+        if size == offset:
+            raise DataError(f"{key}={file} is empty")
+        if (size - offset) % chosen.itemsize:
+            raise DataError(
+                f"{key}={file} has {size:,} bytes, which is no whole number of {chosen.name} tokens: it is cut off, or "
+                f"another data.dtype is right ({', '.join(DTYPES)})"
+            )
+        return np.memmap(file, dtype=chosen, mode="r", offset=offset)
+    except OSError as error:
+        raise DataError(f"{key}={file} cannot be read: {error.strerror or error}") from error
+
+
+def _header(file: Path, size: int) -> tuple[str | None, int]:
+    """The type of the ids, if the file or its index says it, and the bytes before them."""
+    if (index := file.with_suffix(".idx")).is_file():
+        return _megatron_dtype(index, size), 0
+    with file.open("rb") as opened:
+        head = opened.read(12)
+    magic, _, tokens = struct.unpack("<iii", head) if len(head) == 12 else (0, 0, 0)
+    dtype = LLMC_MAGICS.get(magic)
+    if dtype is None or size < LLMC_HEADER_BYTES:
+        return None, 0
+    expected = LLMC_HEADER_BYTES + tokens * np.dtype(dtype).itemsize
+    if expected != size:
+        raise DataError(f"{file} has {size:,} bytes, but its header counts {tokens:,} tokens ({expected:,} bytes)")
+    return dtype, LLMC_HEADER_BYTES
 
 
 def _megatron_dtype(index: Path, size: int) -> str:
@@ -131,17 +136,3 @@ def _megatron_dtype(index: Path, size: int) -> str:
             "one of the two is cut off or belongs to another"
         )
     return MEGATRON_CODES[code]
-
-
-def _llmc_header(file: Path, head: bytes, size: int) -> tuple[str | None, int]:
-    """Type of the ids and bytes before them, if the file starts with llm.c's header; otherwise (None, 0)."""
-    if len(head) < 12 or size < LLMC_HEADER_BYTES:
-        return None, 0
-    magic, _, tokens = struct.unpack("<iii", head)
-    dtype = LLMC_MAGICS.get(magic)
-    if dtype is None:
-        return None, 0
-    expected = LLMC_HEADER_BYTES + tokens * np.dtype(dtype).itemsize
-    if expected != size:
-        raise DataError(f"{file} has {size:,} bytes, but its header counts {tokens:,} tokens ({expected:,} bytes)")
-    return dtype, LLMC_HEADER_BYTES

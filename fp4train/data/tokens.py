@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 
 
 class TokenizerConfig(Protocol):
-    """What `data.tokenizer` binds to."""
+    """The protocol of `data.tokenizer`."""
 
     def build(self, documents: Documents, run_dir: Path) -> Tokenizer:
         """The tokenizer; what must be kept for a resume is kept in `run_dir`."""

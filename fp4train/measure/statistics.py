@@ -61,7 +61,7 @@ class Seen:
 
 
 @dataclass
-class Watched:
+class WatchedLayers:
     """What `watch` saw, by layer name."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
@@ -81,17 +81,16 @@ class Watched:
             table = plans[name].table
             if not table.quantised or seen.x is None or seen.w is None or seen.dy is None:
                 continue
-            known: dict[tuple[QuantSpec, int], tuple[Tensor, Decoded, bool]] = {}
+            known: dict[tuple[QuantSpec, str], tuple[Tensor, Decoded, bool]] = {}
             decoded: list[Decoded] = []
-            for number, (gemm, which) in enumerate((gemm, i) for gemm in GEMMS for i in (0, 1)):
-                spec = (table[gemm].first, table[gemm].second)[which]
-                sample = self._of(seen, gemm, which)
+            samples = {"x": seen.x, "w": seen.w, "dy": seen.dy}
+            for number, (gemm, operand) in enumerate(name.split(".") for name in NAMES):
+                spec = (table[gemm].first, table[gemm].second)[number % 2]
                 if spec is None:
                     continue
-                share = (spec, id(sample))
-                turned = gemm == "wgrad" or (gemm == "dgrad" and which == 1)
+                share, turned = (spec, operand), gemm == "wgrad" or (gemm, operand) == ("dgrad", "w")
                 if not (spec.transposable and not spec.random and share in known):
-                    known[share] = (*_statistics(sample, spec, key, turned=turned), turned)
+                    known[share] = (*_statistics(samples[operand], spec, key, turned=turned), turned)
                 found, values, other = known[share]
                 rows.append(found)
                 at.append((len(layers), number))
@@ -103,13 +102,6 @@ class Watched:
         values_ = torch.stack(rows) if rows else torch.zeros(0, len(RAW), dtype=torch.float64)
         noise = torch.stack(noises) if noises else torch.zeros(0, dtype=torch.float64)
         return Measured(layers=layers, at=at, values=values_, noise=noise, tokens=tokens)
-
-    @staticmethod
-    def _of(seen: Seen, gemm: str, which: int) -> Sample:
-        first, second = {"fprop": (seen.x, seen.w), "dgrad": (seen.dy, seen.w), "wgrad": (seen.dy, seen.x)}[gemm]
-        found = second if which else first
-        assert found is not None
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +149,7 @@ def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, turned: bool) ->
     q = quantize.codes(x_RC, key if spec.random else None, of.amax if whole else None)
     decoded = quantize.decode(q)
     x = (x_RC if spec.hadamard is None else transform(x_RC, spec.hadamard, key)).float()
-    y = decoded.values.float() if decoded.scale is None else decoded.values.float() * decoded.scale
+    y = _values(decoded)
     magnitude = x.abs()
     clipped, nonzero = (magnitude > largest_values(q)).sum(), magnitude.count_nonzero()
     lost = nonzero - torch.logical_and(x, y).sum()
@@ -194,9 +186,9 @@ def _values(decoded: Decoded) -> Tensor:
 
 
 @contextmanager
-def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[Watched]:
+def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[WatchedLayers]:
     """Sample the tensors of `layers`: of the first forward pass of each, and of its backward pass."""
-    watched = Watched()
+    watched = WatchedLayers()
 
     def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if seen.hooked:

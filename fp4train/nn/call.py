@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,18 +37,6 @@ class Route(NamedTuple):
 
 
 EAGER = Route("eager")
-
-
-class LayerState(Protocol):
-    """What a layer carries from step to step, and from checkpoint to checkpoint."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors to save; empty where nothing has been seen yet."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state`."""
-        ...
 
 
 class Executor(ABC):
@@ -125,6 +113,26 @@ class TokenCount:
         return offset
 
 
+class GradientDtypes(NamedTuple):
+    """The dtypes of the gradients that backward computes; None for those it does not."""
+
+    x: torch.dtype | None = None
+    w: torch.dtype | None = None
+    bias: torch.dtype | None = None
+
+
+def gradient_dtypes(x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> GradientDtypes:
+    """The gradient dtypes of those of x, w and bias that are `wanted`."""
+    return GradientDtypes(
+        x.dtype if wanted[0] else None,
+        w.dtype if wanted[1] else None,
+        bias.dtype if bias is not None and wanted[2] else None,
+    )
+
+
+_NO_GRADIENTS = GradientDtypes()
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """The state of one call, shared by forward and backward; tensors are passed separately.
@@ -141,6 +149,7 @@ class Call:
             of its tensors, or a part of the channels.
         counters: `step` on the device, where it is read from there (`RandomKey.counters`).
         parameter: the parameter whose shard or part w is, if w is new in each call.
+        gradients: what backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
         parts: (channels, call) of each part of the in features, where parts are multiplied apart.
     """
@@ -156,6 +165,7 @@ class Call:
     shared: dict[str, Any] | None
     counters: Tensor | None = None
     parameter: Tensor | None = None
+    gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
     parts: tuple[tuple[Tensor, Call], ...] = ()
 

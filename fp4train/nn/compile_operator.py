@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
-from fp4train.nn.call import Call
-from fp4train.nn.executors.gemms import GradientDtypes, gradient_dtypes, without_torchs_autocast
+from fp4train.nn.call import Call, gradient_dtypes
+from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.linear import Handle, Linear
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, is_stray_recomputation, once, state
@@ -42,7 +42,6 @@ class SavedCall(OpaqueBase):
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: Call | None = None
-    gradients: GradientDtypes | None = None
     x: Quantized | None = None
     calls: list[Call] = field(default_factory=list)
     """The list in which the call is recorded for recomputation."""
@@ -50,7 +49,7 @@ class SavedCall(OpaqueBase):
     def release(self) -> None:
         """Free the data after backward; the graph itself lives as long as the loss."""
         self.calls[:] = [call for call in self.calls if call is not self.call]
-        self.call = self.gradients = self.x = None
+        self.call = self.x = None
 
 
 register_opaque_type(SavedCall, typ="reference")
@@ -77,9 +76,9 @@ def linear(
     """
     calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
-    gradients = gradient_dtypes(x_MK, w_NK, bias_N, tuple(wanted))
-    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
-    return y_MN, SavedCall(call, gradients, x if isinstance(x, Quantized) else None, calls)
+    call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, wanted)
+    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call)
+    return y_MN, SavedCall(call, x if isinstance(x, Quantized) else None, calls)
 
 
 def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
@@ -112,11 +111,11 @@ def linear_backward(
     dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: SavedCall, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias), empty if not wanted; `x_MK` is given if wgrad takes x in high precision."""
-    call, gradients = saved.call, saved.gradients
-    assert call is not None and gradients is not None
+    call = saved.call
+    assert call is not None
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
-        found = call.executor.backward(dy_MN, w_NK, (x,), call, gradients)
+        found = call.executor.backward(dy_MN, w_NK, (x,), call)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
     dx, dw, dbias = (dy_MN.new_empty(0) if each is None else each for each in found)

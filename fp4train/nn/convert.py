@@ -150,7 +150,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
+class UnconvertedWeight:
     """A matrix weight that fp4train does not multiply.
 
     Args:
@@ -180,8 +180,8 @@ class Conversion:
     """
 
     layers: tuple[Layer, ...]
-    left: tuple[Weight, ...]
-    others: tuple[Weight, ...]
+    left: tuple[UnconvertedWeight, ...]
+    others: tuple[UnconvertedWeight, ...]
 
     @property
     def share(self) -> float:
@@ -226,12 +226,12 @@ def report(model: nn.Module) -> Conversion:
     found = list(_matrices(model, layers, covered))
     sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
     total = sum(sizes.values()) or 1
-    left: list[Weight] = []
-    others: list[Weight] = []
+    left: list[UnconvertedWeight] = []
+    others: list[UnconvertedWeight] = []
     for parameter, name, why, is_linear in found:
         # Counted once: at its first place in the list, or in the converted layer that shares it.
         size = 0 if parameter in covered else sizes.pop(parameter, 0)
-        weight = Weight(
+        weight = UnconvertedWeight(
             name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
         )
         (left if is_linear else others).append(weight)
@@ -286,9 +286,9 @@ def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
     return f"{kind} is not an nn.Linear"
 
 
-def _groups(weights: tuple[Weight, ...]) -> dict[tuple[str, str], list[Weight]]:
+def _groups(weights: tuple[UnconvertedWeight, ...]) -> dict[tuple[str, str], list[UnconvertedWeight]]:
     """Weights grouped by module path, with numbers replaced by *, and reason; the largest share first."""
-    groups: dict[tuple[str, str], list[Weight]] = {}
+    groups: dict[tuple[str, str], list[UnconvertedWeight]] = {}
     for weight in weights:
         place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"
         place = (place.strip("*.") and place) or "the children"

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.backends import CHOICES
+from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
-from fp4train.nn.call import EAGER, Call, Executor, LayerState, Route, TokenCount
+from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
 from fp4train.nn.executors import make_executor, make_state
 from fp4train.nn.executors.cut import LayerShard, default_context
 from fp4train.nn.executors.gemms import torch_autocasts, without_torchs_autocast
@@ -266,19 +266,10 @@ class Linear(nn.Linear):
             weights = self._prepared.get(None) or self.prepared(None)
             if offset is None and training and tokens:
                 offset = self._tokens.offset((context.seed, step), tokens, self.layer.name)
-        return Call(
-            executor,
-            context.seed,
-            step,
-            offset or 0,
-            self._layer_key,
-            weights,
-            self.states.get("scaling"),  # type: ignore[arg-type]
-            training,
-            context.shared,
-            context.counters,
-            self.weight if self.transposed else None,
-        )
+        at = (context.seed, step, offset or 0, self._layer_key)
+        scaling: Any = self.states.get("scaling")
+        parameter = self.weight if self.transposed else None
+        return Call(executor, *at, weights, scaling, training, context.shared, context.counters, parameter)
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""

@@ -36,7 +36,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What every optimizer has; subclasses say in `over` which of torch's optimizers they are.
+    """The constants of every optimizer; subclasses say in `over` which of torch's optimizers they are.
 
     Args:
         lr: peak learning rate; the schedule multiplies it.

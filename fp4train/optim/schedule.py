@@ -53,7 +53,7 @@ class Schedule:
         return None
 
     def problems(self, steps: int) -> list[str]:
-        """What a run of `steps` is too short for, for people."""
+        """Sentences about the parts of the schedule for which a run of `steps` is too short."""
         warmup = _steps("warmup", self.warmup, steps)
         if warmup and warmup >= steps:
             return [f"schedule.warmup={self.warmup} takes all {steps} steps: the peak rate holds for none after it"]

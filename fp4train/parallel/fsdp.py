@@ -42,7 +42,6 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-
     data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
         set_data_ranks(model, amax=parallel.amax, data=data)

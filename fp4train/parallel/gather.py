@@ -42,11 +42,11 @@ AMAX = "amax"
 
 
 class Payload(NamedTuple):
-    """Something of a weight that is sent.
+    """A form of a weight that is sent: codes and scales of `spec`, or values.
 
-    spec: None: values.
-    column: whether it is the form of wᵀ, which is sent transposed back.
-    dtype: of values.
+    spec: how the weight is quantised; None: values are sent.
+    column: whether wᵀ is quantised; it is sent transposed back.
+    dtype: of the values.
     """
 
     spec: QuantSpec | None
@@ -55,7 +55,7 @@ class Payload(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What one rank sends of a part, and what every rank knows without."""
+    """The tensors that one rank sends of a payload; scales and amax where every rank knows them without."""
 
     tensors: tuple[Tensor, ...]
     scales: Tensor | None
@@ -84,12 +84,12 @@ class WeightGather:
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.position: Position | None = None
         self.amaxes: dict[object, Tensor] = {}
-        """Of the whole weight at `position`, by what it covers: see `AMAX`."""
+        """Amaxes of the whole weight at `position`, by the extent that they cover: see `AMAX`."""
         self.delayed: Tensor | None = None
         self.forward: tuple[Payload, ...] = (MASTER,)
-        """What to send for the next forward pass, and"""
+        """Payloads of the next forward pass."""
         self.backward: tuple[Payload, ...] = (MASTER,)
-        """for the backward pass of the last one."""
+        """Payloads of the backward pass of the last forward pass."""
         self.rounds = mode == "bf16"
         """Whether the values that are sent stand for the master's."""
         self._made: dict[Payload, Sent] = {}
@@ -136,7 +136,7 @@ class WeightGather:
     def _parts(
         self, plan: LayerPlan | None, position: Position | None
     ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
-        """What forward needs, and what backward needs."""
+        """The payloads of forward and of backward."""
         if plan is None:
             return (MASTER,), (MASTER,)
         way = wire_form(plan, self.group.size(), self.mode)
@@ -198,7 +198,7 @@ class WeightGather:
     def send(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], dict[Payload, Sent]]:
-        """What this rank sends: the tensors, and of each part how many of them are its."""
+        """The tensors that this rank sends, and its payloads with their tensors."""
         wanted = self.forward if backward_pass() == -1 else self.backward
         sent = {part: self._make(part) for part in (self._known(each) for each in wanted)}
         tensors = tuple(tensor for each in sent.values() for tensor in each.tensors)
@@ -339,7 +339,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
 
 
 def _sent(q: Quantized, part: Payload) -> Sent:
-    """What of a quantised shard is sent: what has the shards along an axis, which becomes the first."""
+    """The tensors of a quantised shard that have the shards along an axis, which becomes the first."""
     along_shards = q.spec.block[1 if part.column else 0] is not None
     per_shard = q.spec.global_scale == "block" or (q.spec.global_scale == "row" and not part.column)
     parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_shard and q.amax is not None else ()))

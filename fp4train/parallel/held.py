@@ -1,4 +1,4 @@
-"""What of the whole model's state a rank of a pipeline holds: between its own numbering and that of the whole."""
+"""The part of the whole model's state that a pipeline's rank holds, in its own numbering and in that of the whole."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Inventory:
     # -- this rank's part of the whole state --------------------------------------------------------------------------
 
     def own(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What of a checkpoint's state is this rank's; what no stage should have stays, to be refused."""
+        """This rank's part of a checkpoint's state; entries that no stage should have stay, to be refused."""
         found = {**state, "model": self.own_weights(state["model"], model)}
         mine = {name for name, module in model.named_modules() if name in self.layers}
         found["scaling"] = {k: v for k, v in state["scaling"].items() if k in mine or k not in self.layers}

@@ -177,8 +177,8 @@ class Meeting:
         self.heard: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None
-        self._ear = Thread(target=self._listen, args=(listening,), daemon=True)
-        self._ear.start()
+        self._listener = Thread(target=self._listen, args=(listening,), daemon=True)
+        self._listener.start()
 
     @classmethod
     def join(cls, place: ProcessRank, timeout: float) -> Meeting:
@@ -215,16 +215,16 @@ class Meeting:
         except RuntimeError as error:
             absent = found._named(_within(GRACE, lambda: found._without("here"), [0]))
             text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
-            raise LostError(text, speaks=found.say(LostError.exit_code, text)) from error
+            raise LostError(text, speaks=found.announce(LostError.exit_code, text)) from error
         found.store.set_timeout(timedelta(seconds=timeout))
         return found
 
-    def say(self, code: int, word: str) -> bool:
-        """Leave this rank's last word; whether it is the first, which is to be printed."""
+    def announce(self, code: int, word: str) -> bool:
+        """Leave why this rank ends for the others; whether it is the first to do so, whose word is to be printed."""
         self._own = f"{code} {word}"
         first = _within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
         if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
-            self._ear.join(GRACE)
+            self._listener.join(GRACE)
             return self.heard is None and (self.place.rank == 1 or self.place.local_rank == 0)
         self.heard = first
         return first == self._own

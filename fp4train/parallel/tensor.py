@@ -13,7 +13,6 @@ from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
 from fp4train.nn.executors.cut import Cut, LayerShard
@@ -117,12 +116,14 @@ def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict[nn.Parameter, nn.Parameter]) -> None:
     """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
             continue
         if parameter not in own:
             local = parameter.detach()
-            placement: Placement = Replicate()
+            placement: Replicate | Shard = Replicate()
             if axis is not None and parameter.dim() > axis:
                 part = parameter.shape[axis] // mesh.size()
                 # A copy: a view would keep the memory of the whole parameter.
@@ -138,6 +139,8 @@ def copies(parameter: Tensor, dimension: str = "tp") -> int:
 
     In a sum over those ranks, the squares of a gradient count by 1 / copies.
     """
+    from torch.distributed.tensor import DTensor, Replicate
+
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -116,7 +116,7 @@ class World:
                 f"rank {place.rank} of {place.size} does not connect to the others within "
                 f"parallel.timeout={parallel.timeout:g} s: {said}"
             )
-            raise LostError(text, speaks=meeting.say(LostError.exit_code, text)) from error
+            raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from error
         return cls(
             place=place,
             device=device,
@@ -174,8 +174,7 @@ class World:
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over all data ranks of what the last stage found, in place; other stages give zeros."""
-        if self.mesh.data > 1:
-            dist.all_reduce(tensor, group=self.data)
+        self.summed_over_data(tensor)
         if self.mesh.pipeline > 1:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor
@@ -308,7 +307,7 @@ class World:
             )
             why = late if "imed out" in str(error) else "ended without a word (killed, or out of memory?)"
             word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {said}"
-        if self.meeting.say(code, word):
+        if self.meeting.announce(code, word):
             if unexpected:
                 traceback.print_exception(error)
             print(f"fp4train: {word}", file=sys.stderr)

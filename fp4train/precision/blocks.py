@@ -104,21 +104,20 @@ def _answer(module: nn.Module) -> list[str]:
     paths: list[str] = []
     for block in answer:
         if isinstance(block, str):
-            if block not in places:
-                some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
-                raise ValueError(
-                    f"{attribute} names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
-                )
-            paths.append(names[places[block]])
+            known = places.get(block)
+            some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
+            wrong = f"names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
         elif isinstance(block, nn.Module):
-            if block not in names:
-                raise ValueError(
-                    f"{attribute} gives a {type(block).__name__} that is not part of {type(module).__name__}. If it "
-                    "has been replaced, give its path instead"
-                )
-            paths.append(names[block])
+            known, kind = block if block in names else None, type(block).__name__
+            wrong = (
+                f"gives a {kind} that is not part of {type(module).__name__}. If it has been replaced, give its path"
+            )
+            wrong += " instead"
         else:
             raise TypeError(f"{attribute} gives {block!r} as a block; a block is a path or a module")
+        if known is None:
+            raise ValueError(f"{attribute} {wrong}")
+        paths.append(names[known])
     for i, path in enumerate(paths):
         for other in paths[:i]:
             if _inside(path, other) or _inside(other, path):

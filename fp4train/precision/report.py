@@ -49,7 +49,7 @@ def render(plan: Plan, *, full: bool = False) -> str:
 def gathers(
     layers: Iterable[LayerPlan], shards: int, gather: str, *, compiled: bool = False, blocks: bool = True
 ) -> str:
-    """What ranks send each other of the weights of the blocks, how many bytes per weight, and why, in a sentence.
+    """A sentence: in which form ranks send each other the weights of the blocks, in how many bytes per weight, and why.
 
     Args:
         layers: the plans of this rank's parts of the layers, in every stretch of a run.

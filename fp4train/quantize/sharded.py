@@ -20,7 +20,7 @@ from fp4train.quantize.transform import transform
 
 
 def amax_extent(spec: QuantSpec) -> str | None:
-    """What one global amax covers: "tensor", "row", or None if all scales are per block or come from a history."""
+    """The extent of one global amax: "tensor", "row", or None if all scales are per block or come from a history."""
     if spec.delayed is not None:
         return None
     if spec.global_scale in ("tensor", "row"):

@@ -2,10 +2,10 @@
 
 | spec | kernel |
 |---|---|
-| (1, N) blocks, columns contiguous | rows: 16 bytes a thread and load |
+| (1, N) blocks, columns contiguous | rows: 16 bytes per thread and load |
 | (1, 16) or (1, 32) along a strided axis (x.T), or with a Hadamard transform | columns: no transposed copy |
 | (N, N) blocks | squares |
-| one scale a tensor or a row | whole |
+| one scale per tensor or row | whole |
 
 Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
 Equal to `quantize.reference` to the bit. Triton is imported on first use.
@@ -160,7 +160,7 @@ class TritonQuantizer(Quantizer):
         return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
-        """`codes(...).decoded()` to the bit, fused: 2 bytes an element read, 2 written (BF16)."""
+        """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         if why_not_tensor(x_RC) is not None:
             return super().values(x_RC, key, amax)

@@ -22,7 +22,7 @@ from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import hadamard_signs
 
 COLUMN_BLOCKS: Final = (16, 32)
-TILE: Final = 4096  # elements a program: 32 a thread
+TILE: Final = 4096  # elements per program: 32 per thread
 NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
 
 
@@ -124,7 +124,7 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
 
 
 def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int) -> Launch:
-    """Decoding codes of `groups` blocks a row, whose row stride is `stride`, to `width` columns."""
+    """Decoding codes of `groups` blocks per row, whose row stride is `stride`, to `width` columns."""
     from fp4train.kernels.triton.rows import decode_blocks
 
     n = spec.block[1] or LANES
@@ -260,7 +260,7 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:
-    """(rows, blocks a row) of a program of `blocks` blocks (a power of two), with few places beyond a row's end."""
+    """(rows, blocks per row) of a program of `blocks` blocks (a power of two), with few places beyond a row's end."""
     divisor = groups & -groups
     across = max(divisor, min(8, 1 << (groups - 1).bit_length()))
     across = min(across, blocks)
@@ -268,8 +268,8 @@ def tile(groups: int, blocks: int) -> tuple[int, int]:
 
 
 def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
-    """(rows, blocks a row) of a program of the columns kernels: 32 bytes of codes a row; four or two rows a thread, two
-    where the random words need the registers."""
+    """(rows, blocks per row) of a program of the columns kernels: 32 bytes of codes per row; four or two rows per
+    thread, two where the random words need the registers."""
     return (128, 4) if n == 16 and spec.rounding == "nearest" else (64, 4)
 
 

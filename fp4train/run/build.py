@@ -49,10 +49,10 @@ from fp4train.run.checks import (
     warn_of_schedule,
 )
 from fp4train.run.device import choose_device
-from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import as_swap, read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
+from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import Rewind, take_over
@@ -82,13 +82,13 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
         check_memory(config.model, vocab_size)
-    with torch.random.fork_rng(devices=[]), _told("building the model", config.model, vocab_size):
+    with torch.random.fork_rng(devices=[]), _logging_progress("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
         drawing = _Undrawn() if device.type == "meta" else nullcontext()
         with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-    with _told("converting its linear layers", config.model, vocab_size):
+    with _logging_progress("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
     if config.train.compile and device.type != "meta":
         _compile(model, device)
@@ -96,8 +96,8 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
 
 
 @contextmanager
-def _told(doing: str, shape: object, vocab_size: int) -> Iterator[None]:
-    """Say every few seconds how many parameters were registered since this began, and how long the rest will take.
+def _logging_progress(doing: str, shape: object, vocab_size: int) -> Iterator[None]:
+    """Log every few seconds how many parameters were registered since this began, and how long the rest will take.
 
     Args:
         doing: "building the model".

@@ -53,7 +53,7 @@ class MeasuredSteps:
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at, and its statistics behind it."""
         run, config = self.run, self.run.config.train
-        with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears()]) as watched:
+        with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears]) as watched:
             if not config.compile:
                 queued = run.runner.step(recipe, rows)
             else:
@@ -189,7 +189,7 @@ def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
     """
     layers, parameters = run.plan.at(run.step).layers, dict(run.model.named_parameters())
     stepped = {id(parameters[name]) for name in trained}
-    for module in run.linears():
+    for module in run.linears:
         spec = layers[module.layer.name].fprop.operands.second
         if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
             assert isinstance(module.weight, nn.Parameter)

@@ -26,15 +26,14 @@ from fp4train.nn import Linear
 from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
-from fp4train.precision import LayerPolicy, Timeline
+from fp4train.precision import Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
-from fp4train.run.fit import check_model, check_optimizer, check_scaling, checked_count, checked_scale
 from fp4train.run.observe import reset_oscillating
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Entry, Journal
-from fp4train.run.restored import restored
+from fp4train.run.restored import check_model, check_optimizer, check_scaling, checked_count, checked_scale, restored
 from fp4train.run.step import EagerSteps, StepRunner
 from fp4train.run.supervise.divergence import Divergence
 from fp4train.run.supervise.ledger import Step
@@ -102,10 +101,6 @@ class Run:
         return [reset_oscillating] if self.config.oscillation.every else []
 
     @property
-    def policy(self) -> LayerPolicy:
-        return self.config.policy
-
-    @property
     def share(self) -> int:
         """Sequences of a batch that are this rank's."""
         return self.config.train.batch_size // self.world.mesh.data
@@ -143,8 +138,8 @@ class Run:
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
-        for module in self.linears():
-            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.policy, self.device)
+        for module in self.linears:
+            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device)
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
 
@@ -175,6 +170,7 @@ class Run:
         order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
         return order.index(module) if module in order else len(order)
 
+    @cached_property
     def linears(self) -> list[Linear]:
         """The converted layers that this rank holds."""
         return [m for m in self.model.modules() if isinstance(m, Linear)]
@@ -192,11 +188,11 @@ class Run:
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """By layer, what delayed scaling has seen; empty dicts without it."""
-        return {m.layer.name: m.scaling_state() for m in self.linears()}
+        return {m.layer.name: m.scaling_state() for m in self.linears}
 
     def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Take over what `scaling` gave."""
-        for module in self.linears():
+        for module in self.linears:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:

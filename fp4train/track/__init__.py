@@ -2,18 +2,17 @@
 
 from fp4train.track.config import JsonlTracking, NoTracking, TensorBoardTracking, WandbTracking
 from fp4train.track.metrics import MetricsLog, mend, read_metrics
-from fp4train.track.statistics import STATISTICS, Columns, Statistics, read_statistics
-from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
+from fp4train.track.statistics import STATISTICS, Statistics, read_statistics
+from fp4train.track.tracker import NullTracker, QueuedTracker, Tracker, Trackers
 from fp4train.track.wandb import WandbTracker
 
 __all__ = [
     "STATISTICS",
-    "Columns",
     "JsonlTracking",
     "MetricsLog",
     "NoTracking",
     "NullTracker",
-    "Queued",
+    "QueuedTracker",
     "Statistics",
     "TensorBoardTracking",
     "Tracker",

@@ -4,16 +4,15 @@ Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume,
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tensorboard import TensorBoardTracker
-from fp4train.track.tracker import NullTracker, Queued, Tracker, Trackers
+from fp4train.track.tracker import NullTracker, QueuedTracker, Tracker, Trackers
 from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ FLUSH_SECONDS = 10.0
 
 
 class Tracking(Protocol):
-    """What `track=…` binds to."""
+    """The protocol of `track=…`."""
 
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
@@ -45,23 +44,26 @@ class Tracking(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlTracking:
-    """RUN/metrics.jsonl only; a subclass may name a service beside it."""
+    """RUN/metrics.jsonl only."""
 
     def build(
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Tracker:
-        """Lines after `resume_step` are dropped."""
+        """Lines after `resume_step` are dropped.
+
+        A service beside the metrics may fail to start: not installed, a broken setting, no answer.
+        """
         metrics = MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
         try:
-            return Trackers(metrics, *self._beside(Path(run_dir), run_name, config, resume_step))
-        except Exception as error:  # not installed, a broken setting, no answer
+            service = self._service(run_dir, run_name, config, resume_step)
+        except Exception as error:
             _log.warning("%s is switched off: %s", type(self).__name__.removesuffix("Tracking").lower(), error)
             return metrics
+        return metrics if service is None else Trackers(metrics, service)
 
-    def _beside(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
-    ) -> Sequence[Tracker]:
-        return ()
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker | None:
+        """The tracker beside the metrics log; None: there is none."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,27 +89,29 @@ class WandbTracking(JsonlTracking):
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
-    def _beside(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
-    ) -> Sequence[Tracker]:
-        options = {key: getattr(self, key) for key in ("project", "entity", "group", "tags", "timeout")}
-        options |= {"offline": self.mode == "offline", "resumed": resume_step is not None}
-        start_seconds, finish_seconds = STARTS * self.timeout + IMPORT_SECONDS, 2 * self.timeout + PROBE_SECONDS
-        start = partial(WandbTracker, run_dir, run_name, config, **options)
-        bounds = {"start_seconds": start_seconds, "finish_seconds": finish_seconds}
-        return (Queued(start, WandbTracker.__name__, **bounds, abandon=end_service),)
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("project", "entity", "group", "tags")}
+        settings |= {"offline": self.mode == "offline", "timeout": self.timeout, "resumed": step is not None}
+        return QueuedTracker(
+            lambda: WandbTracker(run_dir, run_name, config, **settings),
+            WandbTracker.__name__,
+            start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
+            finish_seconds=2 * self.timeout + PROBE_SECONDS,
+            abandon=end_service,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoardTracking(JsonlTracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
 
-    def _beside(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None
-    ) -> Sequence[Tracker]:
-        start = partial(TensorBoardTracker, run_dir, config, resume_step=resume_step)
-        name = TensorBoardTracker.__name__
-        return (Queued(start, name, start_seconds=IMPORT_SECONDS, finish_seconds=FLUSH_SECONDS),)
+    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
+        return QueuedTracker(
+            lambda: TensorBoardTracker(run_dir, config, resume_step=step),
+            TensorBoardTracker.__name__,
+            start_seconds=IMPORT_SECONDS,
+            finish_seconds=FLUSH_SECONDS,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

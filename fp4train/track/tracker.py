@@ -1,8 +1,8 @@
 """What the training loop talks to. Services beside the metrics are kept away from it: none stalls or ends a run.
 
-`Trackers` leaves a service out that fails. `Queued` calls one in a thread of its own: every wait of the caller is
-bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or at
-the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
+`Trackers` leaves a service out that fails. `QueuedTracker` calls one in a thread of its own: every wait of the caller
+is bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or
+at the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Tracker(Protocol):
         """A table known at the start, as the plan."""
 
     def log_statistics(self, statistics: Statistics) -> None:
-        """What a measured step found of every operand."""
+        """Statistics of every operand in a measured step."""
 
     def finish(self, exit_code: int = 0) -> None:
         """End the run, within seconds; a second call does nothing."""
@@ -91,7 +91,7 @@ class Trackers(Relay):
         self._others = list(others)
 
     def mark(self) -> dict[str, int | str] | None:
-        """What the first one has written by now, see `MetricsLog.mark`."""
+        """The mark of the first one's file, see `MetricsLog.mark`."""
         return mark(self._first)
 
     def sync(self) -> None:
@@ -110,7 +110,7 @@ class Trackers(Relay):
                     _switch_off(tracker, type(tracker).__name__, error)
 
 
-class Queued(Relay):
+class QueuedTracker(Relay):
     """Carries out a tracker's calls in a thread.
 
     Args:
@@ -197,7 +197,7 @@ def _switch_off(tracker: Tracker, name: str, error: Exception) -> None:
 
 
 def mark(tracker: Tracker) -> dict[str, int | str] | None:
-    """What a checkpoint should remember of a tracker's file; None where it has none."""
+    """Bytes and checksum of a tracker's file, which a checkpoint remembers; None where it has no file."""
     found: dict[str, int | str] | None = tracker.mark() if hasattr(tracker, "mark") else None
     return found
 

@@ -68,7 +68,7 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.files import Folder
     from fp4train.lab.studies.record import StudyRecord
     from fp4train.lab.studies.results import read_studies
-    from fp4train.run import resume
+    from fp4train.run import begin
     from fp4train.run.record import directory, journal
     from fp4train.run.record.trust import check_belongs, lost_records
     from fp4train.track.metrics import mend, read_metrics
@@ -97,7 +97,7 @@ def read_part(run: Path, kind: str) -> Any:
     if kind == "config.yaml":
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
-        resume._check_edits(run, directory.read_config(run))
+        begin._check_edits(run, directory.read_config(run))
         records = journal.read_journal(run)
         with Folder.open(run) as folder:
             for text in lost_records(folder, start.state, records).values():

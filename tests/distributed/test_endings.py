@@ -223,9 +223,9 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
             "original = loop.train_step",
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.inbox import request_swap",
+            "        from fp4train.run.record.inbox import ask",
             "        body = {'_target_': 'fp4train.precision.MXFP8'}",
-            "        request_swap(run.directory, body, 'mxfp8', 3)",
+            "        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})",
             "    return original(run, recipe)",
             "loop.train_step = step",
         )

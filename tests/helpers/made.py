@@ -145,6 +145,7 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
         "batches": 8,
         "parts": {
             "everything": part("everything", 0.1),
+            "nothing": part("nothing", 0.001),
             f"layer/{layer}": part("layer", 0.08),
             "layer/blocks.1.mlp.up": part("layer", 0.01),
             "operand/fprop.x": part("operand", 0.09),

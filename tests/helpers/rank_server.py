@@ -34,7 +34,7 @@ FOR_THE_FORKS = (
     "fp4train.quantize.cpu",
     "fp4train.run.build",
     "fp4train.run.device",
-    "fp4train.run.resume",
+    "fp4train.run.begin",
     "fp4train.train",
 )
 

@@ -29,8 +29,7 @@ from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.optim.schedule import Constant
 from fp4train.parallel.world import World
-from fp4train.run.fit import check_model, check_optimizer
-from fp4train.run.restored import restored
+from fp4train.run.restored import check_model, check_optimizer, restored
 from fp4train.track import NullTracker
 
 

@@ -221,3 +221,13 @@ def test_the_contract_of_the_imports_places_every_module() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert all(contract["exhaustive"] is True for contract in contracts)
     assert [contract["containers"] for contract in contracts] == [["fp4train"], ["fp4train.lab"]]
+
+
+def test_no_public_class_name_stands_twice() -> None:
+    """A name means one thing in the whole package: give the second class the name of what it is."""
+    places: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.path)
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}

@@ -90,18 +90,15 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
     """AdamW makes its moments where a parameter's state is empty: entries of ours before that would stop it."""
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
-    run = Namespace(
-        model=model,
-        step=10,
-        plan=Namespace(at=lambda step: Namespace(layers=layers)),
-        linears=lambda: [
-            Namespace(layer=Namespace(name=name), weight=each.weight, channels=None, transposed=turned)
-            for name, each in model.items()
-        ],
-    )
-    turned = False
+    linears = [
+        Namespace(layer=Namespace(name=name), weight=each.weight, channels=None, transposed=False)
+        for name, each in model.items()
+    ]
+    plan = Namespace(at=lambda step: Namespace(layers=layers))
+    run = Namespace(model=model, step=10, plan=plan, linears=linears)
     assert [weight for weight, *_ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
-    turned = True
+    for each in linears:
+        each.transposed = True
     assert not list(watched(run, ["b.weight"])), "a Conv1D's blocks do not lie along its rows"  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
 """The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and values."""
 
+import functools
 import sys
 from dataclasses import replace
 
@@ -60,13 +61,20 @@ def assert_same_values(ours: Decoded, theirs: Decoded) -> None:
     assert ours.transpose_ok == theirs.transpose_ok
 
 
-def assert_equals_reference(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None) -> None:
+def assert_equals_reference(x: Tensor, spec: QuantSpec, *machines: Machine, amax: Tensor | None = None) -> None:
+    """The kernels of every machine; the reference, which takes most of the time, computes once."""
     assert cpu.why_not(spec, "cpu") is None
-    quantizer = cpu.make(spec, machine)
     expected = reference.quantize(x, spec, key=KEY, amax=amax)
-    assert_same_codes(quantizer.codes(x, KEY, amax), expected)
-    assert_same_values(quantizer.values(x, KEY, amax), reference.quantize_dequantize(x, spec, key=KEY, amax=amax))
-    assert_same_values(quantizer.decode(expected), expected.decoded())
+    values, decoded = reference.quantize_dequantize(x, spec, key=KEY, amax=amax), expected.decoded()
+    for machine in machines:
+        quantizer = cpu.make(spec, machine)
+        assert_same_codes(quantizer.codes(x, KEY, amax), expected)
+        assert_same_values(quantizer.values(x, KEY, amax), values)
+        assert_same_values(quantizer.decode(expected), decoded)
+
+
+def every_machine(threads: int = 1) -> list[Machine]:
+    return [Machine(instruction_set=isa, threads=threads) for isa in kernels.instruction_sets()]
 
 
 @st.composite
@@ -198,16 +206,15 @@ def test_kernels_equal_the_reference(
     assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=threads))
 
 
-@pytest.mark.parametrize("isa", kernels.instruction_sets())
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", [NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), MXFP8, FP8, *BLOCKWISE], ids=str)
-def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtype, rounding: str, isa: str) -> None:
+def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtype, rounding: str) -> None:
     """Larger than a tile in both directions, so that whole strips, tails and several threads' tiles all occur."""
     spec = replace(spec, rounding=rounding)
     x = draw_values("outliers", 140, 530, 1).to(dtype)
     for layout in ("rows", "transposed"):
-        assert_equals_reference(draw_layout(layout, x), spec, Machine(instruction_set=isa, threads=2))
+        assert_equals_reference(draw_layout(layout, x), spec, *every_machine(threads=2))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -225,8 +232,7 @@ def test_what_is_not_finite_is_left_to_the_reference_and_not_hidden(spec: QuantS
 
 
 @pytest.mark.parametrize("name", ["nvfp4_reference", "mx_reference", "fp8_reference"])
-@pytest.mark.parametrize("isa", kernels.instruction_sets())
-def test_kernels_equal_the_reference_on_the_golden_inputs(isa: str, name: str) -> None:
+def test_kernels_equal_the_reference_on_the_golden_inputs(name: str) -> None:
     """The reference equals every byte of the golden outputs (tests/oracles), so the kernels do."""
     tensors, _ = load_golden(name)
     inputs = [tensor for key, tensor in tensors.items() if key.endswith(".x")]
@@ -234,8 +240,8 @@ def test_kernels_equal_the_reference_on_the_golden_inputs(isa: str, name: str) -
     for x in inputs:
         nvfp4 = (NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row"))
         for spec in (*nvfp4, MXFP8, FP8, *BLOCKWISE, TURNED, AGAIN):
-            assert_equals_reference(x, spec, Machine(instruction_set=isa))
-            assert_equals_reference(x.T, spec, Machine(instruction_set=isa))
+            assert_equals_reference(x, spec, *every_machine())
+            assert_equals_reference(x.T, spec, *every_machine())
 
 
 def test_an_amax_from_elsewhere_does_not_hide_an_infinity() -> None:
@@ -266,23 +272,29 @@ COLUMN_SPECS = (
 )
 
 
+@functools.cache
+def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quantized]:
+    """A tensor, and what the reference makes of it, or of its transpose."""
+    x = draw_values("outliers", 140, 530, 3).bfloat16()
+    read = x.T if transposed else x
+    return x, reference.quantize_dequantize(read, spec, key=KEY), reference.quantize(read, spec, key=KEY)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
 def test_both_forms_from_one_read_are_those_of_two(isa: str, threads: int) -> None:
     machine = Machine(instruction_set=isa, threads=threads)
-    x = draw_values("outliers", 140, 530, 3).bfloat16()
     for row_spec in ROW_SPECS:
+        x, row_values, row_codes = both_forms(row_spec, False)
         for column_spec in COLUMN_SPECS:
-            row, column = CpuQuantizer(row_spec, machine), CpuQuantizer(column_spec, machine)
-            expected_row = reference.quantize_dequantize(x, row_spec, key=KEY)
-            expected_row_codes = reference.quantize(x, row_spec, key=KEY)
-            one_read = row.with_columns
+            _, column_values, column_codes = both_forms(column_spec, True)
+            one_read, column = CpuQuantizer(row_spec, machine).with_columns, CpuQuantizer(column_spec, machine)
             values, columns = one_read(column, x, KEY, None, KEY, None, False, False)
-            assert_same_values(values, expected_row)
-            assert_same_values(columns, reference.quantize_dequantize(x.T, column_spec, key=KEY))
-            row_codes, codes = one_read(column, x, KEY, None, KEY, None, True, True)
-            assert_same_codes(row_codes, expected_row_codes)
-            assert_same_codes(codes, reference.quantize(x.T, column_spec, key=KEY))
+            assert_same_values(values, row_values)
+            assert_same_values(columns, column_values)
+            ours, codes = one_read(column, x, KEY, None, KEY, None, True, True)
+            assert_same_codes(ours, row_codes)
+            assert_same_codes(codes, column_codes)
 
 
 def test_both_forms_of_a_tensor_that_one_read_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,49 +321,44 @@ def test_one_read_is_taken_from_the_size_where_it_pays(monkeypatch: pytest.Monke
         assert len(reads) == expected, "a row-wise Hadamard transform has no kernel of its own"
 
 
-@pytest.mark.parametrize("isa", kernels.instruction_sets())
-def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits(isa: str) -> None:
+def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits() -> None:
     for spec in (replace(spec, rounding="stochastic") for spec in (NVFP4, MXFP8, UE5M3, OUTER)):
         for cols in (32, 96, 128, 384, 544, 992):
             for rows in (48, 130, 7):
                 x = draw_values("normal", rows, cols, cols).bfloat16()
-                assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=2))
+                assert_equals_reference(x, spec, *every_machine(threads=2))
 
 
-@pytest.mark.parametrize("isa", kernels.instruction_sets())
-def test_large_outputs_that_bypass_the_caches_are_the_same(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(instruction_set=isa, threads=2)
+def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "STREAM_BYTES", 0)
     for dtype in (torch.bfloat16, torch.float32):
         x = draw_values("normal", 130, 512, 5).to(dtype)
         for spec in (NVFP4, TOKENS, MXFP8, replace(FP8, block=(1, 128)), *BLOCKWISE):
-            assert_equals_reference(x, spec, machine)
+            assert_equals_reference(x, spec, *every_machine(threads=2))
         for spec in (NVFP4, TOKENS, MXFP8, *BLOCKWISE, TURNED, AGAIN):
-            assert_equals_reference(x.T, spec, machine)
+            assert_equals_reference(x.T, spec, *every_machine(threads=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 140_000), (1, 400_000), (300, 8200)])
 def test_tiles_cover_wide_and_long_tensors(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw_values("normal", *shape, 6).to(dtype)
-    for threads in (1, 2, 3):
-        for spec in (NVFP4, OUTER):
-            assert_equals_reference(x, spec, Machine(threads=threads))
+    for spec in (NVFP4, OUTER):
+        assert_equals_reference(x, spec, *(Machine(threads=threads) for threads in (1, 2, 3)))
 
 
-@pytest.mark.parametrize("isa", kernels.instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("large", [3.0, 1.5 * 2.0**-100, 1.75 * 2.0**126])
-def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype, isa: str) -> None:
+def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype) -> None:
     """All finite BF16 numbers up to `large`, which is in every block and sets its scale: no exponent is lost."""
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = numbers[numbers.isfinite() & (numbers.float().abs() <= large)]
     numbers = torch.cat((numbers, numbers.new_zeros(-len(numbers) % 15))).view(-1, 15)
     x = torch.cat((numbers, numbers.new_full((len(numbers), 1), large)), dim=1).to(dtype)
-    machine = Machine(instruction_set=isa, threads=2)
+    machines = every_machine(threads=2)
     for spec in (NVFP4, OUTER, UE5M3):
-        assert_equals_reference(x, spec, machine)
-        assert_equals_reference(x.T.contiguous().T, spec, machine)  # read across memory
+        assert_equals_reference(x, spec, *machines)
+        assert_equals_reference(x.T.contiguous().T, spec, *machines)  # read across memory
 
 
 @pytest.mark.parametrize(

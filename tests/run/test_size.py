@@ -35,7 +35,7 @@ def test_what_takes_long_to_build_says_how_far_it_is(
     monkeypatch.setattr(build, "EVERY", 0.0)
     caplog.set_level(logging.INFO)
     shape = Llama(layers=2)
-    with torch.device("meta"), build._told("building the model", shape, 257):
+    with torch.device("meta"), build._logging_progress("building the model", shape, 257):
         shape.build(vocab_size=257, seq_len=16)
     of = checks.short(shape.parameter_count(vocab_size=257))
     assert all(f"parameters of {of}, about " in each and each.endswith(" left") for each in caplog.messages)
@@ -43,6 +43,6 @@ def test_what_takes_long_to_build_says_how_far_it_is(
     caplog.clear()
     nn.Linear(2, 2, device="meta")
     assert not caplog.messages  # nothing is counted any more
-    with build._told("building the model", object(), 257):
+    with build._logging_progress("building the model", object(), 257):
         nn.Linear(3, 2, bias=False, device="meta")
     assert caplog.messages == ["building the model: 6 parameters"]

@@ -1,5 +1,7 @@
 """Each start composes its configuration once, whatever verb it is; each point of a sweep does."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,13 @@ def test_a_start_composes_once(cli: Cli, compositions: list[Any]) -> None:
             wrong[name] = (len(compositions), ended.err)
     assert not wrong
     assert {p.name for p in Path("runs").glob("ablations-*")} >= {"ablations-bf16-paper", "ablations-nvfp4-paper"}
+
+
+def test_a_plan_loads_neither_what_divides_runs_nor_the_compiler() -> None:
+    """They would take as long as all the rest of it."""
+    heavy = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "matplotlib")
+    code = (
+        "import sys; from fp4train.cli import main\ntry: main(['plan'])\nexcept SystemExit: print(sorted(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert [name for name in heavy if f"'{name}'" in shown] == [] and "'torch'" in shown

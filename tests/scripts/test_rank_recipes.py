@@ -13,7 +13,7 @@ from command_line import TINY
 from fp4train.cli import main
 from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.precision import FP32
-from fp4train.train import validation_losses
+from fp4train.run.evaluate import validation_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fp4train.track.config as config
-from fp4train.track import Queued, Trackers, WandbTracking, read_metrics
+from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics
 from fp4train.track import tracker as module
 
 
@@ -43,7 +43,7 @@ class Service:
 
 def test_calls_arrive_in_their_order_and_the_end_waits_for_them() -> None:
     service = Service()
-    tracker = Queued(lambda: service, "service", start_seconds=5, finish_seconds=5)
+    tracker = QueuedTracker(lambda: service, "service", start_seconds=5, finish_seconds=5)
     tracker.log_table("plan", [], [])
     tracker.log(1, {})
     tracker.log_event(1, "swap")
@@ -55,7 +55,7 @@ def test_calls_arrive_in_their_order_and_the_end_waits_for_them() -> None:
 @pytest.mark.parametrize("stalls", ["log 3", "finish"])
 def test_a_service_that_stalls_is_left_behind(stalls: str, caplog: pytest.LogCaptureFixture) -> None:
     service, freed = Service(stalls), []
-    tracker = Queued(
+    tracker = QueuedTracker(
         lambda: service, "service", start_seconds=5, finish_seconds=0.2, abandon=lambda: freed.append(True)
     )
     began = time.monotonic()
@@ -73,7 +73,7 @@ def test_a_full_queue_drops_lines_and_says_how_many(
 ) -> None:
     monkeypatch.setattr(module, "CAPACITY", 10)
     service = Service("log 1")
-    tracker = Queued(lambda: service, "service", start_seconds=5, finish_seconds=0.2)
+    tracker = QueuedTracker(lambda: service, "service", start_seconds=5, finish_seconds=0.2)
     for step in range(1, 100):
         tracker.log(step, {})
     tracker.finish()
@@ -90,7 +90,7 @@ def test_a_service_that_does_not_start_is_given_up(caplog: pytest.LogCaptureFixt
         return service
 
     with pytest.raises(TimeoutError, match=r"did not start within 0\.1 s"):
-        Queued(start, "service", start_seconds=0.1, finish_seconds=1)
+        QueuedTracker(start, "service", start_seconds=0.1, finish_seconds=1)
     service.go_on.set()
 
 

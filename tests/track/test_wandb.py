@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fp4train.track
-from fp4train.track import Queued, Statistics, Trackers, WandbTracker, WandbTracking, read_metrics
+from fp4train.track import QueuedTracker, Statistics, Trackers, WandbTracker, WandbTracking, read_metrics
 from fp4train.track.statistics import GRADIENT, OPERAND
 
 wandb = pytest.importorskip("wandb")
@@ -76,7 +76,7 @@ def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = N
     tracker = tracking.build(run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step)
     assert isinstance(tracker, Trackers)
     [behind] = tracker._others
-    assert isinstance(behind, Queued)
+    assert isinstance(behind, QueuedTracker)
     part = behind.inner
     assert isinstance(part, WandbTracker)
     tracker.log_table("plan", ["layer", "share"], [["blocks.0", 0.5], ["head", None], ["norm", "kept"]])

@@ -40,8 +40,8 @@ class TransformerEngine:
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)
 
-    def kernels(self, *, in_features: int, out_features: int, bias: bool, name: str) -> TEExecutor:
-        return TEExecutor(in_features=in_features, out_features=out_features, bias=bias, name=name)
+    def kernels(self, name: str) -> TEExecutor:
+        return TEExecutor(name=name)
 
     def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
         return region(*tables)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,29 +100,8 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
         module.init_fp8_meta_tensors(te_recipe)
 
 
-class _Kept:
-    """Which weight TE's module holds the codes of, and from when."""
-
-    __slots__ = ("_of", "_when")
-
-    def __init__(self) -> None:
-        self._of: weakref.ref[Tensor] | None = None
-        self._when: tuple[object, ...] = ()
-
-    def is_first(self, weight: Tensor, position: tuple[int, int] | None) -> bool | None:
-        """`is_first_microbatch` of TE's modules: True quantises and keeps the codes, False takes those that are kept,
-        None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
-        """
-        if position is None or not torch.is_grad_enabled():
-            self._of = None
-            return None
-        when = (position, weight._version)
-        first = self._of is None or self._of() is not weight or self._when != when
-        self._of, self._when = weakref.ref(weight), when
-        return first
-
-
-class _Built(NamedTuple):
+@dataclass
+class _Built:
     """What one table needs in one layer."""
 
     te_recipe: Any
@@ -131,30 +111,34 @@ class _Built(NamedTuple):
     keeps: bool
     """Whether the weight's codes are kept within a step: not those of delayed scaling, whose scale may change between
     passes, nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
-    kept: _Kept
+    weight: weakref.ref[Tensor] | None = None
+    """The weight that the module holds the codes of, and"""
+    since: tuple[object, ...] = ()
+    """from when."""
+
+    def is_first(self, weight: Tensor, position: tuple[int, int] | None) -> bool | None:
+        """`is_first_microbatch` of TE's modules: True quantises and keeps the codes, False takes those that are kept,
+        None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
+        """
+        if not self.keeps or position is None or not torch.is_grad_enabled():
+            self.weight = None
+            return None
+        now = (position, weight._version)
+        first = self.weight is None or self.weight() is not weight or self.since != now
+        self.weight, self.since = weakref.ref(weight), now
+        return first
 
 
 class TEExecutor:
     """Runs the GEMMs of one layer through TE; the parameters come with each call.
 
     Args:
-        in_features, out_features: K and N.
-        bias: whether calls pass a bias.
         name: of the layer, for TE's messages.
         translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in its kernels' place.
     """
 
-    def __init__(
-        self,
-        *,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        name: str,
-        translate: Callable[[Table], Any] = to_te,
-    ) -> None:
-        self._translate = translate
-        self.in_features, self.out_features, self.bias, self.name = in_features, out_features, bias, name
+    def __init__(self, *, name: str, translate: Callable[[Table], Any] = to_te) -> None:
+        self.name, self._translate = name, translate
         self._built: dict[Table, _Built] = {}
         self._delayed: Table | None = None
         self._to_load: dict[str, Tensor] = {}
@@ -180,9 +164,9 @@ class TEExecutor:
         tokens = x_MK.shape[0]
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        te_recipe, module, token_multiple, delayed, keeps, kept = self._module(te, table, weight)
-        padding = -tokens % token_multiple
-        if padding:
+        built = self._build(te, table, weight, bias)
+        te_recipe, module, delayed = built.te_recipe, built.module, built.delayed
+        if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
         # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a module's back.
         module._parameters["weight"] = weight
@@ -198,23 +182,17 @@ class TEExecutor:
                 self._load(te_recipe, module)
             if delayed and not torch.is_grad_enabled():
                 stack.enter_context(_history_kept(module, te_recipe))
-            first = kept.is_first(weight, position if keeps else None)
-            y_MN: Tensor = module(x_MK, is_first_microbatch=first)
-        return y_MN[:tokens].reshape(*x.shape[:-1], self.out_features)
+            y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
+        return y_MN[:tokens].reshape(*x.shape[:-1], weight.shape[0])
 
-    def _module(self, te: Any, table: Table, weight: Tensor) -> _Built:
+    def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
         if table not in self._built:
-            module = te.Linear(
-                self.in_features,
-                self.out_features,
-                bias=self.bias,
-                params_dtype=weight.dtype,
-                device="meta",  # the parameters are the caller's
-                name=self.name,
-            )
+            n, k = weight.shape
+            # On the meta device, because the parameters are the caller's.
+            options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
             te_recipe, delayed = self._translate(table), _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
-            self._built[table] = _Built(te_recipe, module, _token_multiple(table), delayed, keeps, _Kept())
+            self._built[table] = _Built(te_recipe, te.Linear(k, n, **options), _token_multiple(table), delayed, keeps)
         return self._built[table]
 
     def _enter_delayed(self, te: Any, table: Table) -> None:

@@ -5,7 +5,7 @@ rounding.py   casts, maxima that keep NaN, rounding to an element grid, random b
 scale.py      global and block scales: E4M3, E8M0, float32, powers of two           (device functions)
 amax.py       largest magnitude of a tensor or of its rows
 quantize.py   the kernel that quantises; each of its variants is one function of rows.py or columns.py
-rows.py       blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale a tensor or a row; decoding
+rows.py       blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per tensor or row; decoding
 columns.py    1xN blocks along a strided axis (a transposed view), with the Hadamard transform and its amax
 
 Exactness. Kernels are launched with enable_fp_fusion=False: a multiplication and an addition contracted into an fma

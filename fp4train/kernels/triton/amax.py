@@ -2,7 +2,7 @@
 
 Programs reduce tiles in registers and meet in an atomic maximum: of the bits as integers, which order magnitudes
 like floats with NaN above infinity, so that the result depends on no order and stays on the device. The target must
-hold zeros. Reads 2 bytes an element (BF16).
+hold zeros. Reads 2 bytes per element (BF16).
 """
 
 # mypy: ignore-errors

@@ -31,6 +31,7 @@ from fp4train.kernels.triton.rounding import (
     fraction,
     largest,
     random_words,
+    scaled,
 )
 from fp4train.kernels.triton.scale import block_scales, outer_scales
 
@@ -100,14 +101,14 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
 
 @triton.jit
 def quantize_columns(
-    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_strides, out_strides, words, V: tl.constexpr
+    pointers, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V: tl.constexpr
 ):
     """1xN blocks, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8 codes, the
     first in the lowest byte); values fill whole groups of the transform."""
-    rows, cols, groups, tiles = sizes
-    x_stride, x_col_stride = x_strides
-    out_stride, out_col_stride = out_strides
+    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     N: tl.constexpr = V.n
+    BLOCKS: tl.constexpr = V.tile_blocks
+    ROWS: tl.constexpr = V.tile_rows
     x, row, group = load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
     row64 = row.to(tl.int64)
     inside = (group < groups)[:, None] & (row < rows)[None, :]
@@ -127,12 +128,10 @@ def quantize_columns(
     PER_WORD: tl.constexpr = 64 // SHIFT
     out_row = (row64 * out_stride)[None, :]
     packed = ()
-    word = tl.zeros((V.tile_blocks, V.tile_rows), tl.uint64)
+    word = tl.zeros((BLOCKS, ROWS), tl.uint64)
     random = (0, 0, 0, 0)
     for i in tl.static_range(N):
-        t = x[i] * encode
-        if not V.signed_zero:
-            t = t + 0.0  # a negative zero is coded as zero, as in TE
+        t = scaled(x[i], encode, V)
         r = 0.0
         if V.stochastic:
             if i % 8 == 0:
@@ -150,13 +149,13 @@ def quantize_columns(
             word = word | (code.to(tl.uint64) << (SHIFT * (i % PER_WORD)))
             if i % PER_WORD == PER_WORD - 1:
                 packed = packed + (word.to(tl.int64, bitcast=True),)
-                word = tl.zeros((V.tile_blocks, V.tile_rows), tl.uint64)
+                word = tl.zeros((BLOCKS, ROWS), tl.uint64)
     if V.output != "values":
         WORDS: tl.constexpr = N // PER_WORD
         start = out_ptr + out_row + (group * WORDS)[:, None]
         if WORDS == 4:  # 32 bytes of a block: brought side by side, to be stored as one piece
             four = tl.join(tl.join(packed[0], packed[2]), tl.join(packed[1], packed[3]))
-            four = tl.reshape(four, (V.tile_blocks, V.tile_rows, 4))
+            four = tl.reshape(four, (BLOCKS, ROWS, 4))
             tl.store(start[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=inside[:, :, None])
         else:
             for k in tl.static_range(WORDS):

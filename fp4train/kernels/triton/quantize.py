@@ -41,17 +41,17 @@ def quantize(
     decode_ptr: S_dec, [1] or [rows]. groups: blocks of a row; tiles: programs across a row (across the rows for
     columns). Strides count elements of x and of out. The rest are the words of `random_words`, as int32 bit patterns.
     """
-    sizes = (rows, cols, groups, tiles)
+    pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)
     if V.blocks == "columns":
-        x_strides = (x_stride, x_col_stride)
-        out_strides = (out_stride, out_col_stride)
-        quantize_columns(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_strides, out_strides, words, V)
+        quantize_columns(
+            pointers, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V
+        )
     elif V.blocks == "rows":
-        quantize_rows(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V)
+        quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "rows16":
-        quantize_rows16(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V)
+        quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "squares":
-        quantize_squares(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V)
+        quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     else:
-        quantize_whole(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V)
+        quantize_whole(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)

@@ -90,6 +90,15 @@ def snap(a, r, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, CODE_BITS: tl
 
 
 @triton.jit
+def scaled(x, encode, V: tl.constexpr):
+    """x * encode, the value to round; a negative zero becomes zero unless V.signed_zero."""
+    t = x * encode
+    if not V.signed_zero:
+        t = t + 0.0
+    return t
+
+
+@triton.jit
 def code_limit(scale, V: tl.constexpr):
     """Where codes saturate: the largest value, or, under a NaN scale, which makes every t NaN, the value whose code is
     the NaN's."""
@@ -167,10 +176,15 @@ def fraction(half):
 
 
 @triton.jit
-def eight_fractions(w0, w1, w2, w3):
-    """Words [A, G] -> thresholds [A, G, 8] in (0, 1)."""
-    j = tl.arange(0, 8)[None, None, :]
-    low = tl.where(j < 2, w0[:, :, None], w1[:, :, None])
-    high = tl.where(j < 6, w2[:, :, None], w3[:, :, None])
-    word = tl.where(j < 4, low, high)
-    return fraction((word >> (16 * (j & 1)).to(tl.uint32)) & 0xFFFF)
+def eight_fractions(eight, row, anchor, words, V: tl.constexpr):
+    """Thresholds [A, G, 8] in (0, 1) of groups of eight columns [A, G], or 0 without V.stochastic. See
+    `random_words`."""
+    r = 0.0
+    if V.stochastic:
+        w0, w1, w2, w3 = random_words(eight, row, anchor, words)
+        j = tl.arange(0, 8)[None, None, :]
+        low = tl.where(j < 2, w0[:, :, None], w1[:, :, None])
+        high = tl.where(j < 6, w2[:, :, None], w3[:, :, None])
+        word = tl.where(j < 4, low, high)
+        r = fraction((word >> (16 * (j & 1)).to(tl.uint32)) & 0xFFFF)
+    return r

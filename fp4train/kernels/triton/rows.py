@@ -4,13 +4,13 @@ All see x as a tensor [A, G, 8]: eight neighbours lie in one thread, which loads
 for them, and packs their E2M1 codes into one 32-bit word.
 
 quantize_rows      1xN blocks: tile_rows x tile_blocks of them as [blocks, N/8, 8]
-quantize_rows16    NVFP4's packed codes, a block a thread
+quantize_rows16    NVFP4's packed codes, one block per thread
 quantize_squares   NxN blocks: tile_blocks of them side by side as [N, tile_blocks * N/8, 8]
-quantize_whole     one float32 scale a tensor or a row: [tile_rows, tile_blocks, 8]
+quantize_whole     one float32 scale per tensor or row: [tile_rows, tile_blocks, 8]
 decode_blocks      codes and scales of 1xN and NxN blocks back to values (a kernel of its own)
 
-The arguments are those of the kernel in quantize.py. Bytes an element, BF16 in: 2 + 0.5 + 1/16 for NVFP4's codes, 3 for
-FP8's, 4 for BF16 values.
+The arguments are those of the kernel in quantize.py. Bytes per element, BF16 in: 2 + 0.5 + 1/16 for NVFP4's codes, 3
+for FP8's, 4 for BF16 values.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,7 @@ from fp4train.kernels.triton.rounding import (
     largest,
     largest_along,
     largest_of_eight,
-    random_words,
+    scaled,
 )
 from fp4train.kernels.triton.scale import block_scales, e8m0_decode, float_scales, outer_scales
 
@@ -59,15 +59,10 @@ def load_eights(x_ptr, row, eight, rows, cols, x_stride):
 @triton.jit
 def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_cols, out_stride, words, V: tl.constexpr):
     """Round x * encode and store it: values times `decode` up to `cols`, codes up to `stored_cols`."""
-    t = x * encode
-    if not V.signed_zero:
-        t = t + 0.0  # a negative zero is coded as zero, as in TE
+    t = scaled(x, encode, V)
     if V.given:
         t = tl.where(tl.abs(x) < float("inf"), t, float("nan"))
-    r = 0.0
-    if V.stochastic:
-        w0, w1, w2, w3 = random_words(eight, row[:, None], 0, words)
-        r = eight_fractions(w0, w1, w2, w3)
+    r = eight_fractions(eight, row[:, None], 0, words, V)
     out_row = (row.to(tl.int64) * out_stride)[:, None]
     inside = (row < rows)[:, None]
     col = columns_of(eight)
@@ -90,9 +85,9 @@ def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_col
 
 
 @triton.jit
-def quantize_rows(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V: tl.constexpr):
+def quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
     """1xN blocks; column stride 1."""
-    rows, cols, groups, tiles = sizes
+    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     row, group = blocks_of(tiles, V)
     eight = group[:, None] * (V.n // 8) + tl.arange(0, V.n // 8)[None, :]
     x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
@@ -106,17 +101,15 @@ def quantize_rows(x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stri
 
 
 @triton.jit
-def quantize_rows16(
-    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V: tl.constexpr
-):
+def quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
     """1x16 E2M1 blocks, output "packed": int64 words of sixteen codes, [rows, groups].
 
     The result of `quantize_rows`. There two threads share a block and both compute its scale, which is a sixth of the
-    instructions, and this kernel is bound by them on an H200 (12 integer instructions an element at half rate, for 2.56
-    bytes). Here a thread loads its block in two pieces of 16 bytes, computes one scale, and stores one word of 16
+    instructions, and this kernel is bound by them on an H200 (12 integer instructions per element at half rate, for
+    2.56 bytes). Here a thread loads its block in two pieces of 16 bytes, computes one scale, and stores one word of 16
     codes; neighbouring threads store neighbouring words.
     """
-    rows, cols, groups, tiles = sizes
+    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     row, group = blocks_of(tiles, V)
     eight = (group * 2)[:, None]
     x = (
@@ -130,14 +123,8 @@ def quantize_rows16(
     anchor = amax_b.to(tl.uint32, bitcast=True) >> 31
     word = tl.zeros((V.tile_rows * V.tile_blocks, 1), tl.uint64)
     for half in tl.static_range(2):
-        t = x[half] * encode[:, :, None]
-        if not V.signed_zero:
-            t = t + 0.0  # a negative zero is coded as zero, as in TE
-        r = 0.0
-        if V.stochastic:
-            w0, w1, w2, w3 = random_words(eight + half, row[:, None], anchor, words)
-            r = eight_fractions(w0, w1, w2, w3)
-        code = element_codes(t, r, limit, V)
+        r = eight_fractions(eight + half, row[:, None], anchor, words, V)
+        code = element_codes(scaled(x[half], encode[:, :, None], V), r, limit, V)
         nibbles = code << (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32)
         word = word | (tl.sum(nibbles, 2).to(tl.uint64) << (32 * half))
     mask = ((row < rows) & (group < groups))[:, None]
@@ -147,11 +134,9 @@ def quantize_rows16(
 
 
 @triton.jit
-def quantize_squares(
-    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V: tl.constexpr
-):
+def quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
     """NxN blocks (weights): one scale serves the tensor and its transpose. Column stride 1; no global scale of rows."""
-    rows, cols, groups, tiles = sizes
+    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     EIGHTS: tl.constexpr = V.n // 8
     tile_row = tl.program_id(0) // tiles
     tile_col = tl.program_id(0) % tiles
@@ -171,17 +156,15 @@ def quantize_squares(
 
 
 @triton.jit
-def quantize_whole(
-    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr, sizes, x_stride, out_stride, words, V: tl.constexpr
-):
-    """One float32 scale a tensor or a row (FP8 current, delayed, per row): codes, or values without the scale.
+def quantize_whole(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
+    """One float32 scale per tensor or row (FP8 current, delayed, per row): codes, or values without the scale.
 
     The amax is given (from amax.py, or from history); scale and its inverse are computed in each program, the inverse
     stored once. Where the amax came from elsewhere x may exceed it: large values saturate, but an infinity becomes NaN.
     A program takes tile_rows rows of tile_blocks groups of eight columns. scale_ptr: scale_inv, [1] or [rows];
     decode_ptr is not used.
     """
-    rows, cols, _, tiles = sizes
+    x_ptr, amax_ptr, out_ptr, scale_ptr, _ = pointers
     tile_col = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     eight = (tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks))[None, :]
@@ -218,7 +201,7 @@ def decode_blocks(code_ptr, scale_ptr, out_ptr, rows, groups, tiles, width, code
     """Element * block scale, without the global scale; what `Quantized.decoded()` holds.
 
     Codes uint8 [rows, groups*N], or, for E2M1, int32 words [rows, groups*N/8]; scales [rows/height, groups]. out [rows,
-    width], BF16 or float32. Bytes an element: 0.5 + 1/16 + 2 for NVFP4, 1 + 1/32 + 2 for MXFP8.
+    width], BF16 or float32. Bytes per element: 0.5 + 1/16 + 2 for NVFP4, 1 + 1/32 + 2 for MXFP8.
     """
     row, group = blocks_of(tiles, V)
     inside = (row < rows) & (group < groups)

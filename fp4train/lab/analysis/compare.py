@@ -90,10 +90,10 @@ class SeedMean:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Args:
-        histories, rows: one each a run, in the order given.
+        histories, rows: one of each per run, in the order given.
         means: one per group of runs, if any group has several seeds.
         key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
         step: the step that the gap is at.
@@ -279,7 +279,7 @@ def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
 
 
 def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The same; a section of several classes by their names, recipe=NVFP4|BF16, without keys that only some have."""
+    """`differing` with sections of several classes by their names, recipe=NVFP4|BF16; without keys that few have."""
     several = tuple(key.removesuffix("_target_") for key in differing if key.endswith("._target_"))
     found: dict[str, list[Any]] = {}
     for key, values in differing.items():
@@ -335,7 +335,7 @@ def _strict(node: Any) -> Any:
 
 
 def _gap(series: Series, first: Series) -> Curve:
-    """In per cent, at the steps that both have."""
+    """The relative gap in per cent, at the steps that both have."""
     steps = np.intersect1d(series.steps, first.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
         return Curve.of(Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1)))

@@ -12,6 +12,7 @@ import numpy as np
 from fp4train.lab.analysis.figure import (
     IN_RECIPE,
     INK,
+    LABEL,
     LINE,
     NARROW,
     PICTURE,
@@ -45,11 +46,11 @@ DASHED = (0, (4, 3))
 UPRIGHT = 44
 """Characters of an upright name that the panel is high enough for."""
 SPREAD = 3
-"""Up to this many curves have their intervals as bands."""
+"""The most curves whose intervals are drawn as bands."""
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
 INSIDE = 6
-"""Up to this many runs the legend stands in the panel; more stand beside it."""
+"""The most runs whose legend stands in the panel; that of more stands beside it."""
 NAME = 36
 """Characters of a run's name."""
 
@@ -294,17 +295,9 @@ def _draw_strip(axes: Axes, bands: Sequence[Band], colours: Mapping[str, str], l
             continue
         if not fits:
             free = middle + 0.02 * last
-        axes.text(
-            middle,
-            1.025 if fits else 0.98,
-            recipe if fits else shortened(recipe, UPRIGHT),
-            transform=axes.get_xaxis_transform(),
-            rotation=0 if fits else 90,
-            ha="center",
-            va="center_baseline" if fits else "top",
-            fontsize=7.5,
-            color=INK,
-        )
+        label, height = (recipe, 1.025) if fits else (shortened(recipe, UPRIGHT), 0.98)
+        turned: Any = {"rotation": 0, "va": "center_baseline"} if fits else {"rotation": 90, "va": "top"}
+        axes.text(middle, height, label, transform=axes.get_xaxis_transform(), ha="center", **turned, **LABEL)
 
 
 def _mark_events(axes: Axes, history: History) -> None:
@@ -323,9 +316,8 @@ def _mark_events(axes: Axes, history: History) -> None:
             rotation=90,
             ha="right",
             va="top",
-            fontsize=7.5,
-            color=INK,
             alpha=0.8,
+            **LABEL,
         )
 
 

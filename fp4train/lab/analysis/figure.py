@@ -1,4 +1,4 @@
-"""What all figures share: colours, style, limits and labels; a figure as a PNG file, or as SVG inside of a page.
+"""The common ground of all figures: colours, style, limits and labels; a figure as a PNG file, or as SVG in a page.
 
 A figure is a function of its width in inches, so that one description serves the picture beside a run and the page. A
 page has every figure twice, 8.4 inches wide and 3.7: a figure that is only scaled down has letters of 4 points on a
@@ -43,6 +43,9 @@ VARIABLES: Mapping[str, str] = {
     **{shade: f"--s{i}" for i, shade in enumerate(SHADES)},
 }
 """Colour → variable of a page's style."""
+
+LABEL: Any = {"fontsize": 7.5, "color": INK}
+"""The look of words in a panel."""
 
 Draw = Callable[[float], "Figure"]
 """Draws a figure of this width in inches."""
@@ -108,7 +111,7 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
 
 @contextmanager
 def _settings(**values: Any) -> Iterator[None]:
-    """Names are text: matplotlib would typeset what stands between two dollar signs as mathematics."""
+    """Settings under which names are text: matplotlib would typeset what stands between dollar signs as mathematics."""
     import matplotlib
 
     settings: Any = {"text.parse_math": False, **values}
@@ -141,7 +144,7 @@ def first_words(text: str, room: int) -> str:
 
 
 def right_end(last_step: int) -> float:
-    """Where the x axis ends: far enough behind the last step that no marker on it is cut."""
+    """The end of the x axis: far enough behind the last step that no marker on it is cut."""
     return max(last_step, 1) * 1.012
 
 
@@ -172,6 +175,14 @@ def few_ticks(axes: Axes, count: int, **options: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(count, **options))
+
+
+def colour_bar(axes: Axes, image: Any, **options: Any) -> Any:
+    """The scale of a map beside it."""
+    bar = axes.figure.colorbar(image, ax=axes, **options)
+    bar.ax.tick_params(labelsize=7, colors=INK, length=2)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def logarithmic(axes: Axes, *, fine: bool) -> None:

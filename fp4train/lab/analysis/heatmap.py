@@ -8,7 +8,7 @@ the worst operand of each layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import INK, LINE, NARROW, QUIET, Draw, new_figure, plain, save_png, shortened
+from fp4train.lab.analysis.figure import INK, LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png, shortened
 from fp4train.lab.analysis.history import Floats
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEATMAP = "statistics.png"
@@ -32,10 +31,9 @@ RATIO = "gradient / noise"
 """The map that has a logarithmic scale, because it spans decades, and on which small is bad."""
 WORST_DB, BEST_DB = 8.0, 32.0
 """Ends of the colours: an operand as large as 2.5 times its error, and of 8-bit elements."""
-LABELS = 40
-"""Layers of which each has a name at the axis; of more, some have."""
 LAYERS, COLUMNS = 48, 40
-"""Rows and columns of a map in a page; of more layers the worst are shown, of more steps evenly chosen ones."""
+"""Rows and columns of a map in a page; of more layers the worst are shown, of more steps evenly chosen ones. A picture
+has all, and names so many layers at its axis."""
 MOST = 1 << 26
 """Values of one metric; a file whose names and steps ask for more is none."""
 LAYER = 2000
@@ -44,7 +42,7 @@ LAYER = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What was measured every `eval.errors_every` steps.
+    """Quantisation errors, measured every `eval.errors_every` steps.
 
     Args:
         steps: ascending. layers: in the order of the model. operands: "fprop.x", …
@@ -121,97 +119,82 @@ def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
 
 
 def draw_statistics(run: Path) -> Path:
-    """Draw RUN/statistics.png from RUN/statistics.bin.
+    """Draw RUN/statistics.png from RUN/statistics.bin: the noise of each operand, and of the weights' gradients.
 
     Raises:
         UserError: the run has no statistics.
     """
     found, path = errors_of(read_statistics(run)), Path(run) / HEATMAP
-    panels = min(len(found.operands) + 2, 4)
-    save_png(every_operand(found, Path(run).resolve().name), 4.2 * panels, path)
+    noise = {"cmap": "viridis", "vmin": WORST_DB, "vmax": BEST_DB}
+    maps = [
+        HeatMap(f"{operand}, SQNR in dB", found.values["sqnr_db"][:, i], noise)
+        for i, operand in enumerate(found.operands)
+    ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
+    maps.append(HeatMap("log₁₀ of gradient / (√3 · its noise)", ratio, {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0}))
+    columns = min(len(maps), 4)
+    save_png(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
     return path
 
 
-def every_operand(found: Errors, name: str) -> Draw:
-    """The noise of each operand, and of the weights' gradients: all layers at all steps."""
-
-    def draw(width: float) -> Figure:
-        columns = min(len(found.operands) + 2, 4)
-        height = -(-(len(found.operands) + 2) // columns)
-        figure = new_figure(width, 0.4 + height * (1.0 + 0.13 * min(len(found.layers), LABELS)))
-        figure.suptitle(shortened(name, 44), x=0.01, ha="left", fontweight="bold", color=INK)
-        *panels, legend = figure.subplots(height, columns, squeeze=False).flatten()[: len(found.operands) + 2]
-        for axes in figure.axes[len(found.operands) + 1 :]:
-            axes.set_axis_off()
-        maps = {f"{operand}, SQNR in dB": found.values["sqnr_db"][:, i] for i, operand in enumerate(found.operands)}
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
-        maps["log₁₀ of gradient / (√3 · its noise)"] = np.where(np.isfinite(ratio), ratio, np.nan)
-        noise, gradient = (("viridis", WORST_DB, BEST_DB), "SQNR, dB"), (("RdBu", -2.0, 2.0), "gradient / noise")
-        for place, (axes, (title, values)) in enumerate(zip(panels, maps.items(), strict=True)):
-            (colours, low, high), of = noise if place < len(found.operands) else gradient
-            image = _map(axes, values, title, found.steps, 5, cmap=colours, vmin=low, vmax=high)
-            every = max(1, -(-len(found.layers) // LABELS))
-            names = [shortened(layer, 26) for layer in found.layers[::every]]
-            axes.set_yticks(range(0, len(found.layers), every), names, fontsize=6)
-            if place >= len(found.operands) - 1:  # the last of its kind
-                where = legend.inset_axes((0.05 if (colours, low, high) == noise[0] else 0.5, 0.05, 0.06, 0.85))
-                bar = figure.colorbar(image, cax=where, extend="both")
-                bar.ax.set_title(of, fontsize=8, color=INK, loc="left")
-        return figure
-
-    return draw
-
-
 def worst_maps(found: Errors) -> Draw:
-    """By layer and step: relative error and underflow of the layer's worst operand, and its gradient over its noise."""
+    """Maps by layer and step: relative error and underflow of the worst operand, and the gradient over its noise."""
     rows = sorted(found.worst_layers[:LAYERS])
     columns = np.unique(np.linspace(0, len(found.steps) - 1, min(len(found.steps), COLUMNS)).round().astype(int))
-    steps = [found.steps[i] for i in columns]
-    maps = {
-        title: values[rows][:, columns]
-        for title, values in (
-            ("relative error", worst_operand(found.relative_error)),
-            ("underflow, %", 100 * worst_operand(found.values["underflow"])),
-            (RATIO, np.where(found.gradient_to_noise > 0, found.gradient_to_noise, np.nan)),
-        )
-    }
-    if not np.isfinite(maps[RATIO]).any():
-        del maps[RATIO]
+    ratio = np.where(found.gradient_to_noise > 0, found.gradient_to_noise, np.nan)[rows][:, columns]
+    maps = [
+        HeatMap("relative error", worst_operand(found.relative_error)[rows][:, columns], {"cmap": MAP}),
+        HeatMap("underflow, %", 100 * worst_operand(found.values["underflow"])[rows][:, columns], {"cmap": MAP}),
+        *([HeatMap(RATIO, ratio, {"cmap": f"{MAP}_r", "norm": "log"})] if np.isfinite(ratio).any() else []),
+    ]
+    return draw_maps(maps, [found.layers[i] for i in rows], [found.steps[i] for i in columns], len(maps))
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Values [layer, step], NaN where there is none, in the colours of `scale` (arguments of `imshow`)."""
+
+    title: str
+    values: Floats
+    scale: Mapping[str, Any]
+
+
+def draw_maps(
+    maps: Sequence[HeatMap], layers: Sequence[str], steps: Sequence[int], columns: int, title: str = ""
+) -> Draw:
+    """Maps of the same layers and steps side by side, on a phone below each other; each with its scale."""
 
     def draw(width: float) -> Figure:
         from matplotlib.ticker import LogLocator
 
         narrow = width <= NARROW
-        height = 0.75 + max(0.9, 0.15 * len(rows))
-        figure = new_figure(width, len(maps) * height if narrow else height)
-        panels = figure.subplots(len(maps), 1) if narrow else figure.subplots(1, len(maps), sharey=True)
-        for axes, (title, values) in zip(panels, maps.items(), strict=True):
-            ratio = title == RATIO
-            scale = {"cmap": f"{MAP}_r", "norm": "log"} if ratio else {"cmap": MAP}
-            image = _map(axes, values, title, steps, 5 if narrow else 4, **scale)
-            if narrow or axes is panels[0]:
-                names = [shortened(found.layers[i], 22 if narrow else 34) for i in rows]
-                axes.set_yticks(range(len(rows)), names, fontsize=6.5)
+        across = 1 if narrow else columns
+        down = -(-len(maps) // across)
+        figure = new_figure(width, down * (0.75 + max(0.9, 0.15 * min(len(layers), LAYERS))) + 0.3 * bool(title))
+        if title:
+            figure.suptitle(shortened(title, 44), x=0.01, ha="left", fontweight="bold", color=INK)
+        panels = figure.subplots(down, across, squeeze=False).flatten()
+        for axes in panels[len(maps) :]:
+            axes.set_axis_off()
+        every, each_step = (max(1, -(-count // most)) for count, most in ((len(layers), LAYERS), (len(steps), 5)))
+        for place, (axes, each) in enumerate(zip(panels, maps, strict=False)):
+            values = np.ma.masked_invalid(each.values)
+            image = axes.imshow(values, aspect="auto", interpolation="none", **each.scale)
+            axes.set_facecolor("#eceef1")
+            axes.set_title(each.title, fontsize=9, color=INK, loc="left", pad=5)
+            names = [shortened(layer, 22 if narrow else 34) for layer in layers[::every]] if not place % across else []
+            axes.set_yticks(range(0, len(layers), every) if names else [], names, fontsize=6.5)
+            axes.set_xticks(range(0, len(steps), each_step), [str(step) for step in steps[::each_step]], fontsize=7)
+            axes.set_xlabel("step", fontsize=8, color=INK)
+            axes.tick_params(length=0, colors=INK)
             axes.spines[:].set_color(LINE)
-            bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, format="%g" if ratio else None)
+            ratio, ends = each.scale.get("norm") == "log", "both" if "vmin" in each.scale else "neither"
+            form = "%g" if ratio else None
+            bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)
             if ratio:
                 bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
                 bar.ax.minorticks_off()
-            bar.ax.tick_params(labelsize=7, colors=INK, length=2)
-            bar.outline.set_visible(False)
         return figure
 
     return draw
-
-
-def _map(axes: Axes, values: Floats, title: str, steps: Sequence[int], ticks: int, **scale: Any) -> Any:
-    """One map of [layer, step] with about so many ticks; grey, or in a page empty, where nothing was measured."""
-    shown = axes.imshow(np.ma.masked_invalid(values), aspect="auto", interpolation="none", **scale)
-    axes.set_facecolor("#eceef1")
-    axes.set_title(title, fontsize=9, color=INK, loc="left", pad=5)
-    every = max(1, -(-len(steps) // ticks))
-    axes.set_xticks(range(0, len(steps), every), [str(step) for step in steps[::every]], fontsize=7)
-    axes.tick_params(length=0, colors=INK, color=QUIET)
-    axes.set_xlabel("step", fontsize=8, color=INK)
-    return shown

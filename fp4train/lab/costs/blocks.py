@@ -35,7 +35,7 @@ from fp4train.quantize import QuantSpec, packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """Products q·kᵀ and p·v of one block: q is [batch, heads, time, head_dim], k and v have `kv_heads`."""
 
     batch: int
@@ -70,7 +70,7 @@ class BlockCost:
     whole: float
     forward: float
     backward: float
-    attentions: tuple[Attention, ...]
+    attentions: tuple[AttentionShape, ...]
     input: float
 
 
@@ -200,7 +200,7 @@ class _StandIns:
 
     def __init__(self, sharing: bool, columnwise: Mapping[nn.Module, bool]) -> None:
         self.sharing, self.columnwise = sharing, columnwise
-        self.attentions: list[Attention] = []
+        self.attentions: list[AttentionShape] = []
         self.repeated: set[int] = set()
         self._last: tuple[int, QuantSpec, Tensor] | None = None
 
@@ -289,7 +289,7 @@ class _FunctionStandIns(TorchFunctionMode):
         batch, heads, time, dim = q.shape
         causal = bool((kwargs or {}).get("is_causal"))
         self._found.append(
-            Attention(batch=batch, heads=heads, kv_heads=k.shape[1], time=time, head_dim=dim, causal=causal)
+            AttentionShape(batch=batch, heads=heads, kv_heads=k.shape[1], time=time, head_dim=dim, causal=causal)
         )
         return _Attend.apply(q, k, v)  # type: ignore[no-untyped-call]
 

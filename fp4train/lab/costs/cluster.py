@@ -25,12 +25,10 @@ from typing import Final
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.links import Group, Interconnect
+from fp4train.lab.costs.links import Collective, Flow, Group, Interconnect, Wire
 from fp4train.lab.costs.memory import USABLE, RankMemory, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
-from fp4train.lab.costs.shards import Weight, stages
-from fp4train.lab.costs.traffic import Collective, Flow, Wire
-from fp4train.lab.costs.workload import Kind, Workload
+from fp4train.lab.costs.workload import Kind, ModelWeight, Workload, stages
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan, part_of
@@ -107,26 +105,24 @@ class ClusterCost:
         return self.memory.total <= USABLE * self.gpu.capacity
 
 
-@dataclass(kw_only=True)
-class _Seconds:
-    """Seconds of one block and microbatch on a rank, forward or backward."""
+GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
+TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
+"""What the seconds of a block are spent on."""
 
-    gemms: float = 0.0
-    quantising: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    tensor: float = 0.0
-    tensor_alone: float = 0.0
-    amax: float = 0.0
-    amaxes: int = 0
 
-    def slowed(self, rate: float) -> None:
-        """Products at this share of their rate."""
-        self.gemms, self.attention = self.gemms / rate, self.attention / rate
+class _Pass(dict[str, float]):
+    """Seconds of one block and microbatch on a rank, forward or backward, by what they are spent on.
+
+    `collectives`: TENSOR and AMAX → bytes sent, and seconds of the collectives alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys((GEMM, QUANTISING, ATTENDING, ELEMENTWISE, TENSOR, AMAX), 0.0))
+        self.collectives = {TENSOR: (0.0, 0.0), AMAX: (0.0, 0.0)}
 
     @property
     def total(self) -> float:
-        return self.gemms + self.quantising + self.attention + self.elementwise + self.tensor + self.amax
+        return sum(self.values())
 
 
 def cluster_cost(load: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> ClusterCost:
@@ -150,9 +146,9 @@ class _Estimate:
         """The part of a layer that a rank multiplies."""
         return part_of(plan, "in" if plan.layer.name in self.load.row_wise else "out", self.mesh.tensor)
 
-    def layers(self, plans: Sequence[LayerPlan]) -> tuple[_Seconds, _Seconds]:
+    def layers(self, plans: Sequence[LayerPlan]) -> tuple[_Pass, _Pass]:
         """GEMMs and quantising of linear layers, one microbatch."""
-        forward, backward = _Seconds(), _Seconds()
+        forward, backward = _Pass(), _Pass()
         for plan in plans:
             mine = self.split(plan)
             form = wire_form(mine, self.mesh.shard, self.mesh.gather)
@@ -163,29 +159,28 @@ class _Estimate:
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
             for row in layer_costs(mine, self.gpu, self.tokens, 1, weight_passes=passes):
                 into = forward if row.gemm_name == "fprop" else backward
-                into.gemms += row.gemm
-                into.quantising += row.quantise
-        forward.slowed(self.rate)
-        backward.slowed(self.rate)
+                into[GEMM] += row.gemm / self.rate
+                into[QUANTISING] += row.quantise
         return forward, backward
 
-    def block(self, kind: Kind) -> tuple[_Seconds, _Seconds, float]:
-        """(forward, backward, bytes sent by tensor parallelism) of a block and microbatch."""
+    def block(self, kind: Kind) -> tuple[_Pass, _Pass]:
+        """(forward, backward) of a block and microbatch."""
         cost, plans = kind.cost, kind.plans
-        mesh = self.mesh
         forward, backward = self.layers(plans)
-        cut, peak = mesh.tensor * mesh.context, self.gpu.peaks["BF16"]
+        cut, peak = self.mesh.tensor * self.mesh.context, self.gpu.peaks["BF16"]
         flops = sum(a.flops for a in cost.attentions) / cut / self.rate
-        forward.attention = flops / (peak * ATTENTION[0])
-        backward.attention = BACKWARD_ATTENTION * flops / (peak * ATTENTION[1])
         fused = FUSED if self.load.compiled else 1.0
-        forward.elementwise = fused * cost.forward / cut / self.bandwidth
-        backward.elementwise = fused * cost.backward / cut / self.bandwidth
-        sent = self._tensor(cost, plans, forward, backward)
-        return forward, backward, sent
+        for seconds, products, share, moved in (
+            (forward, 1.0, ATTENTION[0], cost.forward),
+            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward),
+        ):
+            seconds[ATTENDING] = products * flops / (peak * share)
+            seconds[ELEMENTWISE] = fused * moved / cut / self.bandwidth
+        self._tensor(cost, plans, forward, backward)
+        return forward, backward
 
-    def _tensor(self, cost: BlockCost, plans: Sequence[LayerPlan], forward: _Seconds, backward: _Seconds) -> float:
-        """Adds the collectives of tensor parallelism; returns the bytes sent.
+    def _tensor(self, cost: BlockCost, plans: Sequence[LayerPlan], forward: _Pass, backward: _Pass) -> None:
+        """Adds the collectives of tensor parallelism.
 
         Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones; backward gathers their
         dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
@@ -195,7 +190,7 @@ class _Estimate:
         rows = [p for p in plans if p.layer.name in self.load.row_wise]
         columns = [p for p in plans if p.layer.name not in self.load.row_wise]
         if mesh.tensor == 1 or not rows:
-            return 0.0
+            return
         whole = cost.input / mesh.context
         sums = whole if mesh.joined else 2 * whole
         split = columns[: len(rows)] if mesh.joined else columns
@@ -203,20 +198,18 @@ class _Estimate:
             gathered = [self._form(whole, p.fprop.operands.first) for p in columns[: len(rows)]]
             dy = [self._forms(whole, p.dgrad.operands.first, p.wgrad.operands.first) for p in rows]
             again = [self._form(whole, p.wgrad.operands.second) for p in split]
-            times = [(forward, [*gathered, *[sums] * len(rows)]), (backward, [*dy, *again, *[sums] * len(split)])]
+            sizes = ([*gathered, *[sums] * len(rows)], [*dy, *again, *[sums] * len(split)])
         else:
-            times = [(forward, [sums] * 2 * len(rows)), (backward, [sums] * 2 * len(split))]
-        sent = 0.0
-        for seconds, sizes in times:
-            alone = sum(group.gather_seconds(size) for size in sizes)
-            sent += sum(group.sent(size) for size in sizes)
-            seconds.tensor_alone = alone
-            seconds.tensor = max(0.0, alone - seconds.gemms) if mesh.hides_tensor else alone
-        latency = group.reduce_seconds(0.0)
-        forward.amaxes = sum(_needs_amax(p.fprop.operands.first) for p in plans)
-        backward.amaxes = sum(_needs_amax(p.dgrad.operands.first) for p in plans)
-        forward.amax, backward.amax = latency * forward.amaxes, latency * backward.amaxes
-        return sent
+            sizes = ([sums] * 2 * len(rows), [sums] * 2 * len(split))
+        operands = ([p.fprop.operands.first for p in plans], [p.dgrad.operands.first for p in plans])
+        for seconds, sent, quantised in zip((forward, backward), sizes, operands, strict=True):
+            alone = sum(group.gather_seconds(size) for size in sent)
+            seconds.collectives[TENSOR] = sum(group.sent(size) for size in sent), alone
+            seconds[TENSOR] = max(0.0, alone - seconds[GEMM]) if mesh.hides_tensor else alone
+            # The scale of an operand may need the amax of the whole tensor, over all ranks that share it.
+            amaxes = sum(spec is not None and needs_amax(spec) for spec in quantised)
+            seconds[AMAX] = group.reduce_seconds(0.0) * amaxes
+            seconds.collectives[AMAX] = amaxes * group.sent(8), group.reduce_seconds(0.0) * amaxes
 
     def _form(self, whole: float, spec: QuantSpec | None) -> float:
         """Bytes of an activation of `whole` BF16 bytes when it is gathered, as codes if it is quantised."""
@@ -231,7 +224,7 @@ class _Estimate:
             return whole
         return self._form(whole, row) + self._form(whole, column)
 
-    def weights(self, weights: Sequence[Weight], *, kept: bool = False) -> Wire:
+    def weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
         """What it takes to gather some weights and to reduce their gradients; `kept`: from forward to backward."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         repeats = self.load.recomputed > 0
@@ -286,11 +279,10 @@ class _Estimate:
         pass; their gradients are complete when nothing is left to hide behind.
         """
         m = self.mesh.microbatches
-        names = ("GEMMs", "quantising", "attention", "elementwise", "recomputation", "copies of FSDP")
-        parts = dict.fromkeys((*names, "amax over tensor ranks"), 0.0)
-        flows = {name: Flow() for name in ("forward", "backward", "gradients", "tensor", "amax")}
+        parts = {**_Pass(), "recomputation": 0.0, "copies of FSDP": 0.0}
+        flows = {name: Flow() for name in ("forward", "backward", "gradients", TENSOR, AMAX)}
         for kind, number in counts.items():
-            forward, backward, sent = self.blocks[kind]
+            forward, backward = self.blocks[kind]
             wire = self.sends[kind]
             again = self.load.recomputed * forward.total
             behind = backward.total + again
@@ -298,16 +290,11 @@ class _Estimate:
             flows["backward"].add(number * m, wire.gathered_again, wire.again, wire.again - behind)
             hidden = max(0.0, behind - wire.again)
             flows["gradients"].add(number, wire.reduced, wire.reduce, wire.reduce - hidden)
-            flows["tensor"].add(number * m, sent, 0.0, 0.0)
             for seconds in (forward, backward):
-                parts["GEMMs"] += number * m * seconds.gemms
-                parts["quantising"] += number * m * seconds.quantising
-                parts["attention"] += number * m * seconds.attention
-                parts["elementwise"] += number * m * seconds.elementwise
-                parts["amax over tensor ranks"] += number * m * seconds.amax
-                flows["tensor"].add(number * m, 0.0, seconds.tensor_alone, seconds.tensor)
-                amax_bytes = seconds.amaxes * self.groups["tensor"].sent(8)
-                flows["amax"].add(number * m, amax_bytes, seconds.amax, seconds.amax)
+                for name, value in seconds.items():
+                    parts[name] += number * m * value
+                for name, (sent, alone) in seconds.collectives.items():
+                    flows[name].add(number * m, sent, alone, seconds[name])
             parts["recomputation"] += number * m * again
             parts["copies of FSDP"] += number * wire.copied / self.bandwidth
         parts["copies of FSDP"] += outer.copied / self.bandwidth
@@ -318,7 +305,6 @@ class _Estimate:
             parts["head and loss"] = m * self._head()
         parts["weight gathers"] = flows["forward"].exposed + flows["backward"].exposed
         parts["gradient reduction"] = flows["gradients"].exposed
-        parts["tensor collectives"] = flows["tensor"].exposed
         return parts, self._collectives(flows)
 
     def _collectives(self, flows: Mapping[str, Flow]) -> list[Collective]:
@@ -331,8 +317,8 @@ class _Estimate:
             link = "network" if "network" in (groups["shard"].link, groups["replicate"].link) else "NVLink"
             found.append(flows["gradients"].named("gradient reduction", link))
         if mesh.tensor > 1:
-            found.append(flows["tensor"].named("tensor gathers and scatters", groups["tensor"].link))
-            found.append(flows["amax"].named("amax over tensor ranks", groups["tensor"].link))
+            found.append(flows[TENSOR].named("tensor gathers and scatters", groups["tensor"].link))
+            found.append(flows[AMAX].named(AMAX, groups["tensor"].link))
         return found
 
     def _head(self) -> float:
@@ -352,28 +338,15 @@ class _Estimate:
                 tail["first gather, last reduction"] += self.weights(self.load.before).gather
             group, counted = self.groups["shard"], 4.0 * len(self.load.order) * len(self.load.kinds[0].plans)
             tail["norm and amax of weights"] = group.reduce_seconds(8) + group.reduce_seconds(counted)
-            seconds = tail["norm and amax of weights"]
-            sent = 2 * group.sent(8 + counted)
-            more.append(
-                Collective(
-                    name="norm and amax of weights", link=group.link, sent=sent, seconds=seconds, exposed=seconds
-                )
-            )
+            seconds, sent = tail["norm and amax of weights"], 2 * group.sent(8 + counted)
+            flow = Flow(sent=sent, seconds=seconds, exposed=seconds)
+            more.append(flow.named("norm and amax of weights", group.link))
         if mesh.pipeline > 1:
             group = self.groups["pipeline"]
             part = entered(self.load.kinds[0].cost, mesh)
             one = group.send_seconds(part)
             tail["pipeline sends"] = 2 * (mesh.pipeline - 1) * one
             count = 2 * mesh.microbatches * mesh.virtual
-            exposed = tail["pipeline sends"]
-            more.append(
-                Collective(
-                    name="pipeline sends", link=group.link, sent=count * part, seconds=count * one, exposed=exposed
-                )
-            )
+            flow = Flow(sent=count * part, seconds=count * one, exposed=tail["pipeline sends"])
+            more.append(flow.named("pipeline sends", group.link))
         return tail, more
-
-
-def _needs_amax(spec: QuantSpec | None) -> bool:
-    """Whether an operand's scale needs the amax of the whole tensor, over all ranks that share it."""
-    return spec is not None and needs_amax(spec)

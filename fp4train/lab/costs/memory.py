@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.shards import Weight, stages
-from fp4train.lab.costs.workload import Workload
+from fp4train.lab.costs.workload import ModelWeight, Workload, stages
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
@@ -106,13 +105,13 @@ def entered(block: BlockCost, mesh: Mesh) -> float:
     return block.input / (mesh.tensor if mesh.sequence else 1) / mesh.context
 
 
-def _codes(weights: Sequence[Weight], mesh: Mesh) -> float:
+def _codes(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
     if mesh.shard > 1:
         return sum(w.code_bytes(mesh) for w in weights)
     return sum(w.resident_bytes(mesh) for w in weights if w.forms)
 
 
-def _unsharded(kinds: Sequence[Sequence[Weight]], outer: Sequence[Weight], mesh: Mesh) -> float:
+def _unsharded(kinds: Sequence[Sequence[ModelWeight]], outer: Sequence[ModelWeight], mesh: Mesh) -> float:
     if mesh.shard == 1:
         return 0.0
     resident = max((sum(w.resident_bytes(mesh) for w in weights) for weights in kinds), default=0.0)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.estimate import time_text
 from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
-from fp4train.lab.costs.search import Candidate
-from fp4train.lab.costs.shards import aligned_shard
-from fp4train.lab.costs.table import time_text
+from fp4train.lab.costs.search import MeshCandidate
+from fp4train.lab.costs.workload import aligned_shard
 from fp4train.text import tabulate
 
 _GIB = 2**30
@@ -136,7 +136,7 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
     }
 
 
-def render_candidates(found: Sequence[Candidate], best: Sequence[Candidate], command: str) -> str:
+def render_candidates(found: Sequence[MeshCandidate], best: Sequence[MeshCandidate], command: str) -> str:
     """The best meshes of a search, the fastest that do not fit, and the command that asks for the best."""
     gpu = found[0].cost.gpu
     fitting = sum(each.cost.fits for each in found)

@@ -1,26 +1,187 @@
-"""A model with its plan, measured for one microbatch: what every mesh is estimated from."""
+"""A model with its plan, measured for one microbatch, and what one rank of a mesh holds of its weights.
+
+Tensor parallelism splits a layer's outputs (column-wise) or its inputs (row-wise), and the vocabulary of embedding and
+head. FSDP then cuts every weight along its first dimension. Codes of a shard equal the shard of the codes only where a
+shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 blocks. Quantised weights whose shards do
+not are gathered in float32, and the plan names them: `precision.gather` decides, for a run and here.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
+import torch
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
-from fp4train.lab.costs.shards import Weight, find_weights, row_wise
 from fp4train.parallel.config import Mesh
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.blocks import block_paths
+from fp4train.precision.gather import WireForm, wire_form
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import LayerPlan, part_of
 from fp4train.precision.recipe import Recipe
+from fp4train.quantize import QuantSpec, packed_bytes
+
+ROW_WISE = ("attention.wo", "mlp.down")
+"""Layers whose inputs tensor parallelism splits: those that write to the residual stream."""
+
+
+def row_wise(model: nn.Module) -> frozenset[str]:
+    """The linear layers whose inputs tensor parallelism splits: as the model's cut says, else `ROW_WISE`."""
+    cut = getattr(model, "fp4train_tensor_cut", None)
+    if cut is not None:
+        return frozenset(cut().in_)
+    return frozenset(name for name in find_layers(model) if name.endswith(ROW_WISE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeight:
+    """One parameter.
+
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+        block: index of its block; -1 before the blocks, None after them.
+        split: dimension that tensor parallelism splits; None: each rank holds it whole.
+        plan: of the linear layer it belongs to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: int | None
+    split: int | None
+    plan: LayerPlan | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def forms(self) -> tuple[QuantSpec, ...]:
+        """The distinct quantised forms: one for square blocks, else a row-wise and a column-wise one."""
+        if self.plan is None or len(self.shape) != 2:
+            return ()
+        row, column = self.plan.fprop.operands.second, self.plan.dgrad.operands.second
+        if row is not None and row == column and row.transposable:
+            return (row,)
+        return tuple(spec for spec in (row, column) if spec is not None)
+
+    def of_rank(self, mesh: Mesh) -> float:
+        """Elements after tensor parallelism."""
+        return self.count / (1 if self.split is None else mesh.tensor)
+
+    def part(self, mesh: Mesh) -> LayerPlan | None:
+        """The plan of a rank's part of the layer."""
+        if self.plan is None or len(self.shape) != 2:
+            return None
+        return self.plan if self.split is None else part_of(self.plan, ("out", "in")[self.split], mesh.tensor)
+
+    def wire(self, mesh: Mesh) -> WireForm:
+        """How it is gathered over the shards."""
+        part = self.part(mesh)
+        if part is None or self.block is None or self.block < 0:
+            # What lies outside the blocks, and norms, are gathered as they are.
+            return WireForm(dtype=torch.bfloat16 if mesh.own_units and len(self.shape) > 1 else torch.float32)
+        return wire_form(part, mesh.shard, mesh.gather)
+
+    def why_values(self, mesh: Mesh) -> str | None:
+        """Why a weight that its layer quantises is not gathered as codes; None: it is, or the configuration says so."""
+        part, form = self.part(mesh), self.wire(mesh)
+        if mesh.shard == 1 or part is None or not self.forms or form.why is not None:
+            return form.why if self.forms and mesh.shard > 1 else None
+        assert self.plan is not None
+        pairs = ((self.plan.fprop, part.fprop), (self.plan.dgrad, part.dgrad))
+        return next((mine.why for whole, mine in pairs if whole.operands.second and not mine.operands.second), None)
+
+    def misaligned(self, mesh: Mesh) -> bool:
+        """Whether fewer shards would let it be gathered as codes."""
+        return mesh.shard > 1 and bool(self.wire(mesh).why) and not self.wire(replace(mesh, shard=1)).why
+
+    def wire_bytes(self, mesh: Mesh, *, backward: bool = False, repeats: bool = False) -> float:
+        """Bytes of this rank's part of the weight when it is gathered over the shards, once.
+
+        Args:
+            backward: for dgrad, else for fprop.
+            repeats: backward also needs what fprop does, to recompute it.
+        """
+        sent = self.wire(mesh).bytes(*_matrix(self.shape), backward=backward, repeats=repeats)
+        return sent * self.of_rank(mesh) / self.count
+
+    def resident_bytes(self, mesh: Mesh) -> float:
+        """Bytes of the weight as the GEMMs read it: both forms of its codes, and what was gathered for them."""
+        form = self.wire(mesh)
+        if self.forms:
+            codes = 2 / len(self.forms) * sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
+            made = codes * self.of_rank(mesh) / self.count
+            gathered = 0.0 if form.row or form.column else self.wire_bytes(mesh)
+            return made + (gathered if mesh.shard > 1 else 0.0)
+        copy = 2 if self.plan is not None else 0
+        return self.of_rank(mesh) * copy + (self.wire_bytes(mesh) if mesh.shard > 1 else 0.0)
+
+    def code_bytes(self, mesh: Mesh) -> float:
+        """Bytes of the codes of this rank's shard, which are kept within a step."""
+        form = self.wire(mesh)
+        if form.row is None and form.column is None:
+            return 0.0
+        return (
+            sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
+            * self.of_rank(mesh)
+            / (self.count * mesh.shard)
+        )
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:
+    """The parameters of a model (on the meta device) in order, each once."""
+    paths, rows = block_paths(model), row_wise(model)
+    of_block = {id(p): i for i, path in enumerate(paths) for p in model.get_submodule(path).parameters()}
+    owners = {f"{name}.{key}": m for name, m in model.named_modules() for key in m._parameters}
+    linear = find_layers(model)
+    found: list[ModelWeight] = []
+    before = True
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        block: int | None = of_block.get(id(parameter))
+        before = before and block is None
+        plan = plans.get(layer)
+        matrix = parameter.dim() > 1
+        if layer in linear and block is not None:
+            split = 0 if layer not in rows else (1 if matrix else None)
+        else:
+            split = 0 if matrix and (layer in linear or isinstance(owners[name], nn.Embedding)) else None
+        place = block if block is not None else (-1 if before else None)
+        found.append(ModelWeight(name=name, shape=tuple(parameter.shape), block=place, split=split, plan=plan))
+    return found
+
+
+def stages(mesh: Mesh, blocks: int) -> list[range]:
+    """The blocks of every stage: equal parts; where they do not divide, the first stages have one more."""
+    each, more = divmod(blocks, mesh.pipeline)
+    starts = [stage * each + min(stage, more) for stage in range(mesh.pipeline + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def aligned_shard(weights: Iterable[ModelWeight], mesh: Mesh) -> Mesh:
+    """The mesh with the most shards that keeps no weight from being gathered as codes, the rest being replicas."""
+    weights, ranks = list(weights), mesh.shard * mesh.replicate
+    counts = (n for n in range(mesh.shard, 0, -1) if mesh.shard % n == 0)
+    fewer = (replace(mesh, shard=n, replicate=ranks // n) for n in counts)
+    return next(other for other in fewer if not any(weight.misaligned(other) for weight in weights))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """Blocks that are alike: the weights and plans of the first of them, and the cost of each."""
 
-    weights: tuple[Weight, ...]
+    weights: tuple[ModelWeight, ...]
     plans: tuple[LayerPlan, ...]
     cost: BlockCost
 
@@ -44,8 +205,8 @@ class Workload:
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
-    before: tuple[Weight, ...]
-    after: tuple[Weight, ...]
+    before: tuple[ModelWeight, ...]
+    after: tuple[ModelWeight, ...]
     outside: tuple[LayerPlan, ...]
     row_wise: frozenset[str]
     tokens: int
@@ -69,7 +230,7 @@ class Workload:
         return 6 * (self.parameters - embedding) + attention
 
     @property
-    def distinct(self) -> list[Weight]:
+    def distinct(self) -> list[ModelWeight]:
         """The weights of every kind of block, and those outside."""
         return [*(w for kind in self.kinds for w in kind.weights), *self.before, *self.after]
 
@@ -77,7 +238,7 @@ class Workload:
         """How many blocks of each kind a pipeline stage has."""
         return Counter(self.order[index] for index in blocks)
 
-    def outer(self, stage: int, mesh: Mesh) -> list[Weight]:
+    def outer(self, stage: int, mesh: Mesh) -> list[ModelWeight]:
         """The weights outside the blocks that a pipeline stage holds; a tied embedding is on the first and the last."""
         last = stage == mesh.pipeline - 1
         before = self.before if stage == 0 or (self.tied and last) else ()
@@ -116,7 +277,7 @@ def workload(
     costs = measure_blocks(
         model, plans, recipe, sequences=sequences, seq_len=seq_len, row_wise=rows, sharing=not compiled
     )
-    of_block: dict[int | None, list[Weight]] = {}
+    of_block: dict[int | None, list[ModelWeight]] = {}
     for weight in find_weights(model, plans):
         of_block.setdefault(weight.block, []).append(weight)
     known: dict[object, int] = {}

@@ -28,7 +28,7 @@ LITTLE_DISK = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachinePart:
+class Fact:
     """One line about the machine.
 
     Args:
@@ -44,7 +44,7 @@ class MachinePart:
     note: str | None = None
 
 
-def parts(folder: Path) -> list[MachinePart]:
+def parts(folder: Path) -> list[Fact]:
     """All of them; `folder` is where runs would be written."""
     return [
         _gpu(),
@@ -65,7 +65,7 @@ def device() -> Device:
     return Device.of("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _gpu() -> MachinePart:
+def _gpu() -> Fact:
     if torch.cuda.is_available():
         names = []
         for index in range(torch.cuda.device_count()):
@@ -78,75 +78,71 @@ def _gpu() -> MachinePart:
             have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
             problem = f"compute capability {have} has no BF16 products, which need {least}; use device=cpu"
         same = len(set(names)) == 1 and len(names) > 1
-        return MachinePart(
-            name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem
-        )
+        return Fact(name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem)
     if driver_version() is None:
-        return MachinePart(name="GPU", value="none")
-    return MachinePart(name="GPU", value="torch sees none", note=why_no_gpu())
+        return Fact(name="GPU", value="none")
+    return Fact(name="GPU", value="torch sees none", note=why_no_gpu())
 
 
-def _drivers() -> list[MachinePart]:
+def _drivers() -> list[Fact]:
     """Driver, CUDA and cuBLAS, where any of them is."""
     cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := _installed(n))), None)
     if driver_version() is None and torch.version.cuda is None:
         return []
     words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
-    return [MachinePart(name="CUDA", value=", ".join(word for word in words if word))]
+    return [Fact(name="CUDA", value=", ".join(word for word in words if word))]
 
 
-def _torch() -> MachinePart:
+def _torch() -> Fact:
     problem = None
     if _numbers(torch.__version__) < OLDEST_TORCH:
         problem = f"fp4train needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
     compiled = compile_context.UNAVAILABLE
     note = None if compiled is None else f"train.compile=true runs linear layers outside of the graphs: {compiled}"
-    return MachinePart(name="torch", value=torch.__version__, problem=problem, note=note)
+    return Fact(name="torch", value=torch.__version__, problem=problem, note=note)
 
 
-def _transformer_engine() -> MachinePart:
+def _transformer_engine() -> Fact:
     name = "Transformer Engine"
     found = availability.version()
     if found is None:
-        return MachinePart(name=name, value="not installed")
+        return Fact(name=name, value="not installed")
     value = ".".join(map(str, found))
     if not torch.cuda.is_available():
-        return MachinePart(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
+        return Fact(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
     try:
         availability.pytorch_module()
     except ValueError as error:
-        return MachinePart(name=name, value=value, note=str(error))
-    return MachinePart(name=name, value=value)
+        return Fact(name=name, value=value, note=str(error))
+    return Fact(name=name, value=value)
 
 
-def _triton() -> MachinePart:
+def _triton() -> Fact:
     found = _installed("triton")
     if not torch.cuda.is_available():
-        return MachinePart(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
-    return MachinePart(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
+        return Fact(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
+    return Fact(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
 
 
-def _packages() -> MachinePart:
+def _packages() -> Fact:
     missing = [name for name in NEEDED if _installed(name) is None]
     if not missing:
-        return MachinePart(name="packages", value="all that runs import")
+        return Fact(name="packages", value="all that runs import")
     needed = [name for name in missing if name not in ("datasets", "wandb")]
     lacks = f"pip install {' '.join(missing)}"
     if needed:
-        return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
+        return Fact(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
     if "wandb" in missing:
-        return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
-    return MachinePart(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
+        return Fact(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
+    return Fact(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
 
 
-def _cpu() -> MachinePart:
+def _cpu() -> Fact:
     model = _cpu_model()
     if (reason := cpu.unavailable()) is not None:
-        return MachinePart(
-            name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}"
-        )
+        return Fact(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
     bf16 = "BF16 instructions" if _multiplies_bf16() else "no BF16 instructions: products in float32"
-    return MachinePart(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
+    return Fact(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
 
 
 def _multiplies_bf16() -> bool:
@@ -164,31 +160,29 @@ def _cpu_model() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def _threads() -> MachinePart:
+def _threads() -> Fact:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     pool = "" if cpu.unavailable() else f", C kernels on {cpu.thread_pool()}"
     note = f"threads wait for each other: OMP_NUM_THREADS={cores}" if threads > cores else None
-    return MachinePart(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
+    return Fact(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
 
 
-def _disk(folder: Path) -> MachinePart:
+def _disk(folder: Path) -> Fact:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     value = f"{free / 2**30:.0f} GiB free in {folder}/"
     if not os.access(place, os.W_OK):
-        return MachinePart(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
+        return Fact(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
     if free < LITTLE_DISK:
-        return MachinePart(
-            name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere"
-        )
-    return MachinePart(name="disk", value=value)
+        return Fact(name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere")
+    return Fact(name="disk", value=value)
 
 
-def _wandb() -> MachinePart:
+def _wandb() -> Fact:
     found = _installed("wandb")
     if found is None:
-        return MachinePart(name="wandb", value="not installed")
+        return Fact(name="wandb", value="not installed")
     try:
         import wandb
 
@@ -199,8 +193,8 @@ def _wandb() -> MachinePart:
         if settings.mode in ("offline", "dryrun", "disabled"):
             state = f"{settings.mode} by its own settings"
     except Exception as error:  # any of wandb's
-        return MachinePart(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
-    return MachinePart(name="wandb", value=f"{found}, {state}")
+        return Fact(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
+    return Fact(name="wandb", value=f"{found}, {state}")
 
 
 def _installed(name: str) -> str | None:

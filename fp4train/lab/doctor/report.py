@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import __version__
-from fp4train.lab.doctor.machine import MachinePart, device, parts
+from fp4train.lab.doctor.machine import Fact, device, parts
 from fp4train.lab.doctor.ranks import CollectiveCheck
 from fp4train.lab.doctor.recipes import RecipeCheck, check
 from fp4train.precision.recipe import Recipe
@@ -25,7 +25,7 @@ class DoctorReport:
 
     device: str
     default: str
-    machine: tuple[MachinePart, ...]
+    machine: tuple[Fact, ...]
     recipes: tuple[RecipeCheck, ...]
     ranks: int = 1
     collectives: tuple[CollectiveCheck, ...] = ()

@@ -15,8 +15,7 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.costs.estimate import CostEstimate, estimate
-from fp4train.lab.costs.table import time_text
+from fp4train.lab.costs.estimate import CostEstimate, estimate, time_text
 from fp4train.lab.report.html import Html, joined, ranges, table, tag
 from fp4train.lab.report.sections import section
 from fp4train.lab.report.sources import UNREADABLE, RunSource

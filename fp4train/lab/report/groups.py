@@ -42,14 +42,14 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """Of its runs, the first ones if there are many."""
+        """The names of its runs, of the first ones if there are many."""
         names = [source.name for source in self.sources]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return names[0] if len(names) == 1 else ", ".join(shortened(each, 40) for each in names[:NAMED]) + more
 
     @property
     def numbers(self) -> str:
-        """ "1–3": those of its runs."""
+        """The numbers of its runs: "1–3"."""
         return ranges(source.number for source in self.sources)
 
 

@@ -119,7 +119,7 @@ def render(
 
 
 def different_data(sources: Sequence[RunSource]) -> list[str]:
-    """What makes losses of these runs incomparable: other data, tokens, or sequences. Empty where nothing is known."""
+    """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty where none is known."""
     found = []
     prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
     keys = list(dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data.")))
@@ -136,7 +136,7 @@ def different_data(sources: Sequence[RunSource]) -> list[str]:
 
 
 def weak_gradient(source: RunSource) -> list[str]:
-    """Where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
+    """A warning where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
     ratio = source.metrics.series("error/gradient_to_noise")
     below = (ratio.values < THRESHOLD).nonzero()[0]
     if not len(below):

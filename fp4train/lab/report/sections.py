@@ -26,7 +26,7 @@ WORDS = {**VERDICTS, "reference": "reference"}
 EVENTS = 60
 """Events of a run that are listed."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
-"""What is marked on the band of a run."""
+"""Events that are marked on the band of a run."""
 
 
 def section(title: str, *children: object) -> Html:
@@ -243,7 +243,7 @@ def _known(value: float, form: str) -> str:
 
 
 def sensitivities(sources: Sequence[RunSource]) -> Html:
-    """What every sensitivity study of the runs found."""
+    """The findings of every sensitivity study of the runs."""
     every = [(source, found) for source in sources for found in source.studies.sensitivities]
     parts = [_sensitivity(f"sensitivity-{place}", *each) for place, each in enumerate(every, start=1)]
     return section("Sensitivity", *parts) if parts else Html()
@@ -281,7 +281,7 @@ def _sensitivity(name: str, source: RunSource, found: SensitivityResult) -> Html
 
 
 def rankings(sources: Sequence[RunSource]) -> Html:
-    """What every ranking on checkpoints of the runs found; one of several runs is shown once."""
+    """The findings of every ranking on checkpoints of the runs; a ranking of several runs is shown once."""
     every: list[tuple[RunSource, RankResult]] = []
     for source in sources:
         shown = [found for _, found in every]

@@ -1,4 +1,4 @@
-"""What a report knows of each run. A part that is damaged or missing is named; the rest is used."""
+"""The runs of a report, read from their directories. Damaged and missing parts are named; the rest is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fp4train.track.statistics import STATISTICS, read_statistics
 RECIPE = 120
 """Characters of a recipe's name."""
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What reading a file that somebody else prepared may raise."""
+"""Errors that reading a file of somebody else may raise."""
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
 
 
 def _config(path: Path, records: Sequence[run_journal.Record], problems: list[str]) -> dict[str, Any] | None:
-    """As the history has it, or else the file, which is checked in any case."""
+    """The configuration in the journal, or else in the file, which is checked in any case."""
     known = run_journal.configuration(records)
     if known is not None:
         _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)

@@ -17,7 +17,7 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
 from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, branch, open_checkpoint
-from fp4train.lab.studies.progress import StudyProgress
+from fp4train.lab.studies.progress import Shown
 from fp4train.lab.studies.record import MEASUREMENTS, StudyRecord
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.lab.studies.workers import Job, Pool, here
@@ -36,7 +36,7 @@ MOST = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """What is asked for.
+    """The question that a ranking answers.
 
     Args:
         runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
@@ -107,18 +107,18 @@ class Base:
 
     @property
     def mark(self) -> str:
-        """Names the folder of its rankings: forks of another checkpoint, or with other settings, have another one."""
+        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
         subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
         return digest([{**subject, "settings": None}, self.settings])[:8]
 
     @property
     def folder(self) -> Path:
-        """Of its rankings."""
+        """The folder of its rankings."""
         return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
 
     @property
     def elsewhere(self) -> int:
-        """Other rankings of the run at this step, with other settings."""
+        """The number of other rankings of the run at this step, with other settings."""
         found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
         return sum(path.parent != self.folder for path in found)
 
@@ -203,7 +203,7 @@ class Forks:
         self.threads = self._threads(request.processes)
 
     def _threads(self, processes: int) -> int:
-        """In each process; a ranking that goes on keeps those that it began with."""
+        """The threads of each process; a ranking that goes on keeps those that it began with."""
         now = max(1, torch.get_num_threads() // processes)
         if _THREADS not in self.record:
             self.record.add(_THREADS, {_THREADS: now})
@@ -237,7 +237,7 @@ class Forks:
             if f"{branch.key}/{number}" not in self.record
         ]
 
-    def make(self, jobs: Sequence[Job], progress: StudyProgress, done: int, most: int) -> None:
+    def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
         """Make the forks of `jobs`; `done` of `most` are made before."""
         with ExitStack() as stack:
             for (index, number), found in self._run(jobs, stack):
@@ -246,7 +246,7 @@ class Forks:
                 done += 1
                 ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
                 where = "" if self.base.subject else f"{self.base.title}: "
-                progress.show(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
+                shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
 
     def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
         if not jobs:

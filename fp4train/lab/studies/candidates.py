@@ -1,4 +1,4 @@
-"""What a ranking compares: every combination of the recipes, policies and phases of a sweep.
+"""The candidates of a ranking: every combination of the recipes, policies and phases of a sweep.
 
     recipe=bf16,nvfp4 policy=last15,all        four candidates, the first of which is the reference
     recipe=nvfp4 policy.last=0,1,2             keys of a section, too; what is not named is the run's own

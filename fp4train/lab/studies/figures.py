@@ -11,12 +11,14 @@ import numpy as np
 from fp4train.lab.analysis.figure import (
     IN_RECIPE,
     INK,
+    LABEL,
     LINE,
     NARROW,
     QUIET,
     TRAIN,
     VALIDATION,
     Draw,
+    colour_bar,
     few_ticks,
     new_figure,
     row_style,
@@ -37,9 +39,9 @@ STUDY = 10.5
 ROWS, BARS = 96, 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
 COLOURS = {"apart": VALIDATION, "here": "#e8a33d", "alike": IN_RECIPE}
-"""By verdict; anything else is not told apart."""
+"""Colours by verdict; anything else is not told apart."""
 HIGH = "#b9bec6"
-LABEL = 34
+CANDIDATE = 34
 """Characters of a candidate's name."""
 
 
@@ -123,9 +125,7 @@ def _damage(axes: Axes, grid: DamageMap) -> None:
         axes.axhline(row - 0.5, color="white", linewidth=1.2)
     axes.spines[:].set_visible(False)
     axes.set_title("one layer at a time", fontsize=9, color=INK, loc="left")
-    bar = axes.figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02)
-    bar.ax.tick_params(labelsize=7, colors=INK)
-    bar.outline.set_visible(False)
+    colour_bar(axes, image, shrink=0.6, pad=0.02, format="%g")
 
 
 def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: float = 0.0) -> None:
@@ -181,14 +181,9 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                 ends += each.gaps
             numbers = f"{each.gap.show('+.5f', ' ± –')}  {each.group}"
             if named:
+                beside = "\n".join([numbers, *(f"spikes at {place}" for place in each.spikes[:2])])
                 axes.annotate(
-                    "\n".join([numbers, *(f"spikes at {place}" for place in each.spikes[:2])]),
-                    (1.01, row),
-                    xycoords=("axes fraction", "data"),
-                    va="center",
-                    fontsize=7.5,
-                    color=INK,
-                    annotation_clip=False,
+                    beside, (1.01, row), xycoords=("axes fraction", "data"), va="center", annotation_clip=False, **LABEL
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
@@ -196,8 +191,8 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             far = max(map(abs, floor))
             axes.axvspan(-far, far, color=LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=QUIET, linewidth=1.0, zorder=1)
-        title = f"gap to {shortened(found.reference, LABEL if named else 18)}"
-        names = [shortened(each.name, 18 if width <= NARROW else LABEL) for each in shown]
+        title = f"gap to {shortened(found.reference, CANDIDATE if named else 18)}"
+        names = [shortened(each.name, 18 if width <= NARROW else CANDIDATE) for each in shown]
         of = f"{title} (nats per token): {found.forks} forks of {found.steps} steps {found.where}"
         row_style(axes, of if named else "", names, ticks=4 if width <= NARROW else 7)
         axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -206,7 +201,7 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             "precision\nfrom the reference: orange: told apart, yellow: on these checkpoints, blue: not, green: alike; "
             "band: |FP32 − BF16|; |: each checkpoint"
         )
-        axes.set_xlabel(meaning if named else f"{title}, nats per token", fontsize=7.5, color=INK)
+        axes.set_xlabel(meaning if named else f"{title}, nats per token", **LABEL)
         return figure
 
     return draw

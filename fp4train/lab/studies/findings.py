@@ -38,7 +38,7 @@ Gram = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was measured of one part.
+    """The measurements of one part.
 
     Args:
         name, kind, what: as of the part.
@@ -176,7 +176,7 @@ def summarise(
 
 
 def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
-    """Of one part; `reference` has the same groups of batches, and may have more."""
+    """The finding of one part; `reference` has the same groups of batches, and may have more."""
 
     def of(key: str) -> Estimate | None:
         values = [value for group in groups for value in group[key]]
@@ -217,13 +217,10 @@ def share(names: Sequence[str], measured: Mapping[str, Sequence[Values]]) -> Est
     total = [math.fsum(each) - len(names) * f for f, *each in zip(floor, *map(errors, names), strict=True)]
     whole = [error - f for error, f in zip(errors(WHOLE), floor, strict=True)]
 
-    def statistic(chosen: Sequence[int]) -> float:
-        return math.fsum(total[i] for i in chosen) / math.fsum(whole[i] for i in chosen)
+    def sum_of(values: Sequence[float]) -> Callable[[Sequence[int]], float]:
+        return lambda chosen: math.fsum(values[i] for i in chosen)
 
-    try:
-        return jackknife(len(floor), statistic)
-    except ZeroDivisionError:
-        return None
+    return _quotient(len(floor), sum_of(total), sum_of(whole))
 
 
 Reduce = Callable[[Sequence[Gram], set[int]], float]
@@ -232,16 +229,19 @@ Reduce = Callable[[Sequence[Gram], set[int]], float]
 def _ratio(above: Sequence[Gram], below: Sequence[Gram], first: Reduce, second: Reduce) -> Estimate | None:
     """The ratio of two means over the batches, with the jackknife's error; None where a denominator is not above 0."""
     below = below[: len(above)]
-    count = sum(len(gram) for gram in above)
+    return _quotient(
+        sum(len(gram) for gram in above),
+        lambda chosen: first(above, set(chosen)),
+        lambda chosen: max(0.0, second(below, set(chosen))),
+    )
 
-    def statistic(chosen: Sequence[int]) -> float:
-        divisor = second(below, set(chosen))
-        if not divisor > 0:
-            raise ZeroDivisionError
-        return first(above, set(chosen)) / divisor
 
+def _quotient(
+    count: int, above: Callable[[Sequence[int]], float], below: Callable[[Sequence[int]], float]
+) -> Estimate | None:
+    """The ratio of two functions of `count` samples, with the jackknife's error; None where a denominator is 0."""
     try:
-        return jackknife(count, statistic)
+        return jackknife(count, lambda chosen: above(chosen) / below(chosen))
     except ZeroDivisionError:
         return None
 

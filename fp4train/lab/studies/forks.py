@@ -46,7 +46,7 @@ SCHEDULES = ("linear", "own")
 
 @dataclass(frozen=True, kw_only=True)
 class ForkSettings:
-    """What all forks of a ranking have in common.
+    """The settings that all forks of a ranking share.
 
     Args:
         steps: optimizer steps of a fork.
@@ -113,7 +113,7 @@ class Branch:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What is computed, whatever the recipes are called: equal for candidates whose forks are equal."""
+        """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
         return tuple(
             (
                 *(s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend),
@@ -127,7 +127,7 @@ class Branch:
 
     @property
     def key(self) -> str:
-        """Names its forks in a record, whatever it is called."""
+        """The name of its forks in a record, whatever the candidate is called."""
         return digest(self.signature)[:16]
 
 
@@ -205,23 +205,18 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     return run
 
 
-class _Losses:
-    """The sum of the losses of a fork's steps."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-    def advance(self, step: Step, loss: float) -> Values:
-        self.total += loss
-        return {}
-
-
 def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
     """Train and evaluate fork `number` of a candidate."""
     began = time.perf_counter()
-    run, stretch, heard = begin(subject, branch, settings, number), None, _Losses()
-    ledger = Ledger(run, heard.advance)
+    run, stretch = begin(subject, branch, settings, number), None
+    losses: list[float] = []
     parts: list[float] = []
+
+    def heard(step: Step, loss: float) -> Values:
+        losses.append(loss)
+        return {}
+
+    ledger = Ledger(run, heard)
     problem = None
     try:
         for _ in range(settings.steps):
@@ -244,5 +239,5 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
-    train = heard.total / settings.steps
+    train = sum(losses) / settings.steps
     return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)

@@ -65,7 +65,7 @@ class GradientMeter:
 
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
-        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears()}
+        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears}
         self._before = subject.run.config, subject.run.plan, subject.run.step
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()
@@ -106,7 +106,7 @@ class GradientMeter:
         return {**values, "gram": _gram(means)}
 
     def of_reference(self, batches: range) -> Values:
-        """Of the reference itself: squared norms and products of its gradients, losses, and each layer's share."""
+        """The reference's own values: squared norms and products of its gradients, losses, and each layer's share."""
         passes = [self._true(batch) for batch in batches]
         norms = [_squared(each.gradient) for each in passes]
         layers = [
@@ -175,7 +175,7 @@ class GradientMeter:
         run.step = self.subject.step + batch
         run.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
-            policy=run.policy,
+            policy=run.config.policy,
             tokens=run.plan.tokens,
             device=run.plan.device,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands
 from fp4train.errors import UserError
@@ -31,7 +32,7 @@ GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipePart:
-    """What runs while a part is measured.
+    """The plan that runs while a part is measured.
 
     Args:
         name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up", "cell/blocks.0.mlp.up/fprop.x", …
@@ -99,9 +100,10 @@ class RecipeParts:
                 f"{type(subject.model).__name__} has no layer that {recipe.name} quantises: "
                 f"fp4train plan {asked} says why"
             )
-        self.operands = [f"{gemm}.{name}" for gemm, name, _ in _quantised(recipe)]
+        self._alone = _operands_alone(recipe)
+        self.operands = list(self._alone)
         """The operands that the recipe quantises: "fprop.x"."""
-        self.gemms = list(dict.fromkeys(gemm for gemm, _, _ in _quantised(recipe)))
+        self.gemms = list(dict.fromkeys(operand.partition(".")[0] for operand in self.operands))
 
     def resolved(self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER) -> Mapping[str, LayerPlan]:
         """The plan of every layer in `recipe` under `policy`.
@@ -133,8 +135,7 @@ class RecipeParts:
         for gemm in self.gemms:
             others = [each for each in GEMMS if each != gemm]
             yield self._part(f"{GEMM}/{gemm}", self.recipe, self.resolved(self.recipe.with_high_precision(*others)))
-        alone = {f"{gemm}.{name}": one for gemm, name, one in _quantised(self.recipe)}
-        plans = {operand: self.resolved(one) for operand, one in alone.items()}
+        plans = {operand: self.resolved(one) for operand, one in self._alone.items()}
         for operand, found in plans.items():
             yield self._part(f"{OPERAND}/{operand}", self.recipe, found)
         for name in self.layers:
@@ -158,22 +159,13 @@ class RecipeParts:
         return replace(part, repeats=self.repeats)
 
 
-def _quantised(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
-    """(GEMM, operand, the recipe that quantises this operand alone) of the operands that `recipe` quantises."""
+def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
+    """Operand → the recipe that quantises this one alone, of the operands that `recipe` quantises."""
+    found: dict[str, Recipe] = {}
     for gemm, pair in recipe.table().items():
         for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
-            spec = getattr(pair, which)
-            if spec is not None:
-                pairs = dict.fromkeys(GEMMS, HIGH_PRECISION)
+            if (spec := getattr(pair, which)) is not None:
+                pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
-                yield (
-                    gemm,
-                    name,
-                    Custom(
-                        label=f"{gemm}.{name} alone",
-                        dtype=recipe.dtype,
-                        fprop=pairs["fprop"],
-                        dgrad=pairs["dgrad"],
-                        wgrad=pairs["wgrad"],
-                    ),
-                )
+                found[f"{gemm}.{name}"] = Custom(label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs)
+    return found

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fp4train.errors import UserError
 from fp4train.lab.studies.bases import Base, Forks, RankRequest, open_bases
-from fp4train.lab.studies.progress import StudyProgress
+from fp4train.lab.studies.progress import study_progress
 from fp4train.lab.studies.ranking import Entry, Ranking
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sequential import Looks
@@ -56,10 +56,10 @@ def _make(forks: Sequence[Forks], count: int) -> None:
     jobs = [each.missing(count) for each in forks]
     most = count * sum(len(each.base.branches) for each in forks)
     done = most - sum(map(len, jobs))
-    with StudyProgress("fork") as progress:
-        progress.show(done, most)
+    with study_progress("fork") as shown:
+        shown(done, most)
         for each, mine in zip(forks, jobs, strict=True):
-            each.make(mine, progress, done, most)
+            each.make(mine, shown, done, most)
             done += len(mine)
 
 

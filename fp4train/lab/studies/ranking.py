@@ -1,4 +1,4 @@
-"""What a ranking found: the gap of every candidate to the first, with intervals, tests, groups and spikes."""
+"""The result of a ranking: the gap of every candidate to the first, with intervals, tests, groups and spikes."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Entry:
 
     @property
     def stands_for(self) -> list[str]:
-        """Those of `same` that were asked for."""
+        """The candidates in `same` that were asked for."""
         return [name for name in self.same if name not in FLOOR]
 
     @property
     def diverged(self) -> list[str]:
-        """What ended the forks that diverged."""
+        """The problems that ended the forks that diverged."""
         return [fork.problem for fork in self.forks if fork is not None and fork.problem is not None]
 
     def found(self, measure: str) -> list[float | None]:
-        """In the recipe ("recipe") or in high precision ("high"), by fork; None for one that was not made."""
+        """The losses in the recipe ("recipe") or in high precision ("high") by fork; None where it was not made."""
         return [None if fork is None else getattr(fork, measure) for fork in self.forks]
 
     def losses(self, measure: str = "recipe") -> list[float]:
-        """The same of a candidate all of whose forks were made and none diverged."""
+        """The losses of a candidate all of whose forks were made and none diverged."""
         return [float(loss) for loss in self.found(measure) if loss is not None]
 
 
@@ -69,7 +69,7 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """What was measured, and what follows from it. Losses and gaps are in nats per token.
+    """The forks of all candidates, and the conclusions from them. Losses and gaps are in nats per token.
 
     Args:
         bases: the checkpoints.
@@ -96,7 +96,7 @@ class Ranking:
 
     @property
     def forks(self) -> int:
-        """Of each candidate at all checkpoints."""
+        """The number of forks of each candidate, at all checkpoints."""
         return len(self.reference.forks)
 
     @property
@@ -110,7 +110,7 @@ class Ranking:
 
     @cached_property
     def units(self) -> list[object]:
-        """What scatters independently, by fork: the base run; the checkpoint, where all are of one run."""
+        """The unit that scatters independently, by fork: the base run; the checkpoint, where all are of one run."""
         runs = {base.run for base in self.bases}
         return [base.run if len(runs) > 1 else i for i, base in enumerate(self.bases) for _ in range(self.per_base)]
 
@@ -132,7 +132,7 @@ class Ranking:
 
     @property
     def table(self) -> dict[str, Any]:
-        """What is tested: equal tables are one look."""
+        """A description of what is tested: equal tables are one look."""
         entries = self.compared_entries
         made = {entry.key: [entry.forks[i] is not None for i in self._tested_order] for entry in entries}
         return {"forks": made, "first": self.first}
@@ -162,7 +162,7 @@ class Ranking:
 
     @cached_property
     def groups(self) -> dict[str, str]:
-        """By candidate the letters of the groups within which nothing is told apart."""
+        """The letters of each candidate's groups, within which nothing is told apart."""
         return groups([entry.name for entry in self.ranked], self.pairs)
 
     @cached_property
@@ -202,7 +202,7 @@ class Ranking:
 
     @cached_property
     def spikes(self) -> list[Spike]:
-        """Of the candidates that were asked for. What a seed does to all of them is taken off first."""
+        """The spikes of the candidates that were asked for. What a seed does to all of them is taken off first."""
         whole = [entry for entry in self.entries if not entry.diverged]
         seeds = [median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)]
         found = []

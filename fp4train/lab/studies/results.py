@@ -23,22 +23,24 @@ if TYPE_CHECKING:
 
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
 KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
-"""Of the parts of a recipe, in the plural."""
+"""Kinds of parts of a recipe, in the plural."""
 VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
 MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
 NEEDED = ("nmse", "cosine", "loss")
-"""Of a part; the others are not known of every one."""
+"""The estimates of a part, and those among them that every part has."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are read."""
+LARGEST = 1e100
+"""A larger number is none of a study."""
 NAME = 300
 """Characters of a name in a study."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityResult:
-    """Of one recipe at one step.
+    """The findings on one recipe at one step.
 
     Args:
         parts: by name. curve: from nothing kept to everything that is worth it. gpu: of its times.
@@ -87,7 +89,7 @@ class CandidateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """Of one or several checkpoints; the candidates in their order, diverged ones last.
+    """A ranking on one or several checkpoints; the candidates in their order, diverged ones last.
 
     Args:
         checkpoints: "runs/a, step 200", …, with what trained them. forks: of each candidate at each of them.
@@ -221,7 +223,7 @@ def _read_point(each: Mapping[str, Any]) -> Point:
 
 
 def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
-    """What `sensitivity_json` wrote.
+    """The result that `sensitivity_json` wrote.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
@@ -268,11 +270,10 @@ def rank_json(found: Ranking) -> dict[str, Any]:
 
 
 def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:
-    gaps: Mapping[str, Any] = {}
+    gaps: dict[str, Any] = {}
     if not entry.diverged:
-        each = [at.mean for at in found.by_base(entry)]
-        gaps = {"gap": _gap(found.gap(entry)), "gap_high": _gap(found.gap(entry, "high")), "gaps": each}
-        gaps = {**gaps, "tokens": found.sampling(entry)}
+        gaps = {"gap": _gap(found.gap(entry)), "gap_high": _gap(found.gap(entry, "high"))}
+        gaps |= {"gaps": [at.mean for at in found.by_base(entry)], "tokens": found.sampling(entry)}
     return {
         "name": entry.name,
         "asked": entry.asked,
@@ -295,7 +296,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def read_rank(found: Mapping[str, Any]) -> RankResult:
-    """What `rank_json` wrote.
+    """The result that `rank_json` wrote.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not, or an earlier version did.
@@ -352,8 +353,8 @@ def read_rank(found: Mapping[str, Any]) -> RankResult:
 
 def _number(value: Any) -> float:
     found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{value} is no finite number")
+    if not abs(found) < LARGEST:
+        raise ValueError(f"{value} is no number of a study")
     return found
 
 

@@ -16,6 +16,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
+from fp4train.lab.studies.progress import Shown
 from fp4train.lab.studies.record import StudyRecord, Values
 from fp4train.lab.studies.statistics import estimate
 from fp4train.lab.studies.subject import Subject, described
@@ -23,10 +24,6 @@ from fp4train.precision import LayerPolicy, Recipe
 
 GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
-
-Shown = Callable[[int, int | None, str], None]
-"""Told before each measurement: how many are done, how many there will be (None: as many as the budget allows), and
-what is measured next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +53,7 @@ class Effort:
 
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
-    """What the record of the study must agree with."""
+    """The identity with which the record of the study must agree."""
     return {"study": "sensitivity", **subject.identity, "recipe": described(recipe), "repeats": effort.repeats}
 
 

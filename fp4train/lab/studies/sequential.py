@@ -53,10 +53,10 @@ _FIRST = 0.8
 """The share of the first look."""
 
 WEIGHT = 0.85
-"""Of pairs without the reference."""
+"""The weight of pairs without the reference."""
 GENERATORS = 13
-"""Of the group of sign patterns: with up to 14 forks all patterns, with more a subgroup of 2¹³, which is exact, too
-(Hemerik and Goeman, TEST 2018)."""
+"""The generators of the group of sign patterns: with up to 14 forks all patterns, with more a subgroup of 2¹³, which is
+exact, too (Hemerik and Goeman, TEST 2018)."""
 
 Array = NDArray[np.float64]
 
@@ -269,7 +269,7 @@ class Looks:
 
     @property
     def earlier(self) -> dict[frozenset[str], Found]:
-        """By the keys of two candidates the least (p, beyond) of all looks at exactly these checkpoints."""
+        """The least (p, beyond) of all looks at exactly these checkpoints, by the keys of two candidates."""
         found: dict[frozenset[str], Found] = {}
         for look in (each for each in self._every if each["of"] == self.of):
             for words, (p, beyond) in look["found"].items():
@@ -279,8 +279,8 @@ class Looks:
         return found
 
     def number(self, table: Any, forks: int) -> int | None:
-        """That of the look at a table, which is any description of what is tested; None where its forks are too few to
-        tell anything apart, so that no look is taken."""
+        """The number of the look at a table, which is any description of what is tested; None where its forks are too
+        few to tell anything apart, so that no look is taken."""
         known = self._known(table)
         if known is not None:
             return known

@@ -20,7 +20,7 @@ from statistics import median
 from mpmath import mp
 
 CONFIDENCE = 0.95
-"""Of the intervals, unless another is asked for."""
+"""The confidence of intervals, unless another is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Estimate:
     freedom: int
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
-        """Of the interval around the mean; None where the error is not known."""
+        """Half the width of the interval around the mean; None where the error is not known."""
         return None if self.error is None else quantile(confidence, self.freedom) * self.error
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:

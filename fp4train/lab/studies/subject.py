@@ -1,4 +1,4 @@
-"""What a study looks at: the model of a run at one of its checkpoints, or as it was initialised, with the run's data.
+"""The subject of a study: the model of a run at one of its checkpoints, or as it was initialised, with the run's data.
 
 A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing is written into the
 run's own files: the study may stand beside a process that trains in the same directory.
@@ -29,12 +29,12 @@ from fp4train.config.binding import flattened
 from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
+from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.device import choose_device
-from fp4train.run.fit import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
-from fp4train.run.resume import check_source, find_start
+from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 
 STUDIES = "studies"
@@ -95,7 +95,7 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """Where the model comes from: the run directory, or the name of the configuration."""
+        """The origin of the model: the run directory, or the name of the configuration."""
         return f"{self.config.run.name}, not trained" if self.source is None else str(self.source)
 
     @property
@@ -110,7 +110,7 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a record of measurements on this subject must agree with."""
+        """The values with which a record of measurements on this subject must agree."""
         return {
             "run": None if self.source is None else run_directory.identity(self.source),
             "step": self.step,

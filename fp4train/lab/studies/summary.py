@@ -25,7 +25,7 @@ _HEADER = ("quantised", "nMSE", "variance", "bias²", "cosine", "loss change", "
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityReport:
-    """What a study found, and what follows from it.
+    """The findings of a study, and the conclusions from them.
 
     Args:
         trade: the curve and the chosen policy. judged: that policy on batches that did not choose it; None if it keeps
@@ -82,7 +82,7 @@ class SensitivityReport:
         return lines
 
     def _policy(self) -> list[str]:
-        """What to keep, and what that is worth; or why nothing is."""
+        """The layers to keep, and what that is worth; or why none is."""
         found, trade, judged = self.found, self.trade, self.judged
         chosen = trade.chosen
         time = "" if chosen.time is None else f", {chosen.time:.3f} of the time in BF16 on {trade.gpu}"

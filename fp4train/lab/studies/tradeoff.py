@@ -1,4 +1,4 @@
-"""Which layers and GEMMs to keep in high precision, for what it costs: a Pareto curve, and a policy on it.
+"""The choice of layers and GEMMs to keep in high precision: a Pareto curve of damage and cost, and a policy on it.
 
 A unit is a layer, or where single cells are measured a GEMM of a layer. Its damage is the nMSE that it causes alone,
 above the floor; its cost is its share of the multiply-adds of the blocks, or the time that it would take longer in high
@@ -29,7 +29,7 @@ from fp4train.precision.policy import matches
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What a policy can keep.
+    """A layer, or GEMMs of one, that a policy can keep.
 
     Args:
         layer, gemms: "blocks.0.mlp.up" and the GEMMs of it.

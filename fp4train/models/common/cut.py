@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
@@ -56,8 +56,6 @@ class TensorParallel(Protocol):
     def fp4train_tensor_cut(self) -> TensorCut:
         """How it is cut."""
         ...
-
-    def get_submodule(self, target: str) -> nn.Module: ...
 
 
 def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
@@ -182,5 +180,3 @@ class Pipelined(Protocol):
     def fp4train_stages(self) -> StageCut:
         """How it is cut."""
         ...
-
-    def get_submodule(self, target: str) -> nn.Module: ...

@@ -78,11 +78,11 @@ class Born(Protocol):
     """A model whose weights can be made after it was sharded."""
 
     def initial_values(self) -> Mapping[str, Initial]:
-        """By name, what each parameter begins as, in the order in which they are drawn; tied ones once."""
+        """Parameter name → its distribution, in the order in which parameters are drawn; tied ones once."""
         ...
 
     def initial_buffers(self) -> Mapping[str, Tensor]:
-        """By name, the values of each buffer, on the CPU."""
+        """Buffer name → its values, on the CPU."""
         ...
 
 

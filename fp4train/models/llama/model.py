@@ -27,7 +27,7 @@ from fp4train.precision.context import recompute
 from fp4train.text import check_choice
 
 MOST_LAYERS = 4096
-"""Of a model; the deepest have some hundred."""
+"""Largest number of layers; the deepest models have some hundred."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from fp4train.backends import LAYER_BACKENDS
-from fp4train.nn.call import Executor, LayerState
+from fp4train.backends import LAYER_BACKENDS, LayerState
+from fp4train.nn.call import Executor
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.executors.parts import ChannelNorms, Parts
+from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.scaling import DataRanks, DelayedScaling
 from fp4train.precision.plan import LayerPlan
@@ -41,7 +41,7 @@ def _kind(plan: LayerPlan) -> type[Executor]:
         return TorchLayer
     if plan.layer_backend is not None:
         return BackendLayer
-    return Parts if plan.recipe.splits else Gemms
+    return ChannelParts if plan.recipe.splits else Gemms
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
@@ -60,12 +60,7 @@ def why_no_graph(plan: LayerPlan) -> str | None:
 def make_state(layer: Linear, name: str) -> LayerState:
     """A state of `layer` that has seen nothing, by name."""
     if name in LAYER_BACKENDS:
-        return LAYER_BACKENDS[name].kernels(
-            in_features=layer.in_features,
-            out_features=layer.out_features,
-            bias=layer.bias is not None,
-            name=layer.layer.name,
-        )
+        return LAYER_BACKENDS[name].kernels(layer.layer.name)
     made = _STATES[name]()
     made.joined = layer.joined
     return made

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import EAGER, Call
-from fp4train.nn.executors.gemms import Gemms, GemmsFunction, GradientDtypes, Saved
+from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import Ranks, local
 from fp4train.precision.context import Context, State
@@ -195,13 +195,7 @@ class CutGemms(Gemms):
         return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens) if self.cut == "in" else y_MN
 
     def forward(
-        self,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Any = None,
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
         own = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
@@ -209,8 +203,8 @@ class CutGemms(Gemms):
                 prepare = self._send_x
             else:
                 x_MK = self._gathered(x_MK, call.shared)
-        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, gradients, prepare)
-        return y_MN, (own,) if self.keeps_x and gradients.w is not None else saved
+        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, prepare)
+        return y_MN, (own,) if self.keeps_x and call.gradients.w is not None else saved
 
     def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
@@ -245,33 +239,23 @@ class CutGemms(Gemms):
         return whole if codes else quantizer(whole.spec, self.device).decode(whole)
 
     def backward(
-        self,
-        dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Any = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dy, of_bias = dy_MN.to(self.dtype), gradients.bias
-        if not self.sequence:
-            return super().backward(dy, w_NK, saved, call, gradients)
-        (x,) = saved
-        if self.cut == "in":
-            if self.sent is None or not whole_blocks(self.sent.column.spec, dy.shape[0]):
+        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+    ) -> Gradients:
+        dy, (x,) = dy_MN.to(self.dtype), saved
+        if self.sequence and self.cut == "in":
+            if self.sent is not None and whole_blocks(self.sent.column.spec, dy.shape[0]):
+                prepare = self._send_dy
+            else:
                 dy = self.ranks.gather_rows(dy)
-            else:  # each rank has the bias gradient of its own tokens
-                prepare, gradients = self._send_dy, gradients._replace(bias=of_bias and torch.float32)
-        elif isinstance(x, Tensor):
+        elif self.sequence and isinstance(x, Tensor):
             x = self.ranks.gather_rows(x)
-        elif isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
-            received = self._received(x, codes=True, along_tokens=True)
-            assert isinstance(received, Quantized)
-            x = received
-        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, gradients, prepare)
-        if prepare is not None and dbias_N is not None and of_bias is not None:
-            dbias_N = self.ranks.sum(dbias_N).to(of_bias)
-        return dx_MK, dw_NK, dbias_N
+        elif self.sequence and isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
+            x = gathered(x, self.ranks, along_tokens=True)
+        return super().backward(dy, w_NK, (x,), call, prepare)
+
+    def bias_gradient(self, dy: Tensor, prepare: Prepare | None) -> Tensor:
+        own = super().bias_gradient(dy, prepare)
+        return own if prepare is None else self.ranks.sum(own)  # else each rank has that of its own tokens
 
 
 @functools.cache

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, OPERANDS, Prepared
-from fp4train.nn.call import Call, Executor, Route
+from fp4train.nn.call import Call, Executor, Route, gradient_dtypes
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
@@ -35,24 +35,9 @@ if TYPE_CHECKING:
 
 Saved = tuple[Quantized | Tensor | None, ...]
 """What backward needs of x, for each part of its channels: q(xᵀ), x in high precision, or None."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
-
-
-class GradientDtypes(NamedTuple):
-    """The dtypes of the gradients that backward computes; None for those it does not."""
-
-    x: torch.dtype | None
-    w: torch.dtype | None
-    bias: torch.dtype | None
-
-
-def gradient_dtypes(x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> GradientDtypes:
-    """The gradient dtypes of those of x, w and bias that are `wanted`."""
-    return GradientDtypes(
-        x.dtype if wanted[0] else None,
-        w.dtype if wanted[1] else None,
-        bias.dtype if bias is not None and wanted[2] else None,
-    )
 
 
 def torch_autocasts(device: str) -> bool:
@@ -118,13 +103,7 @@ class Gemms(Executor):
         return y_MN
 
     def forward(
-        self,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Prepare | None = None,
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the recipe's dtype or, of a term, in float32; what backward needs of x).
 
@@ -135,7 +114,7 @@ class Gemms(Executor):
         Args:
             prepare: what makes both forms of x; None: `Operand.prepare`.
         """
-        x_MK = x_MK.to(self.dtype)
+        x_MK, gradients = x_MK.to(self.dtype), call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
         made: Any = None
         shared = call.shared if self.x.pure and not x_MK.is_inference() else None
@@ -154,21 +133,15 @@ class Gemms(Executor):
         return y_MN, (x_MK if gradients.w is not None and self.keeps_x else made[1],)
 
     def backward(
-        self,
-        dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Prepare | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dx [M, K], dw [N, K], dbias [N]), None for those not wanted.
+        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+    ) -> Gradients:
+        """The gradients that `call` wants.
 
         Args:
             saved: the second result of `forward`.
             prepare: what makes both forms of dy; None: `Operand.prepare`.
         """
-        dy = dy_MN.to(self.dtype)
+        dy, gradients = dy_MN.to(self.dtype), call.gradients
         dx_MK = dw_NK = dbias_N = None
         row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
@@ -181,8 +154,12 @@ class Gemms(Executor):
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
-            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+            dbias_N = self.bias_gradient(dy, prepare).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
+
+    def bias_gradient(self, dy: Tensor, prepare: Prepare | None) -> Tensor:
+        """dbias [N], float32."""
+        return dy.sum(0, dtype=torch.float32)
 
 
 class GemmsFunction(torch.autograd.Function):
@@ -190,17 +167,17 @@ class GemmsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
-        gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
+        call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
-        y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call, gradients)
-        tensors: list[Tensor | None] = [w_NK if gradients.x is not None else None]
+        y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call)
+        tensors: list[Tensor | None] = [None if call.gradients.x is None else w_NK]
         ctx.quantised = []
         for x in saved:
             is_codes = isinstance(x, Quantized)
             tensors += x[2:] if is_codes else (x, None, None)
             ctx.quantised.append(x[:2] if is_codes else None)
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.gradients = call, gradients
+        ctx.call = call
         return y_MN
 
     @staticmethod
@@ -213,6 +190,6 @@ class GemmsFunction(torch.autograd.Function):
             x = tensors[3 * number : 3 * number + 3]
             saved.append(x[0] if head is None else Quantized(*head, *x))
         if not torch_autocasts(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)
         with without_torchs_autocast(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call, ctx.gradients), None)
+            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp4train.nn.call import Call, Executor
 from fp4train.nn.executors.cut import LayerShard
-from fp4train.nn.executors.gemms import Gemms, GemmsFunction, GradientDtypes, Saved
+from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.scaling import DataRanks, Position
 from fp4train.nn.weights import Gathered, PreparedWeights
 from fp4train.precision.context import State, once
@@ -54,7 +54,7 @@ class ChannelNorms:
         self._steps = 0
         self._position: Position | None = None
         self._open = False
-        self._channels: dict[int, tuple[Tensor, Tensor]] = {}
+        self._order: Tensor | None = None
 
     def begun(self, outliers: OutlierChannels, position: Position) -> bool:
         """Whether calls at `position` (seed and step) multiply outlier channels apart."""
@@ -74,17 +74,13 @@ class ChannelNorms:
         else:
             self._norms, self._squares = self._sums(x_MK), squares
             self._steps, self._position = self._steps + 1, position
-        self._open = True
-        self._channels.clear()
+        self._open, self._order = True, None
 
     def channels(self, count: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
         """(the other channels, the `count` outlier channels), int64 on `device`."""
-        rest, top = self._channels.get(count, (None, None))
-        if rest is None or top is None or rest.device.type != torch.device(device).type:
-            order = self._sums().to(device).argsort(descending=True, stable=True)
-            rest, top = order[count:].contiguous(), order[:count].contiguous()
-            self._channels[count] = rest, top
-        return rest, top
+        if self._order is None or self._order.device.type != torch.device(device).type:
+            self._order = self._sums().to(device).argsort(descending=True, stable=True)
+        return self._order[count:], self._order[:count]
 
     def _sums(self, like: Tensor | None = None) -> Tensor:
         """The sums of the norms, float64 [K], the step that is being recorded included."""
@@ -102,8 +98,7 @@ class ChannelNorms:
         """Restore the result of `state`; no call of the coming step is recorded yet."""
         self._norms, self._squares = state.get("norms"), None
         self._steps = int(state["steps"]) if "steps" in state else 0
-        self._position, self._open = None, False
-        self._channels.clear()
+        self._position, self._open, self._order = None, False, None
 
     @staticmethod
     def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
@@ -118,8 +113,7 @@ class ChannelNorms:
         joined = ranks.summed_over_data(torch.cat([squares for _, squares in recorded]))
         parts = torch.split(joined, [len(squares) for _, squares in recorded])
         for (norms, squares), whole in zip(recorded, parts, strict=True):
-            norms._squares, norms._open = whole.to(squares.device), False
-            norms._channels.clear()
+            norms._squares, norms._open, norms._order = whole.to(squares.device), False, None
 
 
 class SplitGemms(Gemms):
@@ -139,54 +133,40 @@ class SplitGemms(Gemms):
         )
 
     def forward(
-        self,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Any = None,
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
         terms, w = [], _values(w_NK)
         saved: list[Any] = []
-        for channels, part in call.parts:
-            part.parameter = w_NK
+        for number, (channels, part) in enumerate(call.parts):
+            part.parameter, part.gradients = w_NK, call.gradients._replace(bias=None) if number else call.gradients
             x_part, w_part = x_MK.index_select(1, channels), w.index_select(1, channels)
-            y_MN, x = part.executor.forward(x_part, w_part, None, part, gradients)
+            y_MN, x = part.executor.forward(x_part, w_part, None, part)
             terms.append(y_MN)
             saved += x
         y_MN = terms[0] + terms[1]
         return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(saved)
 
     def backward(
-        self,
-        dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
-        gradients: GradientDtypes,
-        prepare: Any = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        w = None if w_NK is None else _values(w_NK)
-        columns = sum(len(channels) for channels, _ in call.parts)
-        whole: list[Tensor | None] = [None, None]
-        dbias_N = None
-        for number, ((channels, part), x) in enumerate(zip(call.parts, saved, strict=True)):
+        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+    ) -> Gradients:
+        w, found = None if w_NK is None else _values(w_NK), []
+        for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
-            wanted = gradients._replace(bias=None) if number else gradients
-            *found, of_bias = part.executor.backward(dy_MN, w_part, (x,), part, wanted)
-            dbias_N = dbias_N if number else of_bias
-            for which, gradient in enumerate(found):
-                if gradient is None:
-                    continue
-                target = whole[which]
-                if target is None:
-                    target = whole[which] = gradient.new_empty((gradient.shape[0], columns))
-                target.index_copy_(1, channels, gradient)
-        return whole[0], whole[1], dbias_N
+            found.append(part.executor.backward(dy_MN, w_part, (x,), part))
+        order = torch.cat([channels for channels, _ in call.parts])
+
+        def joined(*parts: Tensor | None) -> Tensor | None:
+            """A gradient in the order of the whole layer's features."""
+            if any(part is None for part in parts):
+                return None
+            both = torch.cat([part for part in parts if part is not None], dim=1)
+            return torch.empty_like(both).index_copy_(1, order, both)
+
+        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = found
+        return joined(dx_rest, dx_top), joined(dw_rest, dw_top), dbias_N
 
 
-class Parts(Executor):
+class ChannelParts(Executor):
     """A layer with outlier channels: all channels together, recorded where that is due, until the choice; then in
     parts, unless the layer is too narrow for any.
     """

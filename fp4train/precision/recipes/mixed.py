@@ -34,7 +34,7 @@ class Mixed(Recipe):
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """That of the first part that has constants of its own."""
+        """Loss scaling of the first part that defines one."""
         parts = (self.fprop, self.dgrad, self.wgrad)
         own = [part.scaling for part in parts if isinstance(part, FP16 | Custom) and part.scaling is not None]
         return own[0] if own else super().loss_scaling

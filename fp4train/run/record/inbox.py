@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,30 +59,16 @@ class SwapRequest(NamedTuple):
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 
-def request_swap(run: Path, recipe: dict[str, Any], name: str, at: int | None) -> str:
-    """Ask the process that trains in `run` (now, or after a resume) to change the recipe at step `at`; returns an ID.
+def ask(run: Path, body: Mapping[str, Any]) -> str:
+    """Leave a request for the process that trains in `run` now, or after a resume; returns its ID.
 
     Args:
-        recipe: plain configuration values.
-        name: what the user calls it ("mxfp8").
-        at: None: at the next step.
+        body: "recipe" (plain configuration values), "name" (what the user calls it) and "at" (the step; None: the next
+            one); or "cancel": the step of a recorded swap that has not begun.
 
     Raises:
         UserError: the request cannot be written.
     """
-    return _ask(run, {"recipe": recipe, "name": name, "at": at})
-
-
-def request_cancel(run: Path, step: int) -> str:
-    """Ask the process that trains in `run` to forget the recorded swap at `step`; returns the request's ID.
-
-    Raises:
-        UserError: the request cannot be written.
-    """
-    return _ask(run, {"cancel": step})
-
-
-def _ask(run: Path, body: dict[str, Any]) -> str:
     key = f"{time.time_ns()}-{secrets.token_hex(4)}"
     try:
         with Folder.open(run) as folder, folder.folder(REQUESTS, create=True) as requests:

@@ -26,7 +26,7 @@ from typing import Any
 from fp4train.run.host import peak_memory
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.run import Run
-from fp4train.run.supervise.divergence import act_on, answer
+from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
 from fp4train.run.supervise.ledger import Ledger, Values
 from fp4train.run.supervise.rescue import refuse, report, save
 from fp4train.run.supervise.watch import Watch
@@ -148,7 +148,7 @@ def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
         found["swaps"] = run.swaps
     if run.saver.due(run.step):
         found["save"] = True
-    if (diverged := answer(run)) is not None:
+    if (diverged := divergence_request(run)) is not None:
         found["diverged"] = diverged
     return found
 
@@ -165,7 +165,7 @@ def apply_requests(run: Run, ledger: Ledger, requests: dict[str, Any]) -> None:
     if "bad" in requests:
         refuse(requests["bad"])
     if "diverged" in requests:
-        act_on(run, requests["diverged"])
+        end_or_rewind(run, requests["diverged"])
     if "swaps" in requests and not run.world.lead:
         follow_swaps(run, requests["swaps"])
     if "save" in requests:

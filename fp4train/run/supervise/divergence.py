@@ -200,18 +200,18 @@ def verdict(run: Run) -> str | None:
     return f"{text}. {_advice(run)}"
 
 
-def answer(run: Run) -> dict[str, Any] | None:
-    """What the lead tells every rank of a divergence, for `act_on`; None: nothing is to be done."""
+def divergence_request(run: Run) -> dict[str, Any] | None:
+    """What the lead tells every rank of a divergence, for `end_or_rewind`; None: nothing is to be done."""
     if not run.divergence.seen or run.config.train.on_divergence == "warn":
         return None
     back, why = _milestone(run)
     return {"back": back, "message": f"step {run.divergence.known}: {why}{rise(run, advice=back is None)}"}
 
 
-def act_on(run: Run, told: dict[str, Any]) -> None:
+def end_or_rewind(run: Run, request: dict[str, Any]) -> None:
     """Raises DivergedError on every rank."""
-    back = told["back"]
-    raise DivergedError(told["message"], None if back is None else run.divergence.rewind(back, run.divergence.known))
+    back = request["back"]
+    raise DivergedError(request["message"], None if back is None else run.divergence.rewind(back, run.divergence.known))
 
 
 def past_non_finite(run: Run, message: str) -> None:

@@ -41,12 +41,15 @@ class Numbers:
 
     Args:
         tensor: float32 or float64 [N].
+
+    Attributes:
+        at: when they were known, by `time.perf_counter`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._ready: torch.cuda.Event | None = None
         self._host = tensor
-        self._at = time.perf_counter()
+        self.at = time.perf_counter()
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -57,14 +60,9 @@ class Numbers:
         """The numbers; waits for the device."""
         if self._ready is not None:
             self._ready.synchronize()
-            self._ready, self._at = None, time.perf_counter()
+            self._ready, self.at = None, time.perf_counter()
         found: list[float] = self._host.tolist()
         return found
-
-    @property
-    def at(self) -> float:
-        """When they were known, by `time.perf_counter`."""
-        return self._at
 
 
 @dataclass(kw_only=True)

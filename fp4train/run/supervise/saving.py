@@ -156,7 +156,7 @@ class Saver:
         return True
 
     def prove(self, step: int) -> None:
-        """A loss within its past has been computed from the state of `step`: what is too many by now may go.
+        """A loss within its past has been computed from the state of `step`: surplus checkpoints are pruned.
 
         After the first step of a run that saves now and then, the buffers of the copy are begun, too.
         """
@@ -188,12 +188,7 @@ class Saver:
 
     def outcomes(self) -> list[Outcome]:
         """What has ended since the last call."""
-        found: list[Outcome] = []
-        while True:
-            try:
-                found.append(self._outcomes.get_nowait())
-            except queue.Empty:
-                break
+        found = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]  # only the loop takes any
         for outcome in found:
             self.last = outcome
             if outcome.written:
@@ -266,47 +261,43 @@ class Saver:
     def _write(
         self, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], *, unproven: bool
     ) -> Outcome:
-        run, problems = self.run, []
+        run, settings, problem = self.run, self.run.config.checkpoint, None
+
+        def save_in(place: Folder) -> None:
+            with ExitStack() as stack:
+                folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
+                beside, ranks = self._beside, self.ranks
+                checkpoint.save(
+                    folder, step, parts, state, keep=settings.keep, unproven=unproven, beside=beside, ranks=ranks
+                )
+
         try:
             self._agreed(self._sync)
-            self._write_in(run.folder, step, parts, state, unproven)
+            save_in(run.folder)
         except Exception as error:
-            problems.append(str(error))
-        if run.config.checkpoint.also is not None:
+            problem = str(error)
+        if settings.also is not None:
+            place = settings.also / run.config.run.name
             try:
-                self._write_also(run.config.checkpoint.also / run.config.run.name, step, parts, state, unproven)
+                with ExitStack() as stack:
+                    save_in(self._agreed(lambda: stack.enter_context(self._also(place))))
             except Exception as error:
                 _log.error("checkpoint.also: %s", error)
             else:
-                if problems:
-                    _log.error("%s It is in %s.", problems.pop(), run.config.checkpoint.also / run.config.run.name)
-        if not problems:
+                if problem is not None:
+                    _log.error("%s It is in %s.", problem, place)
+                problem = None
+        if problem is None:
             self.saved = step
-        return Outcome(step=step, problem=problems[0] if problems else None)
+        return Outcome(step=step, problem=problem)
 
     def _sync(self) -> None:
         """Make durable what the checkpoint counts on: the lines of the metrics, and the record of the swaps."""
         sync(self.run.tracker)
         self.run.inbox.sync(self.run.journal)
 
-    def _write_in(
-        self, place: Folder, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], unproven: bool
-    ) -> None:
-        keep, ranks = self.run.config.checkpoint.keep, self.ranks
-        with ExitStack() as stack:
-            folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
-            checkpoint.save(folder, step, parts, state, keep=keep, unproven=unproven, beside=self._beside, ranks=ranks)
-
-    def _write_also(
-        self, place: Path, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], unproven: bool
-    ) -> None:
-        """A second run directory, which can be resumed like the first."""
-        with ExitStack() as stack:
-            also = self._agreed(lambda: stack.enter_context(self._also(place)))
-            self._write_in(also, step, parts, state, unproven)
-
     def _also(self, place: Path) -> Folder:
-        """The second run directory, open, with the first one's files."""
+        """A second run directory, open, with the first one's files: it can be resumed like the first."""
         run = self.run
         also = Folder.open(place, create=True)
         if not self.ranks.first:
@@ -341,5 +332,5 @@ class Saver:
 
 
 def _report(error: Exception) -> None:
-    """Of pruning, and of the buffers; what is written reports by itself."""
+    """Logs failures of pruning and of buffer preparation; checkpoints report their own outcome."""
     _log.warning("checkpoints, beside the loop: %s", error)

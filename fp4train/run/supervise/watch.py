@@ -17,8 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,7 +144,8 @@ def _path(descriptor: int) -> Path | str:
 
 
 class Alarm:
-    """Ends the process with the stacks of all threads on standard error if it is not set again within `seconds`.
+    """A context that ends the process with the stacks of all threads on standard error if `set` is not called again
+    within `seconds`. It is not set at first.
 
     A thread of C writes them and SIGALRM ends the process (142 in a shell), which need neither the interpreter nor its
     lock; nothing can be saved then. 0: never.
@@ -159,13 +159,10 @@ class Alarm:
             faulthandler.dump_traceback_later(self.seconds, file=sys.__stderr__ or 2)
             signal.setitimer(signal.ITIMER_REAL, self.seconds + _DUMPING)
 
+    def __enter__(self) -> Alarm:
+        return self
 
-@contextmanager
-def alarm(seconds: float) -> Iterator[Alarm]:
-    """An `Alarm`, not yet set, that is off afterwards."""
-    try:
-        yield Alarm(seconds)
-    finally:
-        if seconds > 0:
+    def __exit__(self, *raised: object) -> None:
+        if self.seconds > 0:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.cancel_dump_traceback_later()

@@ -266,9 +266,7 @@ def against_emulation() -> dict[str, dict[str, float]]:
 
     ours, theirs = Linear.from_linear(plain(), place, "reference"), Linear.from_linear(plain(), place, "te")
     backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
-    theirs.states["te"] = TEExecutor(
-        in_features=K, out_features=N, bias=False, name="layer", translate=reference_recipe
-    )
+    theirs.states["te"] = TEExecutor(name="layer", translate=reference_recipe)
     base = NVFP4(stochastic_rounding=False)
     switched = {
         "rht_2d": base,
@@ -300,11 +298,12 @@ def switching() -> dict[str, bool]:
     """with_rht of the input quantiser after a switch of NVFP4's options: TE's own module, and ours."""
     with_rht, without = NVFP4(), NVFP4(hadamard=False)
     module = te.Linear(K, N, bias=False, params_dtype=torch.bfloat16, device="meta")
-    executor = TEExecutor(in_features=K, out_features=N, bias=False, name="layer")
+    executor = TEExecutor(name="layer")
     report = {}
     for recipe in (with_rht, without):
-        te_recipe, own, *_ = executor._module(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16))
-        for name, each in (("te", module), ("fp4train", own)):
+        built = executor._build(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16), None)
+        te_recipe = built.te_recipe
+        for name, each in (("te", module), ("fp4train", built.module)):
             # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check.
             with te.autocast(enabled=False):
                 te.quantization.FP8GlobalStateManager.quantization_state.fp8_enabled = True

@@ -11,11 +11,10 @@ from torch import nn
 from fp4train.hardware import GPUS, find_gpu
 from fp4train.lab.costs.blocks import packed_bytes
 from fp4train.lab.costs.cluster import cluster_cost
-from fp4train.lab.costs.fit import batch_problem, problems
 from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
 from fp4train.lab.costs.memory import rank_memory
-from fp4train.lab.costs.search import candidates
-from fp4train.lab.costs.shards import aligned_shard, row_wise, stages
+from fp4train.lab.costs.search import batch_problem, candidates, problems
+from fp4train.lab.costs.workload import aligned_shard, row_wise, stages
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 

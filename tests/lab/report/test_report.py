@@ -23,9 +23,8 @@ from fp4train.config.composition import compose
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.analysis.figure import VARIABLES, first_words
-from fp4train.lab.costs.estimate import estimate
-from fp4train.lab.costs.table import time_text
+from fp4train.lab.analysis.figure import VARIABLES
+from fp4train.lab.costs.estimate import estimate, time_text
 from fp4train.lab.report import page
 from fp4train.lab.report.page import write_report
 from fp4train.precision.layers import find_layers
@@ -151,12 +150,6 @@ def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> No
     page = report(tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0))
     cells = [attributes for tag, attributes in page.found if tag == "td"]
     assert {"gap", "best val loss", "train loss"} <= {each.get("data-label") for each in cells}
-
-
-def test_a_bar_that_is_too_short_for_a_recipe_has_its_first_words() -> None:
-    assert first_words("NVFP4 with fprop in BF16", 16) == "NVFP4 with…"
-    assert first_words("NVFP4 with fprop in BF16", 7) == "NVFP4…" and first_words("NVFP4 with fprop in BF16", 5) == ""
-    assert first_words("BF16", 4) == "BF16" and first_words("", 3) == ""
 
 
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ def test_the_rate_falls_from_that_of_the_checkpoint_linearly_to_zero(
     trained: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates: list[float] = []
-    original = forks.step_or_restore
+    original = forks.train_step
 
     def step(run: Any, recipe: Any) -> Any:
         done = original(run, recipe)
         rates.append(done.values["train/lr"])
         return done
 
-    monkeypatch.setattr(forks, "step_or_restore", step)
+    monkeypatch.setattr(forks, "train_step", step)
     fork(subject, branch(subject, candidate(trained, "recipe=bf16"), LINEAR), LINEAR, 0)
     assert rates == pytest.approx([3e-3, 2e-3, 1e-3], rel=1e-12)
 
