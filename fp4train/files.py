@@ -185,29 +185,6 @@ class Folder:
                 os.unlink(temporary, dir_fd=self.descriptor)
             raise
 
-    def append(self, name: str, data: Buffer, at: int) -> None:
-        """Add `data` to the file `name` after its first `at` bytes, and make it durable; a new file if there is none.
-
-        What is behind `at` is cut off. A file that has another name, too, is left alone under that one.
-        """
-        found = self.status(name)
-        if found is not None and found.st_nlink > 1:
-            self.write(name, self.pieces(name, found.st_size))
-        descriptor = self.descriptor_of(name, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.ftruncate(descriptor, at)
-            os.lseek(descriptor, at, os.SEEK_SET)
-            try:
-                write_all(descriptor, data)
-                os.fsync(descriptor)
-            except BaseException:
-                os.ftruncate(descriptor, at)
-                raise
-        finally:
-            os.close(descriptor)
-        if found is None:
-            self.sync()
-
     def sync(self) -> None:
         """Make the names in it durable."""
         os.fsync(self.descriptor)

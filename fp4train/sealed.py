@@ -279,26 +279,42 @@ def cut(
     left = Rolling(kept)
     if wrong and damaged is not None:
         folder.write(damaged, folder.pieces(name, status.st_size))
-    if not same or left.size != status.st_size or status.st_nlink > 1:  # a hard link stays as it is
+    if not same or left.size != status.st_size:
         folder.write(name, kept)
     return left, wrong
 
 
 class Appended:
-    """The end of a file that is only appended to.
+    """The end of a file that is only appended to; a context manager that closes it.
+
+    A file that has another name, too (a hard link), is left alone under that one.
 
     Args:
-        size: its bytes.
+        size: the bytes that stay; what is behind them is cut off.
     """
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
+        status = folder.status(name)
+        if status is not None and status.st_nlink > 1:
+            folder.write(name, folder.pieces(name, status.st_size))
         self._descriptor = folder.descriptor_of(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._size = size
+        os.ftruncate(self._descriptor, size)
+        if status is None:
+            folder.sync()
 
-    def write(self, data: bytes) -> None:
-        """Add `data`, all of it or nothing: a nearly full disk takes a part first, and then refuses."""
+    def __enter__(self) -> Appended:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def write(self, data: bytes, *, sync: bool = False) -> None:
+        """Add `data`, with `sync` durably, all of it or nothing: a nearly full disk takes a part, and then refuses."""
         try:
             files.write_all(self._descriptor, data)
+            if sync:
+                self.sync()
         except BaseException:
             os.ftruncate(self._descriptor, self._size)
             raise

@@ -1,6 +1,5 @@
 """What a directory that somebody else prepared can do to fp4train: nothing but be refused."""
 
-import errno
 import os
 import socket
 import stat
@@ -150,24 +149,6 @@ def test_litter_of_a_killed_process_goes_and_what_may_be_in_use_stays(run: Path)
 def test_files_have_the_usual_rights(run: Path) -> None:
     files.write(run / "a", b"x")
     assert stat.S_IMODE((run / "a").stat().st_mode) & ~0o644 == 0
-
-
-def test_a_full_disk_leaves_the_records_of_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Folder.open(tmp_path) as folder:
-        folder.append("a", b"one\n", 0)
-        write = os.write
-        monkeypatch.setattr(os, "write", lambda d, data: write(d, data[:2]) if len(data) > 2 else full())
-        with pytest.raises(OSError, match="No space"):
-            folder.append("a", b"two\n", 4)
-        monkeypatch.undo()
-        assert (tmp_path / "a").read_bytes() == b"one\n"
-        os.link(tmp_path / "a", tmp_path / "b")
-        folder.append("a", b"three\n", 4)
-        assert (tmp_path / "a").read_bytes() == b"one\nthree\n" and (tmp_path / "b").read_bytes() == b"one\n"
-
-
-def full() -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_what_is_read_takes_the_memory_that_it_has_bytes_and_not_its_limit(run: Path) -> None:

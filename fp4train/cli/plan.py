@@ -105,19 +105,8 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.begin import find_source, start_step
-    from fp4train.run.build import (
-        build_model,
-        build_plan,
-        build_timeline,
-        with_swap,
-    )
-    from fp4train.run.checks import (
-        check_cut,
-        check_oscillation,
-        never_chosen,
-        nothing_quantised,
-        warn_of_schedule,
-    )
+    from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
+    from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
     from fp4train.run.device import choose_device
     from fp4train.run.record.trust import check_paths
 

@@ -124,10 +124,11 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
             HydraConfig.instance().set_config(whole)
             return whole
     except (HydraException, OmegaConfBaseException) as error:
-        for setting in (word for word in words if word.lstrip("+~").startswith("hydra") and words[1:]):
-            _composition([setting], ())
-        if words and words[0].lstrip("+~").startswith("hydra") and not words[1:]:
+        settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
+        if settings == words and len(words) == 1:
             raise UserError(f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})") from error
+        for setting in settings:
+            _composition([setting], ())  # names the one at fault
         raise UserError(overrides.first_lines(error)) from error
 
 

@@ -174,8 +174,7 @@ class World:
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over all data ranks of what the last stage found, in place; other stages give zeros."""
-        if self.mesh.data > 1:
-            dist.all_reduce(tensor, group=self.data)
+        self.summed_over_data(tensor)
         if self.mesh.pipeline > 1:
             dist.all_reduce(tensor, group=self.pipeline)
         return tensor

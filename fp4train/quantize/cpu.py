@@ -121,8 +121,8 @@ class CpuQuantizer(Quantizer):
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self._kernels.job(x_RC, None if key is None else key.words, amax, True)
             if made is not None and not self._run(made[0], None, self._threads(), self._isa):
-                rows, cols = x_RC.shape
-                return _new(Quantized, (self.spec, (rows, cols), *made[1]))
+                (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
+                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax))
         return super().codes(x_RC, key, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
@@ -130,7 +130,8 @@ class CpuQuantizer(Quantizer):
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self._kernels.job(x_RC, None if key is None else key.words, amax, False)
             if made is not None and not self._run(made[0], None, self._threads(), self._isa):
-                return _new(Decoded, (*made[1], self._transposable))
+                values, factor = made[1]
+                return _new(Decoded, (values, factor, self._transposable))
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:

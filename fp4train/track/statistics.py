@@ -162,7 +162,6 @@ class StatisticsLog:
             if self._file is None:
                 with files.parent(self.path) as (folder, name):
                     self._file = Appended(folder, name, self._all.size)
-                    folder.sync()
             self._file.write(data)
             self._all.add(data)
             self._last, self.mark = _checksum(data), self._all.mark()

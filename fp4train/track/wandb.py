@@ -61,7 +61,6 @@ class WandbTracker:
     ) -> None:
         import wandb
 
-        self._folder = Path(run_dir) / "wandb"
         self._timeout = timeout
         self._finished = False
         with files.Folder.open(Path(run_dir), create=True) as run, run.folder("wandb", create=True) as folder:

@@ -130,13 +130,15 @@ def _write(place: Path, faulty: Callable[[], Any]) -> str:
 
 def _append(place: Path, faulty: Callable[[], Any]) -> str:
     from fp4train.files import Folder
+    from fp4train.sealed import Appended
 
     raised = False
     with Folder.open(place) as folder:
-        folder.append("log", b"old\n", 0)
+        with Appended(folder, "log", 0) as file:
+            file.write(b"old\n", sync=True)
         try:
-            with faulty():
-                folder.append("log", b"new\n", 4)
+            with faulty(), Appended(folder, "log", 4) as file:
+                file.write(b"new\n", sync=True)
         except OSError:
             raised = True
     found = (place / "log").read_bytes()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from struct import Struct
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -208,7 +208,7 @@ class Kernels:
 
     def job(
         self, x_RC: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool
-    ) -> tuple[bytes, tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None], Tensor] | None:
+    ) -> tuple[bytes, tuple[Any, ...], Tensor] | None:
         """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
 
         The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole groups, since it
@@ -240,7 +240,7 @@ class Kernels:
         width = self._width
         wide = -(-cols // width) * width
         values_address = codes_address = scale_address = factor_address = 0
-        made: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None]
+        made: tuple[Tensor | None, ...]
         if as_codes:
             if measures:
                 amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)

@@ -39,7 +39,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render
 from fp4train.run.record.directory import CHECKPOINTS, HISTORY, SWAPS, identity
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
-from fp4train.sealed import checksum
+from fp4train.sealed import Appended, checksum
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import parse_line
 
@@ -157,7 +157,8 @@ class Journal:
         if (known[-1].sum if known else "") != self._written:
             raise UserError(f"{path} is not as this process wrote it: put it back")
         try:
-            self.folder.append(HISTORY, b"".join(line for _, line in added), size)
+            with Appended(self.folder, HISTORY, size) as file:
+                file.write(b"".join(line for _, line in added), sync=True)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error}") from error
         self._written = added[-1][0].sum if added else self._written

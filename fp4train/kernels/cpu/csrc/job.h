@@ -60,7 +60,7 @@ typedef struct {
     int64_t amax_stride;
 } AmaxJob;
 
-/* --- Structs packed by Python with struct ("=": native order, no padding); adapter.py documents the fields. A change of a
+/* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 2 };
 
