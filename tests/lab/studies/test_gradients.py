@@ -13,7 +13,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.parts import RecipePart, RecipeParts
 from fp4train.lab.studies.subject import Subject
-from fp4train.nn import convert
+from fp4train.nn import Linear, convert
 from fp4train.precision import NVFP4, FP8Delayed
 
 
@@ -155,6 +155,7 @@ class Flat(nn.Module):
 def test_a_model_without_blocks_has_a_block_for_each_layer_and_no_output_error(trained: Path) -> None:
     subject = subject_of(trained)
     subject.run.model = convert(Flat(subject.model.vocab_size))  # type: ignore[arg-type]
+    subject.run.linears = [module for module in subject.run.model.modules() if isinstance(module, Linear)]
     gradients, parts, named = opened(subject)
     assert list(parts.layers) == ["inner", "out"]
     values = gradients.measure(named["layer/inner"], range(1))
