@@ -32,17 +32,9 @@ from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import (
-    Decoded,
-    Quantized,
-    QuantSpec,
-    amax_extent,
-    divided_tensors,
-    joined,
-    measure_amax,
-    quantizer,
-)
+from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
+from fp4train.quantize.sharded import divided_tensors, joined
 
 Position = tuple[int, int]
 """Seed and step, within which a weight does not change."""

@@ -19,15 +19,7 @@ from fp4train.quantize.quantizer import (
 )
 from fp4train.quantize.random import RandomKey, random_bits
 from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.sharded import (
-    amax_extent,
-    divided_tensors,
-    joined,
-    measure_amax,
-    packed_bytes,
-    requantised,
-    why_not_cut,
-)
+from fp4train.quantize.sharded import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
 from fp4train.quantize.spec import Delayed, QuantSpec
 from fp4train.quantize.transform import Hadamard
 
@@ -44,9 +36,7 @@ __all__ = [
     "Rotation",
     "amax_extent",
     "cast_to_representable",
-    "divided_tensors",
     "from_torch",
-    "joined",
     "measure_amax",
     "nvfp4_quantize",
     "packed_bytes",

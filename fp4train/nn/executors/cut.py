@@ -39,7 +39,8 @@ from fp4train.precision.context import Context, State
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
-from fp4train.quantize import Quantized, QuantSpec, amax_extent, divided_tensors, joined, quantizer, why_not_cut
+from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut
+from fp4train.quantize.sharded import divided_tensors, joined
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
