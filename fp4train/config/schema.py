@@ -79,9 +79,9 @@ class TrainSettings:
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
-        on_divergence: what to do when the loss rises far above its past (`run/supervise/divergence.py`) and is warned of:
-            "warn" goes on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past the batches
-            since.
+        on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
+            the run, "rewind" goes back to the last good checkpoint and past the batches since
+            (`run/supervise/divergence.py`).
         rewinds: times that a run goes back; the next divergence ends it.
     """
 
