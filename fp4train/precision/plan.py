@@ -7,6 +7,7 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -306,12 +307,7 @@ class Plan:
 
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
-        macs: dict[str, int] = {}
-        for row in self.rows:
-            if row.start == start:
-                macs[row.elements] = macs.get(row.elements, 0) + row.macs
-        total = sum(macs.values()) or 1
-        return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
+        return shares((row.elements, row.macs) for row in self.rows if row.start == start)
 
     def render(self, *, full: bool = False) -> str:
         """One line per group of equal layers; with `full` a row per layer and GEMM."""
@@ -321,6 +317,15 @@ class Plan:
 
     def __str__(self) -> str:
         return self.render()
+
+
+def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Share of the multiply-adds by elements, the largest first, of (elements, multiply-adds)."""
+    counts: Counter[str] = Counter()
+    for elements, count in macs:
+        counts[elements] += count
+    total = counts.total() or 1
+    return {elements: count / total for elements, count in counts.most_common()}
 
 
 def make_plan(
