@@ -7,7 +7,6 @@ and cost estimates read them. In other training loops `autocast` calls the same 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -307,6 +306,8 @@ class Plan:
 
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
+        from fp4train.precision.report import shares
+
         return shares((row.elements, row.macs) for row in self.rows if row.start == start)
 
     def render(self, *, full: bool = False) -> str:
@@ -317,15 +318,6 @@ class Plan:
 
     def __str__(self) -> str:
         return self.render()
-
-
-def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
-    """Share of the multiply-adds by elements, the largest first, of (elements, multiply-adds)."""
-    counts: Counter[str] = Counter()
-    for elements, count in macs:
-        counts[elements] += count
-    total = counts.total() or 1
-    return {elements: count / total for elements, count in counts.most_common()}
 
 
 def make_plan(

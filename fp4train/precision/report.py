@@ -11,6 +11,7 @@ Percentages are shares of the multiply-adds of all linear layers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -96,6 +97,15 @@ def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
         for backward in (False, True)
     }
     return " or ".join(sorted(each))
+
+
+def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Share of the multiply-adds by elements, the largest first, of (elements, multiply-adds)."""
+    counts: Counter[str] = Counter()
+    for elements, count in macs:
+        counts[elements] += count
+    total = counts.total() or 1
+    return {elements: count / total for elements, count in counts.most_common()}
 
 
 def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from fp4train.backends import GEMMS
 from fp4train.config.schema import MOST_STEPS
-from fp4train.precision.plan import Plan, shares
-from fp4train.precision.report import section
+from fp4train.precision.plan import Plan
+from fp4train.precision.report import section, shares
 from fp4train.text import printable
 
 MOST_DIMENSIONS, MOST_MACS = 8, 10**30
