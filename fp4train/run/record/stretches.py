@@ -14,11 +14,11 @@ from typing import Any
 from fp4train.backends import GEMMS
 from fp4train.config.schema import MOST_STEPS
 from fp4train.precision.plan import Plan
-from fp4train.precision.report import section
+from fp4train.precision.report import section, shares
 from fp4train.text import printable
 
 MOST_DIMENSIONS, MOST_MACS = 8, 10**30
-"""Of a GEMM: many dimensions take long to multiply. Of a stretch: more multiply-adds are none that can be done."""
+"""Most dimensions of a GEMM, which take long to multiply, and most multiply-adds of a stretch that anyone can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +41,14 @@ class RecordedStretch:
     @property
     def shares(self) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements."""
-        macs: dict[str, int] = {}
-        for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True):
-            macs[elements] = macs.get(elements, 0) + count
-        total = sum(macs.values()) or 1
-        return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
+        return shares((elements, count) for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True))
 
     @property
     def title(self) -> str:
         return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
 
     def render(self, *, full: bool) -> str:
-        """As `fp4train.precision.report.render` shows a stretch of a plan."""
+        """The stretch as text, in the form of `fp4train.precision.report.render`."""
         return section(self.title, list(self.rows), self.shares, full=full)
 
     def goes_on_as(self, other: RecordedStretch) -> bool:
