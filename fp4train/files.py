@@ -85,7 +85,7 @@ class Folder:
         return all(_TEMPORARY.fullmatch(name) for name in self.names())
 
     def status(self, name: str) -> os.stat_result | None:
-        """Of the thing itself, a link included; None if there is none."""
+        """Status of the entry itself, which may be a link; None if there is none."""
         try:
             return os.stat(_checked(name), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:

@@ -211,7 +211,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def identity(folder: Folder) -> str | None:
-    """Of the run in `folder`, by the first line of its configuration; None: it has none, or none that can be read."""
+    """Identity of the run in `folder`, by the first line of its configuration; None: none that can be read."""
     with suppress(OSError, ValueError):
         if folder.has_file(CONFIG) and (found := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]):
             return found[0]
@@ -231,7 +231,7 @@ class Rolling:
         self._digest.update(data)
 
     def mark(self) -> dict[str, Any]:
-        """As a checkpoint remembers it."""
+        """The mark that a checkpoint keeps: length and checksum."""
         return {"bytes": self.size, "sha256": self._digest.copy().hexdigest()}
 
 

@@ -29,7 +29,7 @@ _SHOW = {"--cfg", "-c", "--info", "-i"}
 _HELP = {"--help", "-h", "--hydra-help"}
 
 Swapped = tuple[str, dict[str, Any]]
-"""Of a recipe: its name and its plain configuration."""
+"""A recipe to swap to: its name and its plain configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)

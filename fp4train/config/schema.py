@@ -74,13 +74,14 @@ class TrainSettings:
             Layers that share an input (queries, keys and values) quantise it once per layer.
         step_timeout: seconds after which a step that does not end ends the run, with the stacks of all threads on
             standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
-        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/determinism.py`); CPUs
+        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/device.py`); CPUs
             always do. Attention may be slower.
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
-        on_divergence: what to do when the loss is far above its past (`run/divergence.py`), besides saying so: "warn"
-            goes on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past the batches since.
+        on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
+            the run, "rewind" goes back to the last good checkpoint and past the batches since
+            (`run/supervise/divergence.py`).
         rewinds: times that a run goes back; the next divergence ends it.
     """
 

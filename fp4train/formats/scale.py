@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fp4train.formats.element import ElementFormat, encode, magnitude
 
-E8M0_BIAS = 127
 E8M0_NAN = 255
 BF16_SIGNIFICANT_BITS = 8
 

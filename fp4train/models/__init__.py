@@ -17,7 +17,7 @@ class Architecture(Protocol):
     `model(tokens)` returns logits [B, T, vocabulary]. Its repeated blocks are in an `nn.ModuleList`, or it names them
     (`precision/blocks.py`), so that a policy can count them. Activations have the dtype that
     `precision.context.activation_dtype` gives. A class that also has `parameter_count(vocab_size=…)` is refused
-    before it is built where its weights exceed the machine's memory (`run/size.py`).
+    before it is built where its weights exceed the machine's memory (`run/checks.py`).
     """
 
     def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:

@@ -8,7 +8,7 @@ from fp4train.precision.gather import GATHERS
 from fp4train.text import check_choice
 
 REST = -1
-"""As many as there are ranks left."""
+"""The size of a mesh dimension that takes all ranks left over."""
 MOST_RANKS = 1 << 20
 """A number of ranks beyond this is a slip of the hand."""
 

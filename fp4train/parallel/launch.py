@@ -173,7 +173,7 @@ class Meeting:
     def __init__(self, place: ProcessRank, store: Any, listening: Any, *, keeps: bool) -> None:
         self.place, self.store, self.keeps = place, store, keeps
         self.hosts: list[str] = []
-        """Of the ranks, once they have met."""
+        """Host names of the ranks, once they have met."""
         self.heard: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None

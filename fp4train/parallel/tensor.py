@@ -134,8 +134,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict
         module.register_parameter(name, own[parameter])
 
 
-def copies(parameter: Tensor, dimension: str = "tp") -> int:
-    """Number of ranks of a mesh dimension that hold the same part of a parameter or gradient.
+def copies(parameter: Tensor) -> int:
+    """Number of tensor-parallel ranks that hold the same part of a parameter or gradient.
 
     In a sum over those ranks, the squares of a gradient count by 1 / copies.
     """
@@ -144,5 +144,5 @@ def copies(parameter: Tensor, dimension: str = "tp") -> int:
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    axis = (mesh.mesh_dim_names or ()).index(dimension)
+    axis = (mesh.mesh_dim_names or ()).index("tp")
     return mesh.size(axis) if isinstance(parameter.placements[axis], Replicate) else 1

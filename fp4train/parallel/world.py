@@ -33,7 +33,7 @@ T = TypeVar("T")
 STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions."""
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
-"""Of the messages of collectives that another rank has left."""
+"""What the message of a collective contains when another rank has left it."""
 
 
 class AgreedError(UserError):
@@ -209,7 +209,7 @@ class World:
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def largest_numbers(self, *numbers: int) -> tuple[int, ...]:
-        """Of each number the largest that a rank gave."""
+        """The largest value that any rank gave, for each number."""
         if self.size == 1:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -242,7 +242,7 @@ class World:
         return next((each for each in self.gathered(value) if each is not None), None)
 
     def least(self, value: T | None, key: Callable[[T], Any]) -> T | None:
-        """Of the `value`s (plain data) that ranks have the one whose `key` is least."""
+        """The value with the least `key` among those of all ranks (plain data); None where no rank has one."""
         return min((each for each in self.gathered(value) if each is not None), key=key, default=None)
 
     def wait(self) -> None:

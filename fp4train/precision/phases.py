@@ -16,7 +16,7 @@ from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import Mixed
 
 MOST_PHASES, MOST_SWAPS = 256, 1000
-"""Of a run: each stretch is planned for every layer."""
+"""Most stretches of a run: each is planned for every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ class CpuQuantizer(Quantizer):
 
 
 class CpuRequantizer(Quantizer):
-    """Of a spec with `requantises`: x rounded by that spec, along its other axis, then quantised by the rest."""
+    """Quantises in two steps: rounds x by `spec.requantises`, along its other axis, then quantises by the rest."""
 
     kernel = "cpu"
 

@@ -52,7 +52,7 @@ class QuantizePlan(NamedTuple):
     """Whether `shape` is that of the transposed result, which keeps the layout of a transposed view."""
     dtype: torch.dtype
     words: torch.dtype | None
-    """As which the kernel stores codes several at a time; None: as they are."""
+    """Dtype in which the kernel stores several codes at a time; None: one by one."""
     scales: tuple[int, ...]
 
 

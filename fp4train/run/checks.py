@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 BYTES = 4
-"""Of a weight: masters are float32."""
+"""Bytes per weight: masters are float32."""
 
 
 @runtime_checkable

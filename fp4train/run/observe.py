@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 THRESHOLD: Final = math.sqrt(3)
-"""Of the gradient's norm over that of its noise."""
+"""Least ratio of the gradient's norm to that of its noise."""
 
 
 class MeasuredSteps:

@@ -187,7 +187,7 @@ class Run:
         return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By layer, what delayed scaling has seen; empty dicts without it."""
+        """What delayed scaling has seen, by layer; empty dicts without it."""
         return {m.layer.name: m.scaling_state() for m in self.linears}
 
     def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -251,5 +251,5 @@ class Run:
 
 
 def _checksum(config: bytes | None) -> str | None:
-    """As the first line of a saved configuration gives it."""
+    """Identity of the run, as in the first line of its saved configuration."""
     return None if config is None else hashlib.sha256(config.partition(b"\n")[2]).hexdigest()

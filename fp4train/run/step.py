@@ -38,9 +38,9 @@ Scaling = dict[str, dict[str, Tensor]]
 """What delayed scaling has seen, by layer."""
 
 RANK_SPREAD = 0x9E3779B97F4A7C15
-"""Between the dropout seeds of two data ranks: far more than there are steps."""
+"""Distance between the dropout seeds of two data ranks: far more than there are steps."""
 STAGE_SPREAD = 0xD1B54A32D192ED03
-"""Between those of two stages of a pipeline."""
+"""Distance between the dropout seeds of two stages of a pipeline."""
 _PIECE = 1 << 16
 """Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
 
@@ -53,7 +53,7 @@ class Queued(NamedTuple):
     numbers: Tensor
     """Mean loss, norm of all gradients, norm of each (of this rank's part of it), float32."""
     statistics: Callable[[], Values] | None = None
-    """Of a measured step: logs its statistics and gives what a line of metrics says of them."""
+    """Set in a measured step: logs its statistics and gives what a line of metrics says of them."""
 
 
 class StepRunner(Protocol):

@@ -8,7 +8,7 @@ therefore lie in device memory, and is written there before each replay:
 
     tokens and targets     copied into the buffers that the recorded step reads
     learning rate          float32, read by torch's fused AdamW
-    random bits            counters of the step, read by the quantisers (`random.step_counters`)
+    random bits            counters of the step, read by the quantisers (`random.write_step_counters`)
     a model's own random   torch's generator, seeded anew; CUDA graphs read its state from device memory
     an earlier failure     the flag that holds the optimizer back
     delayed scaling        histories at fixed addresses, into which the recorded step writes the new ones

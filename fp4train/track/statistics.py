@@ -151,7 +151,7 @@ class StatisticsLog:
         for each in wrong:
             _log.warning("%s: %s", self.path, each.why)
         self.mark = self._all.mark()
-        """Of what is written, for the next checkpoint."""
+        """Mark of what is written, for the next checkpoint."""
 
     def log(self, statistics: Statistics) -> None:
         """Append a block. A disk that does not take it is reported once, and the block is left out."""

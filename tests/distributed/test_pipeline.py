@@ -97,8 +97,8 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
             "def step(run, recipe):",
             "    if run.step == 1 and not rank:",
             "        from fp4train.run.record.inbox import ask",
-            "        recipe = {'_target_': 'fp4train.precision.MXFP8'}",
-            "        ask(run.directory, {'recipe': recipe, 'name': 'mxfp8', 'at': 3})",
+            "        body = {'_target_': 'fp4train.precision.MXFP8'}",
+            "        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})",
             "    return original(run, recipe)",
             "loop.train_step = step",
         )

@@ -89,9 +89,3 @@ DIVIDING = ("nn/ranks.py", "nn/executors/cut.py", "shards.py", "parallel/")
 def test_an_undivided_layer_makes_no_call_into_what_divides_layers(recipe: Recipe) -> None:
     trace = traced(Linear(128, 128), recipe, torch.randn(128, 128).bfloat16().requires_grad_())
     assert trace.files and not [name for name in trace.files if name.startswith(DIVIDING)]
-
-
-def test_the_way_from_the_training_loop_to_the_kernel_is_seven_files_long() -> None:
-    trace = traced(Linear(128, 128, bias=False), NVFP4(), torch.randn(128, 128).bfloat16().requires_grad_())
-    files = list(dict.fromkeys(call.partition(":")[0] for call in trace.to_kernel))
-    assert len(["train.py", *files]) <= 7, files

@@ -17,7 +17,12 @@ from fp4train.parallel.pipeline import Microbatch
 from fp4train.run.step import losses
 
 PACKAGE = str(Path(fp4train.__file__).parent)
-DIVIDING = ("shards.py", "nn/executors/cut.py", "parallel/apply.py", "parallel/pipeline.py", "parallel/tensor.py")
+DIVIDING = (
+    "shards.py",
+    "nn/ranks.py",
+    "nn/executors/cut.py",
+    *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "stages", "tensor")),
+)
 """Files of which a run of one process calls nothing in a step."""
 
 
@@ -66,15 +71,29 @@ def test_from_the_loop_to_the_model_there_are_four_frames(cli: Cli, monkeypatch:
     assert stacks[0] == ["train_losses", "step", "train_step", "train"]
 
 
-def test_an_undivided_step_calls_nothing_of_what_divides_runs(cli: Cli, before: Before) -> None:
+def test_an_undivided_step_reaches_the_kernel_in_seven_files_and_calls_nothing_of_what_divides_runs(
+    cli: Cli, before: Before
+) -> None:
     called: set[str] = set()
+    to_kernel: list[str] = []
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def place(frame: FrameType) -> str:
+        return str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            called.add(f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_name}")
+            called.add(f"{place(frame)}:{frame.f_code.co_name}")
+        if event == "c_call" and not to_kernel and "_cpu" in str(getattr(argument, "__module__", "")):
+            at: FrameType | None = frame
+            while at is not None and (not to_kernel or to_kernel[-1] != "train.py"):
+                if at.f_code.co_filename.startswith(PACKAGE) and place(at) not in to_kernel:
+                    to_kernel.append(place(at))
+                at = at.f_back
 
+    assert not [name for name in DIVIDING if not (Path(PACKAGE) / name).is_file()]
     before(3, lambda run: sys.setprofile(note))
     before(4, lambda run: sys.setprofile(None))
     assert cli("run.name=a", "recipe=nvfp4", "train.steps=5", "phases=none", "policy=all").code == 0
     assert "run/step.py:step" in called
+    assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
     assert not {name for name in called if name.startswith(DIVIDING)}

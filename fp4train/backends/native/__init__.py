@@ -58,7 +58,7 @@ class Native:
         return None
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """As in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
+        """The product, as in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
         if 0 in (*a.shape, *b.shape):
             return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)

@@ -221,7 +221,7 @@ class TEExecutor:
         self._to_load = dict(state)
 
     def _load(self, te_recipe: Any, module: Any) -> None:
-        """As TE's own set_extra_state does, but from tensors instead of a pickle."""
+        """Load what `state` gave, as TE's own set_extra_state does, but from tensors instead of a pickle."""
         _make_meta(module, te_recipe)
         with torch.no_grad():
             for key, value in self._to_load.items():

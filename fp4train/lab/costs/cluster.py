@@ -77,12 +77,12 @@ class ClusterCost:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds per optimizer step."""
         return sum(self.parts.values())
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per optimizer step."""
         return self.workload.tokens * self.mesh.microbatches * self.mesh.data
 
     @property

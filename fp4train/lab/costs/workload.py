@@ -218,7 +218,7 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         blocks = sum(weight.count for kind in self.order for weight in self.kinds[kind].weights)
         return blocks + sum(weight.count for weight in (*self.before, *self.after))
 
@@ -245,7 +245,7 @@ class Workload:
         return [*before, *(self.after if last else ())]
 
     def not_coded(self, mesh: Mesh) -> dict[str, dict[str, int]]:
-        """Of quantised weights that are not gathered as codes: why → layer in its block ("attention.wk") → weights."""
+        """Quantised weights that are not gathered as codes: why → layer in its block ("attention.wk") → weights."""
         found: dict[str, dict[str, int]] = {}
         for kind, times in Counter(self.order).items():
             for weight in self.kinds[kind].weights:

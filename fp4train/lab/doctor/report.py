@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,6 @@ def examine(
     default: str,
     folder: Path,
     *,
-    progress: Callable[[str], None] = lambda name: None,
     ranks: int = 1,
     collectives: Sequence[CollectiveCheck] = (),
 ) -> DoctorReport:
@@ -122,18 +121,14 @@ def examine(
     Args:
         default: the name of the default run's recipe.
         folder: where runs would be written.
-        progress: is told the name of each recipe before it is tried.
         ranks, collectives: what several processes found together.
     """
-    here, checked = device(), []
-    for name, recipe in recipes.items():
-        progress(name)
-        checked.append(check(name, recipe, here))
+    here = device()
     return DoctorReport(
         device=str(here),
         default=default,
         machine=tuple(parts(folder)),
-        recipes=tuple(checked),
+        recipes=tuple(check(name, recipe, here) for name, recipe in recipes.items()),
         ranks=ranks,
         collectives=tuple(collectives),
     )

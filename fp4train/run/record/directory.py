@@ -197,7 +197,7 @@ def identity(run: Path) -> str | None:
 
 
 def new_identity() -> str:
-    """Of a run that begins: 64 random bits."""
+    """Identity for a run that begins: 64 random bits, in hexadecimal."""
     return secrets.token_hex(8)
 
 

@@ -18,7 +18,7 @@ from fp4train.precision.report import section
 from fp4train.text import printable
 
 MOST_DIMENSIONS, MOST_MACS = 8, 10**30
-"""Of a GEMM: many dimensions take long to multiply. Of a stretch: more multiply-adds are none that can be done."""
+"""Most dimensions of a GEMM, which take long to multiply, and most multiply-adds of a stretch that anyone can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RecordedStretch:
         return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
 
     def render(self, *, full: bool) -> str:
-        """As `fp4train.precision.report.render` shows a stretch of a plan."""
+        """The stretch as text, in the form of `fp4train.precision.report.render`."""
         return section(self.title, list(self.rows), self.shares, full=full)
 
     def goes_on_as(self, other: RecordedStretch) -> bool:

@@ -168,7 +168,7 @@ def _make_key(folder: Folder) -> None:
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str | None:
-    """Of the run that a checkpoint belongs to; None for one from before runs had an identity."""
+    """Identity of the run that a checkpoint belongs to; None for one from before runs had an identity."""
     run = start.state.get("run")
     found = run.get("id") if isinstance(run, dict) else None
     return found if isinstance(found, str) and found else None

@@ -98,7 +98,7 @@ def all_finite(run: Run) -> bool:
     return run.world.everywhere(finite_weights(run.model))
 
 
-def save_and_wait(run: Run, *, proven: bool = False) -> bool:
+def save_and_wait(run: Run) -> bool:
     """Have the state of this step written, now, and if it fails a few times more; whether it is.
 
     Raises:
@@ -107,7 +107,7 @@ def save_and_wait(run: Run, *, proven: bool = False) -> bool:
     world = run.world
     for pause in (*PAUSES, None):
         if not world.of_lead(run.saver.holds(run.step)):
-            save(run, proven=proven)
+            save(run)
         run.saver.wait()
         bad = report(run)
         written, bad = world.of_lead((run.saver.saved == run.step, bad))

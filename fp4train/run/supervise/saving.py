@@ -56,14 +56,14 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WAIT_SECONDS = 600.0
-"""For a checkpoint that is being written; then it is left behind."""
+"""Longest wait for a checkpoint that is being written; then it is left behind."""
 PAUSES = (0.5, 1.0, 2.0)
 """Seconds before the last checkpoint of a run is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one checkpoint: written, or why not.
+    """What became of one checkpoint: written, or why not.
 
     Args:
         step: optimizer steps done at it.
@@ -240,7 +240,7 @@ class Saver:
                 checkpoint.prune(folder, newest, self.run.config.checkpoint.keep, beside=self._beside)
 
     def _beside(self, past: list[int]) -> set[int]:
-        """Of the steps `past` that have a checkpoint, those that stay beside the newest ones."""
+        """The steps of `past` whose checkpoints stay beside the newest ones."""
         config = self.run.config
         settings, cooldown = config.checkpoint, config.schedule.cooldown_start(config.train.steps)
         stay = {step for step in past if step == self.good}

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _DUMPING = 2.0
 """Seconds in which the stacks of all threads are written."""
 SECONDS = 1.0
-"""Between two looks; a heartbeat is written at most every `BEAT_SECONDS`."""
+"""Time between two looks; a heartbeat is written at most every `BEAT_SECONDS`."""
 BEAT_SECONDS = 3.0
 END_SECONDS = 5.0
 """How long the end of a run waits for the last heartbeat."""
 DATA_SECONDS = 10.0
-"""After so long, or half of train.step_timeout, it is said that a step waits for its tokens."""
+"""Time after which a warning says that a step waits for its tokens; half of train.step_timeout if that is less."""
 
 _log = logging.getLogger(__name__)
 
