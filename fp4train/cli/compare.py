@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp4train.cli.options import Option, read_options
 from fp4train.cli.output import usage
+from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
 
 USAGE = usage(__doc__)
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     from fp4train.run.record.journal import quantised_share
 
     line = read_options(arguments, {"out": Option(Path)})
-    out, runs = line.options["out"], [Path(a) for a in (*line.runs, *line.rest)]
+    out, runs = line.options["out"], [Path(a) for a in line.words]
     if line.flags:
         raise UserError(f"compare knows no flag {line.flags[0]}: {USAGE}")
     if len(runs) < 2:

@@ -30,10 +30,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4train.cli.options import read_options
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
+from fp4train.config.overrides import read_options
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.sealed import sealed
@@ -109,7 +109,7 @@ def _request(arguments: list[str]) -> RankRequest:
     values: dict[str, Any] = {}
     paths: dict[str, str | None] = {}
     sweep: list[str] = []
-    for override in overrides.parse(line.rest):
+    for override in overrides.parse(line.overrides):
         key = override.key_or_group
         if key.partition(".")[0] in _SWEPT:
             sweep.append(str(override.input_line))
@@ -135,7 +135,7 @@ def _request(arguments: list[str]) -> RankRequest:
             runs=[Path(run) for run in line.runs],
             steps_at=steps_at,
             sweep=sweep or [DEFAULT],
-            packages=overrides.plugins(line.rest),
+            packages=overrides.plugins(line.overrides),
             folders=folders,
             paths=paths,
             **values,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from fp4train.cli.options import Option, read_options
 from fp4train.cli.output import usage
+from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 
@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     out, gpu_name = line.options["out"], line.options["gpu"]
     if line.flags:
         raise UserError(f"report knows no flag {line.flags[0]}: {USAGE}")
-    if line.rest:
-        raise UserError(f"report takes run directories, out= and gpu=, not {line.rest[0]}: {USAGE}")
+    if line.overrides:
+        raise UserError(f"report takes run directories, out= and gpu=, not {line.overrides[0]}: {USAGE}")
     if not line.runs:
         raise UserError(f"report needs run directories: {USAGE}")
     try:

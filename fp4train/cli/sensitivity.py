@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train import files
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.options import Option, count, number, read_options, truth
 from fp4train.cli.output import usage
+from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.record import directory as run_directory
@@ -100,12 +100,12 @@ def study_command(arguments: list[str]) -> StudyCommand:
         UserError: there is no run directory and no model, or an option is given twice.
     """
     line = read_options(arguments, OPTIONS)
-    if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.rest)):
+    if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
         raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
     run = run_directory.require_run(Path(line.runs[0])) if line.runs else None
-    if other := [a for a in line.rest if a.startswith(("resume=", "resume_step="))]:
+    if other := [a for a in line.overrides if a.startswith(("resume=", "resume_step="))]:
         raise UserError(f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}")
-    rest, step = [*line.flags, *line.rest], line.options["step"]
+    rest, step = [*line.flags, *line.overrides], line.options["step"]
     if line.options["budget"] is not None and line.options["batches"] is not None:
         raise UserError("budget=… decides how many batches are measured: leave batches=… out")
     fresh = run is None or step == 0

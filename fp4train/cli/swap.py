@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import checkpoint
-from fp4train.cli.options import Option, number, read_options
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.composition import composed
+from fp4train.config.overrides import Option, number, read_options
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
         )
     run = run_directory.require_run(Path(line.runs[0]))
     at, wait, cancel = (line.options[key] for key in OPTIONS)
-    wanted = [a for a in line.rest if not a.startswith("plugins=")]
-    with plugins.using(overrides.plugins([a for a in line.rest if a not in wanted]), folders):
+    wanted = [a for a in line.overrides if not a.startswith("plugins=")]
+    with plugins.using(overrides.plugins([a for a in line.overrides if a not in wanted]), folders):
         if cancel is not None:
             if others := [*wanted, *([] if at is None else [f"at={at}"])]:
                 raise UserError(f"swap cancel={cancel} stands alone, not with {others[0]}")
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         if not wanted and (at, wait) == (None, WAIT):
             print(_listed(run))
             return 0
-        return _swap(run, line.flags, line.rest, at, wait)
+        return _swap(run, line.flags, line.overrides, at, wait)
 
 
 def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: float) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.cli.options import Option, count, number, read_options, truth
+from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 
 KNOWN = {"forks": Option(count, "forks={!r} must be a whole number from 1", 6), "out": Option(Path)}
@@ -16,7 +16,7 @@ def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.Monke
     words = ["runs/a", "b=2", "--config-dir", "mine", "forks=3", "recipe=nvfp4", "~schedule"]
     found = read_options(words, KNOWN)
     assert (found.runs, found.flags) == (["runs/a", "b=2"], ["--config-dir", "mine"])
-    assert found.options == {"forks": 3, "out": None} and found.rest == ["recipe=nvfp4", "~schedule"]
+    assert found.options == {"forks": 3, "out": None} and found.overrides == ["recipe=nvfp4", "~schedule"]
     assert read_options(["out=a"], KNOWN).options == {"forks": 6, "out": Path("a")}
 
 
