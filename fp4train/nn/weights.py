@@ -120,7 +120,7 @@ class PreparedWeights:
                 return sent
             if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
                 rounded = w_NK.source.rounded(form.spec.requantises, call)
-            w_NK = w_NK.source.values(w_NK.dtype) if rounded is None else rounded
+            w_NK = values_of(w_NK, w_NK.dtype) if rounded is None else rounded
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
@@ -247,6 +247,11 @@ class Gathered(Tensor):
         if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
             return Gathered(own.source, own.shape, own.device)
         return func(*_with_masters(args), **{name: _master(each) for name, each in (kwargs or {}).items()})
+
+
+def values_of(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of a weight in `dtype`, whether it is gathered or not; not a copy if it has them."""
+    return w_NK.source.values(dtype) if isinstance(w_NK, Gathered) else w_NK.to(dtype)
 
 
 def _is_whole_view(func: Any, args: Any, own: Gathered) -> bool:

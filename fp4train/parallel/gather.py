@@ -34,6 +34,7 @@ from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.random import DGRAD_W
+from fp4train.quantize.sharded import divided_tensors, joined
 
 Position = tuple[int, int]
 """Seed and step, within which a weight does not change."""
@@ -55,11 +56,10 @@ class Payload(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The tensors that one rank sends of a payload; scales and amax where every rank knows them without."""
+    """The tensors that one rank sends of a payload, and the quantised shard of which they are; None: of values."""
 
     tensors: tuple[Tensor, ...]
-    scales: Tensor | None
-    amax: Tensor | None
+    shard: Quantized | None = None
 
 
 MASTER = Payload(None, dtype=torch.float32)
@@ -227,12 +227,16 @@ class WeightGather:
     def _make(self, part: Payload) -> Sent:
         if part.spec is None:
             assert part.dtype is not None
-            return Sent((self.shard.to(part.dtype),), None, None)
+            return Sent((self.shard.to(part.dtype),))
         if (made := self._made.get(part)) is None:
             key = self._key(part)
             amax = self.delayed if part.spec.delayed is not None else None if key is None else self.amaxes[key]
             w = self.shard.T if part.column else self.shard
-            made = self._made[part] = _sent(quantizer(part.spec, w.device.type).codes(w, None, amax), part)
+            shard = quantizer(part.spec, w.device.type).codes(w, None, amax)
+            if part.spec.has_outer_scale:  # the scales have all that the amax says
+                shard = shard._replace(amax=None)
+            tensors = divided_tensors(shard, columns=part.column)
+            made = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))  # holds its codes once
         return made
 
     # -- what the layer takes -----------------------------------------------------------------------------------------
@@ -257,8 +261,9 @@ class WeightGather:
     def _codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
         sent = self._received.get(part)
-        here = sent is not None and self._received_at == (call.seed, call.step) and _is_here(sent)
-        return _whole(sent, part, self.shape) if sent is not None and here else None
+        if sent is None or sent.shard is None or self._received_at != (call.seed, call.step) or not _is_here(sent):
+            return None
+        return joined(sent.shard, sent.tensors, self.group.size(), columns=part.column)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.weights.GatheredSource`."""
@@ -336,29 +341,6 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
 
     # Before FSDP's own hook, which gathers.
     model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
-
-
-def _sent(q: Quantized, part: Payload) -> Sent:
-    """The tensors of a quantised shard that have the shards along an axis, which becomes the first."""
-    along_shards = q.spec.block[1 if part.column else 0] is not None
-    per_shard = q.spec.global_scale == "block" or (q.spec.global_scale == "row" and not part.column)
-    parts = (q.codes, *((q.scales,) if along_shards else ()), *((q.amax,) if per_shard and q.amax is not None else ()))
-    return Sent(
-        tuple((each.T if part.column else each).contiguous() for each in parts),
-        None if along_shards else q.scales,
-        None if per_shard else q.amax,
-    )
-
-
-def _whole(sent: Sent, part: Payload, shape: torch.Size) -> Quantized:
-    """The whole quantised weight of what all ranks sent."""
-    assert part.spec is not None
-    rows, columns = shape
-    found = [each.T.contiguous() if part.column else each for each in sent.tensors]
-    codes = found.pop(0)
-    scales = found.pop(0) if sent.scales is None else sent.scales
-    amax = found.pop(0) if found else sent.amax
-    return Quantized(part.spec, (columns, rows) if part.column else (rows, columns), codes, scales, amax)
 
 
 def _turned(q: Quantized) -> Quantized:

@@ -9,10 +9,12 @@ groups of the Hadamard transform.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import quantizer
 from fp4train.quantize.random import LANES, RandomKey
 from fp4train.quantize.spec import OUTER_COLUMNS, QuantSpec
@@ -72,6 +74,31 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     if columns and spec.random and extent % LANES:
         return f"a shard of {extent} is not whole draws of {LANES} random numbers"
     return None
+
+
+def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
+    """The tensors of which each of the shards, of rows or of columns of a matrix, has its own part; their first axis is
+    the one that is cut."""
+    parts = [shard.codes]
+    if shard.spec.block[1 if columns else 0] is not None:
+        parts.append(shard.scales)
+    if shard.amax is not None and shard.amax.ndim == 2 and (shard.spec.global_scale == "block" or not columns):
+        parts.append(shard.amax)
+    return tuple((each.T if columns else each).contiguous() for each in parts)
+
+
+def joined(shard: Quantized, tensors: Sequence[Tensor], shards: int, *, columns: bool) -> Quantized:
+    """The whole matrix.
+
+    Args:
+        shard: one of its shards; what `divided_tensors` does not give is the same in all.
+        tensors: the `divided_tensors` of so many shards, joined along their first axis.
+    """
+    (rows, cols), found = shard.shape, [each.T.contiguous() if columns else each for each in tensors]
+    codes = found.pop(0)
+    scales = shard.scales if shard.spec.block[1 if columns else 0] is None else found.pop(0)
+    shape = (rows, cols * shards) if columns else (rows * shards, cols)
+    return Quantized(shard.spec, shape, codes, scales, found.pop(0) if found else shard.amax)
 
 
 def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:

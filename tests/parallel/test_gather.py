@@ -15,7 +15,7 @@ def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
     record = SimpleNamespace(_orig_size=layer.weight.shape)
     gather = WeightGather(layer, record, None, "bf16")  # type: ignore[arg-type]
     rounded = layer.weight.detach().bfloat16()
-    gather._received = {Payload(None, dtype=torch.bfloat16): Sent((rounded,), None, None)}
+    gather._received = {Payload(None, dtype=torch.bfloat16): Sent((rounded,))}
     whole = Gathered(gather, layer.weight.shape, rounded.device)
     assert torch.equal(whole.view(4, 8).clone(), rounded.float())
     kept = whole.requires_grad_().copied()

@@ -40,6 +40,7 @@ from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut
+from fp4train.quantize.sharded import divided_tensors, joined
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
@@ -277,24 +278,12 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
         part: the form of this rank's tokens.
         along_tokens: whether tokens are columns.
     """
-    spec, (rows, columns), codes, scales, amax = part
-    cut = [codes]
-    per_token = spec.block[1 if along_tokens else 0] is not None
-    if per_token:
-        cut.append(scales)
-    outer = spec.global_scale == "block"
-    if amax is not None and (outer or (amax.numel() > 1 and not along_tokens)):
-        cut.append(amax)
-    sent = [tensor.contiguous().view(torch.uint8) for tensor in cut]
+    own = divided_tensors(part, columns=along_tokens)
+    sent = [tensor.view(torch.uint8) for tensor in own]
     received = ranks.gather_rows(torch.cat([tensor.reshape(1, -1) for tensor in sent], dim=1))
-    whole, start = [], 0
-    for tensor, one in zip(cut, sent, strict=True):
-        pieces = received[:, start : start + one.numel()].reshape(ranks.size, *one.shape)
-        joined = pieces.transpose(0, 1).flatten(1) if along_tokens else pieces.flatten(0, 1)
-        whole.append(joined.contiguous().view(tensor.dtype))
-        start += one.numel()
-    scales = whole[1] if per_token else scales
-    if len(whole) > 1 + per_token:
-        amax = whole[-1]
-    shape = (rows, columns * ranks.size) if along_tokens else (rows * ranks.size, columns)
-    return Quantized(spec, shape, whole[0], scales, amax)
+    pieces = torch.split(received, [tensor.numel() for tensor in sent], dim=1)
+    whole = [
+        piece.reshape(-1, bytes_.shape[1]).contiguous().view(tensor.dtype)
+        for piece, bytes_, tensor in zip(pieces, sent, own, strict=True)
+    ]
+    return joined(part, whole, ranks.size, columns=along_tokens)

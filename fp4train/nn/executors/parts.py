@@ -23,7 +23,7 @@ from fp4train.nn.call import Call, Executor
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.scaling import DataRanks, Position
-from fp4train.nn.weights import Gathered, PreparedWeights
+from fp4train.nn.weights import PreparedWeights, values_of
 from fp4train.precision.context import State, once
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
@@ -135,7 +135,7 @@ class SplitGemms(Gemms):
     def forward(
         self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
-        terms, w = [], _values(w_NK)
+        terms, w = [], values_of(w_NK, w_NK.dtype)
         saved: list[Any] = []
         for number, (channels, part) in enumerate(call.parts):
             part.parameter, part.gradients = w_NK, call.gradients._replace(bias=None) if number else call.gradients
@@ -149,7 +149,7 @@ class SplitGemms(Gemms):
     def backward(
         self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
     ) -> Gradients:
-        w, found = None if w_NK is None else _values(w_NK), []
+        w, found = None if w_NK is None else values_of(w_NK, w_NK.dtype), []
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
             found.append(part.executor.backward(dy_MN, w_part, (x,), part))
@@ -223,7 +223,3 @@ class ChannelParts(Executor):
             for number, each in enumerate(split.of_parts)
         )
         return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))
-
-
-def _values(w_NK: Tensor) -> Tensor:
-    return w_NK.source.values(w_NK.dtype) if isinstance(w_NK, Gathered) else w_NK.detach()

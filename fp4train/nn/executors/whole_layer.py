@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import BACKENDS, LayerKernels, widened
 from fp4train.nn.call import Call, Executor, Route
 from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.weights import Gathered, WeightForm
+from fp4train.nn.weights import Gathered, WeightForm, values_of
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded
@@ -71,7 +71,7 @@ class TorchFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_MK, w_NK)
         ctx.sums, ctx.call = sums, call
-        return widened(F.linear, x_MK, _values(w_NK, x_MK.dtype, call), bias_N)
+        return widened(F.linear, x_MK, _rounded(w_NK, x_MK.dtype, call), bias_N)
 
     @staticmethod
     @once_differentiable
@@ -79,7 +79,7 @@ class TorchFunction(torch.autograd.Function):
         x_MK, w_NK = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = widened(torch.mm, dy_MN, _values(w_NK, dy_MN.dtype, ctx.call))
+            dx = widened(torch.mm, dy_MN, _rounded(w_NK, dy_MN.dtype, ctx.call))
         if ctx.needs_input_grad[1] and ctx.sums:
             dw = BACKENDS["torch"].product(Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32)
         elif ctx.needs_input_grad[1]:
@@ -89,11 +89,9 @@ class TorchFunction(torch.autograd.Function):
         return dx, dw, dbias, None, None
 
 
-def _values(w_NK: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
-    if isinstance(w_NK, Gathered):
-        return w_NK.source.values(dtype)
+def _rounded(w_NK: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
     if call is None or w_NK.dtype == dtype:
-        return w_NK.to(dtype)
+        return values_of(w_NK, dtype)
     rounded = call.weights.form(w_NK, call.executor.w_row, call)
     assert isinstance(rounded, Decoded)
     return rounded.values
