@@ -49,6 +49,17 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
+def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
+    """ "1–3, 7" for 1, 2, 3, 7; a range stands for at least `least` numbers."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return comma.join(f"{each[0]}–{each[-1]}" if len(each) >= least else comma.join(map(str, each)) for each in found)
+
+
 def p_value(p: float) -> str:
     """ "0.0013", "0.17", "<.0001": as tables show it."""
     return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"

@@ -306,12 +306,9 @@ class Plan:
 
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
-        macs: dict[str, int] = {}
-        for row in self.rows:
-            if row.start == start:
-                macs[row.elements] = macs.get(row.elements, 0) + row.macs
-        total = sum(macs.values()) or 1
-        return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
+        from fp4train.precision.report import shares
+
+        return shares((row.elements, row.macs) for row in self.rows if row.start == start)
 
     def render(self, *, full: bool = False) -> str:
         """One line per group of equal layers; with `full` a row per layer and GEMM."""

@@ -11,6 +11,7 @@ Percentages are shares of the multiply-adds of all linear layers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan, Plan, Row
-from fp4train.text import columns, tabulate
+from fp4train.text import columns, ranges, tabulate
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
@@ -98,6 +99,15 @@ def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
     return " or ".join(sorted(each))
 
 
+def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Share of the multiply-adds by elements, the largest first, of (elements, multiply-adds)."""
+    counts: Counter[str] = Counter()
+    for elements, count in macs:
+        counts[elements] += count
+    total = counts.total() or 1
+    return {elements: count / total for elements, count in counts.most_common()}
+
+
 def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:
     """One stretch: its title, the rows of `cells` without their steps, and the shares of the multiply-adds."""
     lines = tabulate([COLUMNS[1:], *(rows if full else _fold(rows))])
@@ -118,12 +128,7 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         else:
             latest[head, tail, *others] = span = [int(number)] if number else []
             folded.append((head, span, tail, others))
-    return [(f"{head}{_range(span)}{tail}", *others) for head, span, tail, others in folded]
-
-
-def _range(numbers: list[int]) -> str:
-    """Consecutive numbers: "0–4", "5", or nothing."""
-    return "–".join(map(str, dict.fromkeys(numbers[:1] + numbers[-1:])))
+    return [(f"{head}{ranges(span)}{tail}", *others) for head, span, tail, others in folded]
 
 
 def summarise(plan: Plan) -> str:
@@ -161,17 +166,11 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
     """The position of layers: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside the blocks."""
     layers = list(dict.fromkeys(layers))
-    numbers = sorted({layer.block for layer in layers if layer.block is not None})
+    numbers = {layer.block for layer in layers if layer.block is not None}
     if not numbers:
         names = [layer.name for layer in layers]
         return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    spans: list[list[int]] = []
-    for block in numbers:
-        if spans and spans[-1][-1] + 1 == block:
-            spans[-1].append(block)
-        else:
-            spans.append([block])
-    text = f"block{'s' * (len(numbers) > 1)} {', '.join(map(_range, spans))}"
+    text = f"block{'s' * (len(numbers) > 1)} {ranges(numbers)}"
     kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
     if kinds == list(dict.fromkeys(_kind(layer) for layer in among if layer.block is not None)):
         return text

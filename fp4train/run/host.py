@@ -101,7 +101,7 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
         ranks: how many processes train together.
     """
     versions = {"fp4train": __version__, "python": platform.python_version()}
-    versions |= {name: found for name in PACKAGES if (found := _version(name)) is not None}
+    versions |= {name: found for name in PACKAGES if (found := package_version(name)) is not None}
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     if (driver := driver_version()) is not None:
@@ -109,7 +109,7 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
     return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(Device.of(device)),
@@ -119,16 +119,18 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package, by the name that pip knows; None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor's model as the system names it, or else its architecture."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         found = None
-    return found[1].strip() if found else platform.processor() or "unknown"
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -95,8 +95,8 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = machine._installed
-    monkeypatch.setattr(machine, "_installed", lambda name: None if name == "wandb" else installed(name))
+    installed = machine.package_version
+    monkeypatch.setattr(machine, "package_version", lambda name: None if name == "wandb" else installed(name))
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     code, screen, _ = doctor(capsys)
     assert code == 1

@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
@@ -32,10 +34,12 @@ from fp4train.lab.costs.roofline import (
 )
 from fp4train.precision.plan import Gemm, LayerPlan, Plan
 from fp4train.quantize import QuantSpec
-from fp4train.text import tabulate
+from fp4train.text import ranges, tabulate
 
 EMULATING = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
+LARGEST = 1 << 16
+"""n of the largest product n×n×n that is tried for a break-even point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +235,12 @@ def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
     return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
 
 
-def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te", largest: int = 1 << 16) -> int | None:
+def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | None:
     """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for it alone beats BF16.
 
     backend: whose kernels quantise.
 
-    None if it never does, up to `largest`. In training the two forms of a tensor share reads, which changes this size;
+    None if it never does, up to `LARGEST`. In training the two forms of a tensor share reads, which changes this size;
     the rows of an estimate include that.
     """
 
@@ -246,7 +250,7 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te", largest: in
         low_precision = gemm_seconds(gpu, operands.elements("bfloat16"), n, n, n)
         return gemm_seconds(gpu, "BF16", n, n, n) - low_precision - quantised
 
-    low, high = 1, largest // 16
+    low, high = 1, LARGEST // 16
     if gain(16 * high) <= 0:
         return None
     while low < high:
@@ -278,11 +282,8 @@ def _render(stretch: StretchCost) -> str:
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
     """The rows, with the three GEMMs of a layer that quantises nothing merged into one."""
-    layers: dict[str, list[GemmCost]] = {}
-    for row in rows:
-        layers.setdefault(row.layer, []).append(row)
     merged = []
-    for mine in layers.values():
+    for mine in (list(group) for _, group in groupby(rows, attrgetter("layer"))):
         if any(row.quantise for row in mine) or len({row.elements for row in mine}) > 1:
             merged += mine
             continue
@@ -330,15 +331,4 @@ def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:
         match = re.search(r"(?<![^.])\d+(?![^.])", row.layer)
         kind = row.layer if match is None else f"{row.layer[: match.start()]}*{row.layer[match.end() :]}"
         spans.setdefault((kind, _cells(row)), []).extend([] if match is None else [int(match[0])])
-    return [(kind.replace("*", _ranges(blocks), 1), *cells) for (kind, cells), blocks in spans.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """ "0–3,6" of [0, 1, 2, 3, 6]."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] + 1 == number:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return [(kind.replace("*", ranges(blocks, comma=","), 1), *cells) for (kind, cells), blocks in spans.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from fp4train.lab.costs.cluster import ClusterCost
@@ -92,11 +93,7 @@ def _collectives(cost: ClusterCost) -> list[str]:
 
 def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
     width = max(map(len, left)) + 4
-    height = max(len(left), len(right))
-    filled = [*left, *[""] * (height - len(left))]
-    return [
-        f"{a.ljust(width)}{b}".rstrip() for a, b in zip(filled, [*right, *[""] * (height - len(right))], strict=True)
-    ]
+    return [f"{a.ljust(width)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
 
 
 def _aligned(cost: ClusterCost) -> list[str]:
@@ -115,7 +112,7 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "gpu": cost.gpu.name,
         "gpus": cost.mesh.gpus,
         "interconnect": cost.links.name,
-        "mesh": {**vars(cost.mesh)},
+        "mesh": dict(vars(cost.mesh)),
         "overrides": cost.mesh.overrides(),
         "parameters": cost.workload.parameters,
         "vocabulary": cost.workload.vocabulary,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -18,6 +16,7 @@ from fp4train.kernels import cpu
 from fp4train.precision import compile_context
 from fp4train.quantize import QuantSpec
 from fp4train.quantize.triton import why_not as why_not_triton
+from fp4train.run.host import cpu_name, package_version
 
 NEEDED = ("hydra-core", "omegaconf", "PyYAML", "safetensors", "tokenizers", "datasets", "wandb", "matplotlib", "tqdm")
 """Packages that runs import, by the names that pip knows."""
@@ -86,7 +85,7 @@ def _gpu() -> Fact:
 
 def _drivers() -> list[Fact]:
     """Driver, CUDA and cuBLAS, where any of them is."""
-    cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := _installed(n))), None)
+    cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := package_version(n))), None)
     if driver_version() is None and torch.version.cuda is None:
         return []
     words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
@@ -118,14 +117,14 @@ def _transformer_engine() -> Fact:
 
 
 def _triton() -> Fact:
-    found = _installed("triton")
+    found = package_version("triton")
     if not torch.cuda.is_available():
         return Fact(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
     return Fact(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
 
 
 def _packages() -> Fact:
-    missing = [name for name in NEEDED if _installed(name) is None]
+    missing = [name for name in NEEDED if package_version(name) is None]
     if not missing:
         return Fact(name="packages", value="all that runs import")
     needed = [name for name in missing if name not in ("datasets", "wandb")]
@@ -138,7 +137,7 @@ def _packages() -> Fact:
 
 
 def _cpu() -> Fact:
-    model = _cpu_model()
+    model = cpu_name()
     if (reason := cpu.unavailable()) is not None:
         return Fact(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
     bf16 = "BF16 instructions" if _multiplies_bf16() else "no BF16 instructions: products in float32"
@@ -149,15 +148,6 @@ def _multiplies_bf16() -> bool:
     from fp4train.backends.emulate import widens
 
     return not widens(torch.empty(0, dtype=torch.bfloat16))
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.machine()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def _threads() -> Fact:
@@ -180,7 +170,7 @@ def _disk(folder: Path) -> Fact:
 
 
 def _wandb() -> Fact:
-    found = _installed("wandb")
+    found = package_version("wandb")
     if found is None:
         return Fact(name="wandb", value="not installed")
     try:
@@ -195,13 +185,6 @@ def _wandb() -> Fact:
     except Exception as error:  # any of wandb's
         return Fact(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
     return Fact(name="wandb", value=f"{found}, {state}")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

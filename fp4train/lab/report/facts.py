@@ -16,7 +16,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.costs.estimate import CostEstimate, estimate, time_text
-from fp4train.lab.report.html import Html, joined, ranges, table, tag
+from fp4train.lab.report.html import Html, joined, table, tag
 from fp4train.lab.report.sections import section
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
@@ -24,6 +24,7 @@ from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.trust import check_paths
+from fp4train.text import ranges
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""
@@ -181,7 +182,7 @@ def _by_value(values: Mapping[RunSource, str], everything: int) -> Html:
     if len(runs) == 1 and len(values) == everything:
         return tag("span", next(iter(runs)))
     return joined(
-        tag("div", tag("code", value), " ", tag("span", ranges(numbers), class_="runs"))
+        tag("div", tag("code", value), " ", tag("span", ranges(numbers, least=3), class_="runs"))
         for value, numbers in runs.items()
     )
 

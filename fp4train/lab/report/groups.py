@@ -19,9 +19,9 @@ from fp4train.errors import UserError
 from fp4train.lab.analysis.curves import Curve
 from fp4train.lab.analysis.figure import shortened
 from fp4train.lab.analysis.history import Floats, common_step, seed_groups
-from fp4train.lab.report.html import ranges
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.statistics import Estimate, estimate
+from fp4train.text import ranges
 
 NAMED = 3
 """Runs of a group that are named."""
@@ -50,7 +50,7 @@ class SeedGroup:
     @property
     def numbers(self) -> str:
         """The numbers of its runs: "1–3"."""
-        return ranges(source.number for source in self.sources)
+        return ranges((source.number for source in self.sources), least=3)
 
 
 def group(sources: Sequence[RunSource]) -> list[SeedGroup]:

@@ -87,17 +87,6 @@ def table(
     return joined([tag("p", caption, class_="caption"), scrolling])
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """ "1–3, 7" for 1, 2, 3, 7."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
-
-
 def _cell(kind: str, cell: object, label: object, *, number: bool) -> Html:
     roomy = len(re.sub(r"<[^>]*>", "", str(cell))) > ROOMY
     names = "n" if number else "roomy" if roomy else None

@@ -14,7 +14,7 @@ from typing import Any
 from fp4train.backends import GEMMS
 from fp4train.config.schema import MOST_STEPS
 from fp4train.precision.plan import Plan
-from fp4train.precision.report import section
+from fp4train.precision.report import section, shares
 from fp4train.text import printable
 
 MOST_DIMENSIONS, MOST_MACS = 8, 10**30
@@ -41,11 +41,7 @@ class RecordedStretch:
     @property
     def shares(self) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements."""
-        macs: dict[str, int] = {}
-        for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True):
-            macs[elements] = macs.get(elements, 0) + count
-        total = sum(macs.values()) or 1
-        return {k: v / total for k, v in sorted(macs.items(), key=lambda item: -item[1])}
+        return shares((elements, count) for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True))
 
     @property
     def title(self) -> str:
