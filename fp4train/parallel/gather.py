@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp4train.backends import Prepared
@@ -66,7 +65,7 @@ MASTER = Payload(None, dtype=torch.float32)
 
 
 class WeightGather:
-    """The gathers of one weight [N, K] whose rows are cut over the ranks of `group`.
+    """The gathers of one weight [N, K] whose rows are cut over `ranks`.
 
     Under tensor parallelism the weight is this rank's part of the layer's.
 
@@ -76,8 +75,8 @@ class WeightGather:
         mode: "recipe" or "bf16".
     """
 
-    def __init__(self, layer: Linear, parameter: Any, group: dist.ProcessGroup, mode: str) -> None:
-        self.layer, self.parameter, self.group, self.mode = layer, parameter, group, mode
+    def __init__(self, layer: Linear, parameter: Any, ranks: Ranks, mode: str) -> None:
+        self.layer, self.parameter, self.ranks, self.mode = layer, parameter, ranks, mode
         self.shape: torch.Size = parameter._orig_size
         place = layer.layer_shard
         self.cut = None if place is None or place.amax == "local" else place.cut
@@ -139,7 +138,7 @@ class WeightGather:
         """The payloads of forward and of backward."""
         if plan is None:
             return (MASTER,), (MASTER,)
-        way = wire_form(plan, self.group.size(), self.mode)
+        way = wire_form(plan, self.ranks.size, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
@@ -181,7 +180,7 @@ class WeightGather:
         assert place is not None and place.tensor is not None
         if part.column:  # of columns that tensor parallelism cuts
             return place.first, count * place.tensor.size
-        return self.group.rank() * count, count * self.group.size()
+        return self.ranks.rank * count, count * self.ranks.size
 
     def enter(self, training: bool) -> None:
         """Take the delayed amax of the step; the weight's own enters its history."""
@@ -263,7 +262,7 @@ class WeightGather:
         sent = self._received.get(part)
         if sent is None or sent.shard is None or self._received_at != (call.seed, call.step) or not _is_here(sent):
             return None
-        return joined(sent.shard, sent.tensors, self.group.size(), columns=part.column)
+        return joined(sent.shard, sent.tensors, self.ranks.size, columns=part.column)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.weights.GatheredSource`."""
@@ -277,8 +276,7 @@ class WeightGather:
             return found.to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
-        ranks = Ranks(group=self.group, rank=self.group.rank(), size=self.group.size())
-        return ranks.gather_rows(self.shard.detach())
+        return self.ranks.gather_rows(self.shard.detach())
 
     def _arrived(self, *dtypes: torch.dtype) -> Tensor | None:
         """The weight's values in the first of `dtypes` in which they were received, and not freed since."""
@@ -319,26 +317,22 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     """
     assert world.data_mesh is not None
     group = world.data_mesh.get_group(SHARD)
+    ranks = Ranks(group=group, rank=group.rank(), size=group.size())
     gathers = [
-        WeightGather(parameter._module_info.module, parameter, group, mode)
+        WeightGather(parameter._module_info.module, parameter, ranks, mode)
         for block in blocks
         for parameter in _parameters(block)
         if isinstance(parameter._module_info.module, Linear)
         and not parameter._module_info.module.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
-        and parameter._orig_size[0] % group.size() == 0
+        and parameter._orig_size[0] % ranks.size == 0
     ]
     alone = world.mesh.tensor == 1 or any(
         each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local" for each in gathers
     )
 
-    def largest(amaxes: Tensor) -> Tensor:
-        if not alone:
-            return world.largest(amaxes)
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-        return amaxes
-
+    largest = ranks.largest if alone else world.largest
     # Before FSDP's own hook, which gathers.
     model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
 

@@ -123,7 +123,7 @@ class LayerPlan:
             why = f"no outlier channels: {share} leave no other"
             gemms = {gemm.name: replace(gemm, why=f"{gemm.why}; {why}") for gemm in self.gemms}
             return replace(self, **gemms)
-        backend = "reference" if any(gemm.backend == "reference" for gemm in self.gemms) else "emulate"
+        backend = next(gemm.backend for gemm in self.gemms if gemm.operands.quantised)
         gemms = {"why": f"outlier channels: {count} of {whole}, {recipe.name}", "dtype": recipe.dtype}
         gemms = {
             name: Gemm(name=name, operands=each, backend=backend if each.quantised else "torch", **gemms)

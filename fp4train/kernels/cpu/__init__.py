@@ -4,7 +4,7 @@ x is the tensor whose last axis is blocked, [R, C]. With strides (1, R) it is th
 written transposed without a copy of x. Blocks are 16, 32, 64 or 128 wide; an incomplete block is padded with zeros. If
 x has a NaN or an infinity, the extension returns True and the caller must use the reference.
 
-A call packs one struct and calls the extension once. The part that is the same for every call of a scheme is packed
+A call packs one struct and calls the extension once. The part that is the same for every call of a spec is packed
 once. `LAYOUT` and the sizes of the structs detect an extension built from other sources. `Machine` holds the
 instruction set and the number of threads; the results are the same bits for all of them. The extension is optional and
 built with the package: `unavailable()` says why it is missing.
