@@ -34,7 +34,6 @@ from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.journal import as_swap
 from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
@@ -146,7 +145,7 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     if command.run is None:
         name = config.run.name
     if swap is not None:
-        recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
+        recipe, name = swap.at(0).recipe, swap.name
     subject = open_subject(config, chosen, fresh=command.fresh)
     RecipeParts(
         subject, recipe, repeats=effort.repeats

@@ -25,7 +25,7 @@ from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
-from fp4train.run.record.journal import as_swap, read_swaps, steps_done
+from fp4train.run.record.journal import RecipeChoice, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
@@ -72,7 +72,7 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
     (made,) = composed([*flags, *wanted])
     recipe = plain(made.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
-    as_swap(0, recipe, names[0])
+    RecipeChoice(names[0], recipe).at(0)
     steps = run_directory.read_config(run).train.steps
     if at is not None and at >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
@@ -112,7 +112,7 @@ def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
     from fp4train.run.build import build_timeline, with_swap
 
     config = to_config(run_directory.read_config(run))
-    with_swap(build_timeline(config, run), as_swap(step, recipe, name))
+    with_swap(build_timeline(config, run), RecipeChoice(name, recipe).at(step))
 
 
 def _listed(run: Path) -> str:
