@@ -37,6 +37,7 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer
+from fp4train.run.begin import RunStart
 from fp4train.run.build import build, build_plan
 from fp4train.run.host import CollectorBetweenSteps, keep_freed_memory
 from fp4train.run.run import Run
@@ -245,7 +246,7 @@ def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run,
     with tempfile.TemporaryDirectory() as folder:
         cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
         assert isinstance(cfg, DictConfig)
-        run = build(to_config(cfg), cfg)
+        run = build(RunStart(config=to_config(cfg), cfg=cfg))
         plans: dict[Recipe, Plan] = {}
         with CollectorBetweenSteps() as collector:
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp4train.cli.output import usage
+from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
 
 USAGE = usage(__doc__)
@@ -22,10 +23,10 @@ def main(arguments: list[str]) -> int:
     from fp4train.lab.analysis.compare import compare
     from fp4train.run.record.journal import quantised_share
 
-    out = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("out=")), None)
-    runs = [Path(a) for a in arguments if not a.startswith("out=")]
-    if flags := [a for a in arguments if a.startswith("-")]:
-        raise UserError(f"compare knows no flag {flags[0]}: {USAGE}")
+    line = read_options(arguments, {"out": Option(Path)})
+    out, runs = line.options["out"], [Path(a) for a in line.words]
+    if line.flags:
+        raise UserError(f"compare knows no flag {line.flags[0]}: {USAGE}")
     if len(runs) < 2:
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None and out.suffix.lower() not in OUTPUTS:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -24,12 +23,10 @@ from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.journal import RecipeChoice
 
 _SHOW = {"--cfg", "-c", "--info", "-i"}
 _HELP = {"--help", "-h", "--hydra-help"}
-
-Swapped = tuple[str, dict[str, Any]]
-"""A recipe to swap to: its name and its plain configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class Start:
 
     config: Config
     cfg: DictConfig
-    swap: Swapped | None
+    swap: RecipeChoice | None
     named: Collection[str]
     point: str
 
@@ -172,7 +169,7 @@ def settings(made: Composed) -> Start:
         raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     swap = None
     if "recipe" in changed:
-        swap = made.choices["recipe"], plain(resolved)["recipe"]
+        swap = RecipeChoice(made.choices["recipe"], plain(resolved)["recipe"])
     elif options := [key for key in changed if key.startswith("recipe.")]:
         raise UserError(f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)")
     unknown = set(unknown_keys(plain(saved), Config))

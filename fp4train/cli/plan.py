@@ -32,7 +32,6 @@ from fp4train.parallel.config import Mesh
 from fp4train.precision.report import render, summarise
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
-from fp4train.run.record.journal import as_swap
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.text import columns, tabulate
 
@@ -118,7 +117,7 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
-        timeline = with_swap(timeline, as_swap(start, swap[1], swap[0]))
+        timeline = with_swap(timeline, swap.at(start))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     if gpus.several(config.parallel):
         if gpu is None:

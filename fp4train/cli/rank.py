@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
-from fp4train.config.folders import check_folder
+from fp4train.config.overrides import read_options
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.sealed import sealed
@@ -100,20 +100,16 @@ def _request(arguments: list[str]) -> RankRequest:
     from fp4train.lab.studies.bases import RankRequest
 
     arguments = overrides.with_files(arguments)
-    flags, words = overrides.flags_and_words(arguments)
-    if other := overrides.other_flags(flags):
+    line = read_options(arguments, {})  # its own are in Hydra's grammar: step= may be swept over
+    if other := overrides.other_flags(line.flags):
         raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
-    runs = [word for word in words if overrides.names_folder(word)]
-    if not runs:
+    if not line.runs:
         raise UserError(f"rank takes the directories of runs: {USAGE}")
-    folders = overrides.own_folders(arguments)
-    for folder in folders:
-        check_folder(folder)
+    folders = overrides.own_folders(line.flags)
     values: dict[str, Any] = {}
     paths: dict[str, str | None] = {}
     sweep: list[str] = []
-    words = [word for word in words if word not in runs]
-    for override in overrides.parse(words):
+    for override in overrides.parse(line.overrides):
         key = override.key_or_group
         if key.partition(".")[0] in _SWEPT:
             sweep.append(str(override.input_line))
@@ -136,10 +132,10 @@ def _request(arguments: list[str]) -> RankRequest:
         values["out"] = Path(values["out"])
     try:
         return RankRequest(
-            runs=[Path(run) for run in runs],
+            runs=[Path(run) for run in line.runs],
             steps_at=steps_at,
             sweep=sweep or [DEFAULT],
-            packages=overrides.plugins(words),
+            packages=overrides.plugins(line.overrides),
             folders=folders,
             paths=paths,
             **values,

@@ -22,21 +22,18 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fp4train import files
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import usage
-from fp4train.config import overrides
+from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.journal import as_swap
 from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
@@ -44,13 +41,30 @@ if TYPE_CHECKING:
     from fp4train.lab.studies.summary import SensitivityReport
 
 USAGE = usage(__doc__)
-OPTIONS = ("step", "batches", "repeats", "budget", "cells", "keep", "cost", "out")
 WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-T = TypeVar("T")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
+
+
+def _seconds(text: str) -> float | None:
+    found = _DURATION.fullmatch(text)
+    return float(found[1]) * SECONDS[found[2] or "s"] or None if found else None
+
+
+OPTIONS = {
+    "step": Option(
+        whole_number, "step={!r} must be the step of a checkpoint, or 0 for the model as it was initialised"
+    ),
+    "batches": Option(count, "batches={!r} must be a whole number from 1"),
+    "repeats": Option(count, "repeats={!r} must be a whole number from 1", 4),
+    "budget": Option(_seconds, "budget={!r} must be a duration above 0: 90s, 5min, 1h"),
+    "cells": Option(truth, "cells={}: true or false", default=False),
+    "keep": Option(number, "keep={!r} must be a number ≥ 0"),
+    "cost": Option(number, "cost={!r} must be a number ≥ 0"),
+    "out": Option(Path),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +73,13 @@ class StudyCommand:
 
     Args:
         run: the run directory; None: the model is named by the overrides, and studied as it is initialised.
-        options: of `OPTIONS`, key → text.
+        options: the values of `OPTIONS`.
         overrides: the rest, for `launch`: resume=RUN, if there is one, and what is changed for the study.
         fresh: the model as it was initialised is studied (step=0).
     """
 
     run: Path | None
-    options: dict[str, str]
+    options: dict[str, Any]
     overrides: list[str]
     fresh: bool
 
@@ -84,69 +98,24 @@ def study_command(arguments: list[str]) -> StudyCommand:
     Raises:
         UserError: there is no run directory and no model, or an option is given twice.
     """
-    words = [a for a in arguments if not a.startswith(("-", "~", "+"))]
-    paths = [a for a in words if overrides.names_folder(a)]
-    if "--config-dir" in arguments:
-        after = arguments[arguments.index("--config-dir") + 1 :][:1]
-        paths = [a for a in paths if a not in after]
-    if len(paths) > 1 or not (paths or any(a.startswith("model=") for a in words)):
+    line = read_options(arguments, OPTIONS)
+    if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
         raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
-    run = run_directory.require_run(Path(paths[0])) if paths else None
-    found: dict[str, str] = {}
-    rest: list[str] = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if argument in paths:
-            continue
-        if equals and key in OPTIONS:
-            if key in found:
-                raise UserError(f"{key}=… is given twice")
-            found[key] = value
-        elif equals and key in ("resume", "resume_step"):
-            raise UserError(f"sensitivity RUN names the run; step=… chooses its checkpoint, not {argument}")
-        else:
-            rest.append(argument)
-    text = found.pop("step", None)
-    step = None if text is None else whole_number(text)
-    if text is not None and step is None:
-        raise UserError(f"step={text!r} must be the step of a checkpoint, or 0 for the model as it was initialised")
+    run = run_directory.require_run(Path(line.runs[0])) if line.runs else None
+    if other := [a for a in line.overrides if a.startswith(("resume=", "resume_step="))]:
+        raise UserError(f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}")
+    rest, step = [*line.flags, *line.overrides], line.options["step"]
+    if line.options["budget"] is not None and line.options["batches"] is not None:
+        raise UserError("budget=… decides how many batches are measured: leave batches=… out")
     fresh = run is None or step == 0
     if run is None:
         if step:
             raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
-        if init := [a for a in words if a.startswith(("init=", "init_step="))]:
+        if init := [a for a in rest if a.startswith(("init=", "init_step="))]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
-        return StudyCommand(run=None, options=found, overrides=rest, fresh=True)
+        return StudyCommand(run=None, options=line.options, overrides=rest, fresh=True)
     chosen = [] if step is None or fresh else [f"resume_step={step}"]
-    return StudyCommand(run=run, options=found, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
-
-
-def _given(options: dict[str, str], key: str, read: Callable[[str], T | None], wanted: str) -> T | None:
-    """The value that an option gives; None where it is not given.
-
-    Raises:
-        UserError: it gives another one than `wanted`, for which `read` returns None.
-    """
-    if (text := options.get(key)) is None:
-        return None
-    if (found := read(text)) is None:
-        raise UserError(f"{key}={text!r} must be {wanted}")
-    return found
-
-
-def _whole(options: dict[str, str], key: str, default: int) -> int:
-    return _given(options, key, lambda text: whole_number(text) or None, "a whole number from 1") or default
-
-
-def _number(text: str) -> float | None:
-    with suppress(ValueError):
-        return found if 0 <= (found := float(text)) < float("inf") else None
-    return None
-
-
-def _seconds(text: str) -> float | None:
-    found = _DURATION.fullmatch(text)
-    return float(found[1]) * SECONDS[found[2] or "s"] or None if found else None
+    return StudyCommand(run=run, options=line.options, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
 
 
 def _study(start: Start, *, command: StudyCommand) -> int:
@@ -161,19 +130,11 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.run.record.trust import check_paths
 
     options = command.options
-    budget = _given(options, "budget", _seconds, "a duration above 0: 90s, 5min, 1h")
-    if budget is not None and "batches" in options:
-        raise UserError("budget=… decides how many batches are measured: leave batches=… out")
-    cells = options.get("cells", "false").lower()
-    if cells not in ("true", "false"):
-        raise UserError(f"cells={options['cells']}: true or false")
     effort = Effort(
-        batches=_whole(options, "batches", 8) if budget is None else None,
-        repeats=_whole(options, "repeats", 4),
-        budget=budget,
-        cells=cells == "true",
+        batches=options["batches"] or 8 if options["budget"] is None else None,
+        **{key: options[key] for key in ("repeats", "budget", "cells")},
     )
-    keep, cost = (_given(options, key, _number, "a number ≥ 0") for key in ("keep", "cost"))
+    keep, cost = options["keep"], options["cost"]
     keep_freed_memory()
     config, chosen, swap = start.config, start.cfg, start.swap
     check_paths(chosen, start.named)
@@ -184,14 +145,15 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     if command.run is None:
         name = config.run.name
     if swap is not None:
-        recipe, name = as_swap(0, swap[1], swap[0]).recipe, swap[0]
+        recipe, name = swap.at(0).recipe, swap.name
     subject = open_subject(config, chosen, fresh=command.fresh)
     RecipeParts(
         subject, recipe, repeats=effort.repeats
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
-    folder = subject.studies / (f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}"))
-    folder = Path(options.get("out", folder))
+    folder = options["out"] or subject.studies / (
+        f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}")
+    )
     progress = study_progress("measurement", every=15.0)
     with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)

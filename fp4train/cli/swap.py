@@ -13,7 +13,6 @@ Exit code: 0 accepted (or, where no process trains, left for the next resume), 1
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +20,46 @@ from fp4train import checkpoint
 from fp4train.cli.output import usage
 from fp4train.config import overrides, plugins
 from fp4train.config.composition import composed
+from fp4train.config.overrides import Option, number, read_options
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
-from fp4train.run.record.journal import as_swap, read_swaps, steps_done
+from fp4train.run.record.journal import RecipeChoice, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
 WAIT = 10.0
 NO_ANSWER = 2
+OPTIONS = {
+    "at": Option(whole_number, "at={!r} must be a step (an integer ≥ 0)"),
+    "wait": Option(number, "wait={!r} must be a number of seconds (0: do not wait)", WAIT),
+    "cancel": Option(),
+}
 
 
 def main(arguments: list[str]) -> int:
     """Ask for a swap and report the answer; or list, or cancel. Returns the exit code."""
-    flags, words = overrides.flags_and_words(arguments)
-    folders, strange = overrides.own_folders(flags), overrides.other_flags(flags)
+    line = read_options(arguments, OPTIONS)
+    folders, strange = overrides.own_folders(line.flags), overrides.other_flags(line.flags)
     if strange:
         raise UserError(f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of your own are")
-    paths = [a for a in words if overrides.names_folder(a)]
-    rest = [a for a in words if a not in paths]
-    if len(paths) != 1:
+    if len(line.runs) != 1:
         raise UserError(
             f"swap needs one run directory: {USAGE}" + (f", not {' '.join(arguments)}" if arguments else "")
         )
-    run = run_directory.require_run(Path(paths[0]))
-    values = {key: _value(rest, key) for key in ("at", "wait", "cancel")}
-    at, wait = _step(values["at"]), _seconds(values["wait"])
-    wanted = [a for a in rest if a.partition("=")[0] not in values]
-    with plugins.using(overrides.plugins([a for a in wanted if a.startswith("plugins=")]), folders):
-        if values["cancel"] is not None:
-            if others := [a for a in rest if not a.startswith(("cancel=", "wait=", "plugins="))]:
-                raise UserError(f"swap cancel={values['cancel']} stands alone, not with {others[0]}")
-            return _cancel(run, values["cancel"], wait)
-        if not [a for a in rest if not a.startswith("plugins=")]:
+    run = run_directory.require_run(Path(line.runs[0]))
+    at, wait, cancel = (line.options[key] for key in OPTIONS)
+    wanted = [a for a in line.overrides if not a.startswith("plugins=")]
+    with plugins.using(overrides.plugins([a for a in line.overrides if a not in wanted]), folders):
+        if cancel is not None:
+            if others := [*wanted, *([] if at is None else [f"at={at}"])]:
+                raise UserError(f"swap cancel={cancel} stands alone, not with {others[0]}")
+            return _cancel(run, cancel, wait)
+        if not wanted and (at, wait) == (None, WAIT):
             print(_listed(run))
             return 0
-        return _swap(run, flags, wanted, at, wait)
+        return _swap(run, line.flags, line.overrides, at, wait)
 
 
 def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: float) -> int:
@@ -70,7 +72,7 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
     (made,) = composed([*flags, *wanted])
     recipe = plain(made.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
-    as_swap(0, recipe, names[0])
+    RecipeChoice(names[0], recipe).at(0)
     steps = run_directory.read_config(run).train.steps
     if at is not None and at >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
@@ -110,7 +112,7 @@ def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
     from fp4train.run.build import build_timeline, with_swap
 
     config = to_config(run_directory.read_config(run))
-    with_swap(build_timeline(config, run), as_swap(step, recipe, name))
+    with_swap(build_timeline(config, run), RecipeChoice(name, recipe).at(step))
 
 
 def _listed(run: Path) -> str:
@@ -157,24 +159,3 @@ def _cancel(run: Path, what: str, wait: float) -> int:
 def _forget(run: Path, step: int, wait: float) -> int:
     at = f"the swap at step {step}"
     return _ask(run, {"cancel": step}, wait, f"to cancel {at}", f"{at} is cancelled when the run is resumed")
-
-
-def _value(words: list[str], key: str) -> str | None:
-    return next((a.partition("=")[2] for a in words if a.startswith(f"{key}=")), None)
-
-
-def _step(text: str | None) -> int | None:
-    step = None if text is None else whole_number(text)
-    if text is not None and step is None:
-        raise UserError(f"at={text!r} must be a step (an integer ≥ 0)")
-    return step
-
-
-def _seconds(text: str | None) -> float:
-    try:
-        seconds = WAIT if text is None else float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise UserError(f"wait={text!r} must be a number of seconds (0: do not wait)")
-    return seconds

@@ -26,9 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from fp4train.cli.launch import Start, Swapped, launch
+from fp4train.cli.launch import Start, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
@@ -41,8 +39,8 @@ from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 
 if TYPE_CHECKING:
-    from fp4train.checkpoint import Checkpoint
     from fp4train.parallel.world import World
+    from fp4train.run.begin import RunStart
     from fp4train.run.supervise.divergence import Rewind
     from fp4train.train import Result
 
@@ -141,17 +139,16 @@ def _world(config: Config, place: ProcessRank) -> World:
 
 def _train(command: Start, world: World) -> int:
     from fp4train.parallel.agree import check_same, check_shared, code_version
-    from fp4train.run.begin import find_start
+    from fp4train.run.begin import RunStart, find_start
     from fp4train.run.checks import before_cooldown, rate_jump
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.trust import check_paths
     from fp4train.run.supervise.divergence import Rewind
 
     keep_freed_memory()
-    config, chosen, swap = command.config, command.cfg, command.swap
-    directory = config.run.dir
+    config, chosen, directory = command.config, command.cfg, command.config.run.dir
     if world.size > 1:
-        check_same(world, {**journal.flat(plain(chosen)), "the swap": swap, "the code": code_version()})
+        check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, "the code": code_version()})
     with world.together():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named)
@@ -160,22 +157,24 @@ def _train(command: Start, world: World) -> int:
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
         check_shared(world, directory)
-        start = find_start(config, chosen, world)
-        if start is not None and start.step >= config.train.steps:
+        found = find_start(config, chosen, world)
+        start = RunStart(config=config, cfg=chosen, checkpoint=found, swap=command.swap)
+        if found is not None and found.step >= config.train.steps:
             if world.lead:
-                print(_finished(config, start.path.parent.parent, start.step))
+                print(_finished(config, start.source, found.step))
             return 0
         with world.together():
-            before = None if start is None else to_config(run_directory.read_config(start.path.parent.parent))
-        if start is not None and before is not None and (jump := rate_jump(before, config, start.step)):
-            _log.warning("%s; %s", jump, before_cooldown(start.path.parent.parent, before))
+            before = None if found is None else to_config(run_directory.read_config(start.source))
+        if found is not None and before is not None and (jump := rate_jump(before, config, found.step)):
+            _log.warning("%s; %s", jump, before_cooldown(start.source, before))
         try:
-            result: Result | Rewind = _to_its_end(config, chosen, start, swap, world)
+            result: Result | Rewind = _to_its_end(start, world)
             while isinstance(result, Rewind):
                 again = replace(config.run, overwrite=False)
                 config = replace(config, resume=str(directory), resume_step=result.step, run=again)
                 gc.collect()  # what the diverged run held, before as much is built again
-                result = _to_its_end(config, chosen, find_start(config, chosen, world), None, world, result)
+                found = find_start(config, chosen, world)
+                result = _to_its_end(RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result), world)
         finally:
             picture = _draw(directory) if world.lead else ""
     if world.lead:
@@ -183,14 +182,7 @@ def _train(command: Start, world: World) -> int:
     return _code(result)
 
 
-def _to_its_end(
-    config: Config,
-    chosen: DictConfig,
-    start: Checkpoint | None,
-    swap: Swapped | None,
-    world: World,
-    rewind: Rewind | None = None,
-) -> Result | Rewind:
+def _to_its_end(start: RunStart, world: World) -> Result | Rewind:
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
     from fp4train.precision.report import summarise
     from fp4train.run.build import build
@@ -198,13 +190,13 @@ def _to_its_end(
     from fp4train.run.supervise.rescue import explain
     from fp4train.train import train
 
-    run, code = build(config, chosen, start, swap, world, rewind), 1
+    run, code = build(start, world), 1
     try:
         _log.info("%s: %s", run.directory, run.description)
         said = "\n".join([summarise(run.plan), *run.gathers()])
         _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
-        if start is not None:
-            _log.info("going on from step %d of %s", run.step, start.path.parent.parent)
+        if start.checkpoint is not None:
+            _log.info("going on from step %d of %s", run.step, start.source)
         try:
             result = train(run)
         except DivergedError as error:

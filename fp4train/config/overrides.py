@@ -1,12 +1,15 @@
-"""The words of a command line: key=value in Hydra's grammar, flags, names of runs."""
+"""The words of a command line: key=value in Hydra's grammar, flags, names of runs, and the options of a verb."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -14,6 +17,7 @@ from hydra.errors import HydraException
 
 from fp4train.config.folders import check_folder, options, own_options, register_file, registered_files
 from fp4train.errors import UserError
+from fp4train.text import whole_number
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -43,6 +47,81 @@ def names_folder(word: str) -> bool:
     The directories of a sweep have the swept value in their names: runs/a-microbatch=2.
     """
     return "=" not in word or os.path.isdir(word)  # pathlib raises where a word is too long for a name
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option, key=value.
+
+    Args:
+        read: its text → its value; None: the text is refused.
+        refusal: what an error says of a refused text, which stands for {}.
+        default: the value where the option is not given.
+    """
+
+    read: Callable[[str], Any] = str
+    refusal: str = ""
+    default: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """The command line of a verb, taken apart: flags with their values, the value of every option of the verb, and the
+    other words."""
+
+    flags: list[str]
+    options: dict[str, Any]
+    words: list[str]
+
+    @property
+    def runs(self) -> list[str]:
+        """The words that name directories."""
+        return [word for word in self.words if names_folder(word) and not word.startswith("~")]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words that name none."""
+        return [word for word in self.words if word not in self.runs]
+
+
+def read_options(arguments: list[str], known: Mapping[str, Option]) -> CommandLine:
+    """Take a command line apart.
+
+    Raises:
+        UserError: an option is given twice, or its value is refused.
+    """
+    flags, words = flags_and_words(arguments)
+    options = {key: option.default for key, option in known.items()}
+    others, given = [], set()
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in known:
+            others.append(word)
+            continue
+        if key in given:
+            raise UserError(f"{key}=… is given twice")
+        given.add(key)
+        options[key] = known[key].read(text)
+        if options[key] is None:
+            raise UserError(known[key].refusal.format(text))
+    return CommandLine(flags=flags, options=options, words=others)
+
+
+def truth(text: str) -> bool | None:
+    """ "true" or "false"."""
+    return {"true": True, "false": False}.get(text.lower())
+
+
+def count(text: str) -> int | None:
+    """A whole number from 1."""
+    return whole_number(text) or None
+
+
+def number(text: str) -> float | None:
+    """A finite number from 0."""
+    with suppress(ValueError):
+        return found if 0 <= (found := float(text)) < float("inf") else None
+    return None
 
 
 def parse(arguments: list[str]) -> list[Override]:

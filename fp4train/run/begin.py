@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
+from fp4train.checkpoint import Checkpoint
 from fp4train.config import Config, plain
 from fp4train.config.binding import unknown_keys
 from fp4train.errors import UserError
@@ -21,6 +23,7 @@ from fp4train.run.host import environment
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import (
     Journal,
+    RecipeChoice,
     Record,
     changes,
     configuration,
@@ -43,10 +46,38 @@ from fp4train.track.statistics import STATISTICS
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run begins with, or goes on with.
+
+    Args:
+        config: the typed configuration; cfg: the composed one, to be kept with the run.
+        checkpoint: where it goes on from (`find_start`); None: step 0.
+        swap: a recipe to change to there.
+        rewind: why it goes on from there, if its loss diverged.
+    """
+
+    config: Config
+    cfg: DictConfig
+    checkpoint: Checkpoint | None = None
+    swap: RecipeChoice | None = None
+    rewind: Rewind | None = None
+
+    @property
+    def source(self) -> Path:
+        """The directory of the run that it goes on with; its own at step 0."""
+        return self.config.run.dir if self.checkpoint is None else self.checkpoint.path.parent.parent
+
+    @property
+    def branching(self) -> bool:
+        """Whether it goes on with another run's checkpoint."""
+        return self.source.resolve() != self.config.run.dir.resolve()
+
+
 # -- from where -------------------------------------------------------------------------------------------------------
 
 
-def find_start(config: Config, cfg: DictConfig, world: World) -> checkpoint.Checkpoint | None:
+def find_start(config: Config, cfg: DictConfig, world: World) -> Checkpoint | None:
     """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing is changed yet.
 
     Raises:
@@ -173,21 +204,17 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def begin(
-    run: Run,
-    cfg: DictConfig,
-    source: Path,
-    start: checkpoint.Checkpoint | None,
-    init: checkpoint.Checkpoint | None,
-    swap: tuple[str, dict[str, Any]] | None,
-    rewind: Rewind | None = None,
-) -> None:
-    """Write that the run begins or goes on: configuration, journal, metrics."""
-    directory, swapped, told = run.directory, recorded_swaps(source), read_journal(source)
-    branching = source.resolve() != directory.resolve()
-    write_config(directory, cfg, run.identity)
+def begin(run: Run, begun: RunStart, init: Checkpoint | None) -> None:
+    """Write that the run begins or goes on: configuration, journal, metrics.
+
+    Args:
+        init: the checkpoint whose weights it begins with.
+    """
+    directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
+    swapped, told = recorded_swaps(source), read_journal(source)
+    write_config(directory, begun.cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
-    if branching:
+    if begun.branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
         run_directory.copy_files(
             source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
@@ -195,12 +222,12 @@ def begin(
     run.journal = Journal.read(run.folder, run.identity)
     for at in run.journal.set_swaps(swapped, run.step):
         _log.warning("%s: the swap at step %d is not on record: taken over", swaps_file(source), at)
-    record = _start_record(cfg, source, run, start, init, told)
+    record = _start_record(begun, init, told)
     if start is not None:
         for at in (each["step"] for each in swapped if each["step"] > start.step):
             _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", at, directory)
         if swap is not None:
-            record |= {"name": swap[0], "at": start.step, "recipe": swap[1]}
+            record |= {"name": swap.name, "at": start.step, "recipe": swap.recipe}
     if rewind is not None:
         record |= {"event": "rewind", **rewind.record}
     found: list[str] = []
@@ -209,7 +236,7 @@ def begin(
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
     else:
-        if not branching:
+        if not begun.branching:
             run.saver.saved, run.saver.good = start.step, start.state.get("good")  # type: ignore[assignment]
         lost = list(lost_records(run.folder, start.state, run.journal.records).values())
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
@@ -221,7 +248,7 @@ def begin(
         run.folder.sync()  # or a power cut would bring back what is no longer true
     run.swaps = swaps(run.journal.records)
     run.tracker = run.config.track.build(
-        directory, run.config.run.name, plain(cfg), resume_step=None if start is None else start.step
+        directory, run.config.run.name, plain(begun.cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
         for what in found:
@@ -237,7 +264,7 @@ def begin(
         if rewind is not None:
             run.tracker.log_event(start.step + 1, "rewind", rewind.record)
         if swap is not None:
-            run.tracker.log_event(start.step + 1, "swap", {"recipe": swap[0], "at": start.step})
+            run.tracker.log_event(start.step + 1, "swap", {"recipe": swap.name, "at": start.step})
     elif init is not None:
         run.tracker.log_event(1, "init", {"from": str(init.path)})
 
@@ -270,25 +297,19 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
             raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
 
 
-def _start_record(
-    cfg: DictConfig,
-    source: Path,
-    run: Run,
-    start: checkpoint.Checkpoint | None,
-    init: checkpoint.Checkpoint | None,
-    told: Sequence[Record],
-) -> dict[str, Any]:
+def _start_record(begun: RunStart, init: Checkpoint | None, told: Sequence[Record]) -> dict[str, Any]:
     """What the journal says of this start: event, step, where from, what changed since `told`. Logs the changes."""
+    cfg, start = plain(begun.cfg), begun.checkpoint
     if start is None:
-        record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": plain(cfg)}
+        record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": cfg}
         return record if init is None else record | {"from": str(init.path)}
     record = {"event": "resume", "step": start.step, "from": start.path.name}
-    if source.resolve() != run.directory.resolve():
+    if begun.branching:
         record |= {"event": "branch", "from": str(start.path)}
     before = configuration(told)
     if before is None:
-        return record | {"config": plain(cfg)}
-    changed = changes(before, flat(plain(cfg)))
+        return record | {"config": cfg}
+    changed = changes(before, flat(cfg))
     for key, (old, new) in changed.items():
         if key not in ("run.name", "run.dir"):
             _log.info("changed: %s: %s → %s", key, old, new)

@@ -7,17 +7,16 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.data import Loader
 from fp4train.errors import UserError
@@ -36,7 +35,7 @@ from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
-from fp4train.run.begin import abandon_later, begin, write_plan
+from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
 from fp4train.run.checks import (
     Counted,
     check_cut,
@@ -50,12 +49,12 @@ from fp4train.run.checks import (
 )
 from fp4train.run.device import choose_device
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.journal import as_swap, read_swaps
+from fp4train.run.record.journal import read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
-from fp4train.run.supervise.divergence import Rewind, take_over
+from fp4train.run.supervise.divergence import take_over
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
@@ -199,42 +198,30 @@ def build_plan(
         raise UserError(str(error)) from error
 
 
-def build(
-    config: Config,
-    cfg: DictConfig,
-    start: checkpoint.Checkpoint | None = None,
-    swap: tuple[str, dict[str, Any]] | None = None,
-    world: World | None = None,
-    rewind: Rewind | None = None,
-) -> Run:
+def build(begun: RunStart, world: World | None = None) -> Run:
     """Everything that `train` needs. The run directory must be locked by the caller, of several ranks by the lead.
 
     What it may hold is replaced only after data, model and plan turned out to be possible, on every rank.
 
     Args:
-        config: the typed configuration; cfg: the composed one, to be kept with the run.
-        start: where to go on from (`find_start`).
-        swap: name and plain configuration of a recipe to change to where the run goes on.
         world: the ranks; None: this process alone.
-        rewind: why it goes on from there, if its loss diverged.
 
     Raises:
         UserError: something that the user can mend; the message says what.
     """
+    config, start, source, branching = begun.config, begun.checkpoint, begun.source, begun.branching
     directory, world = config.run.dir, world or World(device=choose_device(config.device))
-    source = directory if start is None else start.path.parent.parent
-    branching = source.resolve() != directory.resolve()
     with world.together():  # all that is only read
         check_cut(config, world.mesh)
-        config_text(cfg)
+        config_text(begun.cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
-        if start is not None and swap is not None:
-            wanted = as_swap(start.step, swap[1], swap[0])
+        if start is not None and begun.swap is not None:
+            wanted = begun.swap.at(start.step)
             before = [s.recipe for s in timeline.swaps if s.step <= start.step]
             if before and before[-1] == wanted.recipe:
-                swap = None  # the same command again: that swap is on record
+                begun = replace(begun, swap=None)  # the same command again: that swap is on record
             else:
                 timeline = with_swap(timeline, wanted)
         init = load_init(config, world.ranks) if start is None else None
@@ -261,8 +248,8 @@ def build(
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
-            if rewind is not None:
-                take_over(run, rewind)
+            if begun.rewind is not None:
+                take_over(run, begun.rewind)
             if init is not None:
                 load_weights(run.model, init, None if run.pipeline is None else run.pipeline.inventory)
         with world.together():
@@ -275,9 +262,9 @@ def build(
     with world.together():
         if world.lead:
             run.identity = identity or run_directory.new_identity()
-            begin(run, cfg, source, start, init, swap, rewind)
+            begin(run, begun, init)
     if start is not None and not branching and config.resume_step is not None:
-        abandon_later(run, even_if_none=rewind is not None)
+        abandon_later(run, even_if_none=begun.rewind is not None)
     with world.together():
         if world.lead:
             write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())

@@ -14,7 +14,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
-from fp4train.run.record.journal import Entry, as_swap, swaps
+from fp4train.run.record.journal import Entry, RecipeChoice, swaps
 from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def pick_up_swaps(run: Run) -> bool:
 def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
     """On a rank that records nothing: go on by the swaps that the lead has recorded."""
     run.swaps = list(entries)
-    swapped = tuple(as_swap(each["step"], each["recipe"], each["name"]) for each in entries)
+    swapped = tuple(RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries)
     run.timeline = replace(run.timeline, swaps=swapped)
     run.plan = _plan(run, run.timeline)
 
@@ -71,7 +71,7 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
     Raises:
         UserError: the swap is impossible; nothing has changed then.
     """
-    swap = as_swap(step, recipe, name)
+    swap = RecipeChoice(name, recipe).at(step)
     if not run.step <= swap.step < run.config.train.steps:
         raise UserError(
             f"step {step} is past: {run.step} steps are done"

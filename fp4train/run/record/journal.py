@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4train import checkpoint, files
 from fp4train.config.binding import bind, complete, flattened
@@ -58,6 +58,22 @@ UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 
 Entry = dict[str, Any]
 """A swap: its "step", the "name" that the user gave it, and its plain "recipe"."""
+
+
+class RecipeChoice(NamedTuple):
+    """The recipe of a recorded or requested swap: the name that the user gave it, and its plain configuration."""
+
+    name: str
+    recipe: dict[str, Any]
+
+    def at(self, step: int) -> Swap:
+        """The swap to it at `step`.
+
+        Raises:
+            UserError: the step is no integer; or the recipe has invalid values, or is neither fp4train's nor of a
+                plugin that this command names.
+        """
+        return Swap(step=bind(step, int, "step"), recipe=bind(self.recipe, Recipe, "recipe"), name=str(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +388,7 @@ def read_swaps(run: Path) -> list[Swap]:
     """
     entries = recorded_swaps(run)
     try:
-        return [as_swap(each["step"], each["recipe"], each["name"]) for each in entries]
+        return [RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries]
     except UserError as error:
         raise UserError(f"{swaps_file(run)} cannot be read: {error}") from error
 
@@ -381,13 +397,3 @@ def swaps_file(run: Path) -> Path:
     """The record that has the swaps of a run."""
     with Folder.open(run) as folder:
         return run / (HISTORY if folder.status(SWAPS) is None else SWAPS)
-
-
-def as_swap(step: int, recipe: dict[str, Any], name: str) -> Swap:
-    """The swap that a recorded or requested entry describes.
-
-    Raises:
-        UserError: the step is no integer; or the recipe has invalid values, or is neither fp4train's nor of a plugin
-            that this command names.
-    """
-    return Swap(step=bind(step, int, "step"), recipe=bind(recipe, Recipe, "recipe"), name=str(name))
