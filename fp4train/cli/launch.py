@@ -6,7 +6,6 @@ and binds it once; with -m each point of the sweep does.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.errors import UserError
+from fp4train.errors import UserError, memory_asked
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
 
@@ -140,10 +139,8 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
 def _out_of_memory(error: BaseException) -> int:
     """Say in a line how much memory was asked for, and what takes less; the exit code."""
     text = (str(error).splitlines() or [""])[0]
-    asked = re.search(r"you tried to allocate (\d+) bytes", text)
-    why = f"{int(asked[1]) / 2**30:,.1f} GiB were asked for" if asked else text.rstrip(".") or "no more can be had"
     advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
-    print(f"fp4train: the memory is not enough: {why}. {advice}", file=sys.stderr)
+    print(f"fp4train: the memory is not enough: {memory_asked(text)}. {advice}", file=sys.stderr)
     return 1
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from fp4train import checkpoint
-from fp4train.errors import LostError, UserError
+from fp4train.errors import LostError, UserError, memory_asked
 from fp4train.hardware import stored_bytes
 from fp4train.precision.plan import LayerPlan
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
@@ -171,7 +171,8 @@ def explain(error: Exception, run: Run) -> UserError | None:
     """What to do about an error of the GPU or for want of memory that ended `run`, as an error; None for any other."""
     text = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return UserError(f"{run.directory}: step {run.step} does not fit into memory: {_asked(text)}. {_smaller(run)}")
+        asked = memory_asked(text)
+        return UserError(f"{run.directory}: step {run.step} does not fit into memory: {asked}. {_smaller(run)}")
     if not isinstance(error, RuntimeError) or not _FAILED.search(str(error)):
         return None
     where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else str(run.device)
@@ -179,13 +180,6 @@ def explain(error: Exception, run: Run) -> UserError | None:
         f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): {text.rstrip('.')}. This process "
         f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_there(run)}"
     )
-
-
-def _asked(text: str) -> str:
-    """How much was asked for, in torch's words or ours."""
-    if found := re.search(r"you tried to allocate (\d+) bytes", text):
-        return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"
-    return text.rstrip(".") or "no more can be had"
 
 
 def _smaller(run: Run) -> str:
