@@ -1,7 +1,5 @@
 """Errors that the user can correct: the command line prints them on one line, without a traceback."""
 
-import re
-
 
 class UserError(Exception):
     """An error in input or environment; the message says what is wrong, where, and what to do."""
@@ -27,10 +25,3 @@ class LostError(UserError):
     def __init__(self, text: str, *, speaks: bool = True) -> None:
         super().__init__(text)
         self.speaks = speaks
-
-
-def memory_asked(text: str) -> str:
-    """How much memory an allocation that failed asked for, by the first line of torch's message or ours."""
-    if found := re.search(r"you tried to allocate (\d+) bytes", text):
-        return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"
-    return text.rstrip(".") or "no more can be had"

@@ -1,4 +1,4 @@
-"""GPUs: published peak rates and memory, for the cost model and for MFU; and the device that a layer runs on.
+"""GPUs: published peak rates and memory, for the cost model and for MFU; the device of a layer; errors of memory.
 
 Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share that kernels
 reach is in `costs/roofline.py`. Sources:
@@ -223,3 +223,13 @@ def stored_bytes(elements: str, block: int = 32) -> float:
     """Bytes of one element with its share of a one-byte block scale: "E2M1" in blocks of 16 is 0.5625."""
     bits = _BITS[RATE_OF[elements]]
     return bits / 8 + (1 / block if bits <= 8 else 0)
+
+
+def memory_asked(error: BaseException) -> str | None:
+    """How much memory was asked for, in torch's words or ours, if that is what `error` is about."""
+    text = next(iter(str(error).splitlines()), "")
+    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in text:
+        return None
+    if found := re.search(r"you tried to allocate (\d+) bytes", text):
+        return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"
+    return text.rstrip(".") or "no more can be had"

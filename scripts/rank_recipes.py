@@ -135,7 +135,7 @@ def put_outliers_in(source: Path, step: int, target: Path, channels: int = CHANN
         for name, power in (("exp_avg", -1), ("exp_avg_sq", -2)):  # gradients scale by 1/by
             optimizer.state[weight][name][..., columns] *= by**power
 
-    for block in find_blocks(subject.model):
+    for block in find_blocks(subject.run.model):
         for norm, readers in READERS.items():
             weight = block.get_submodule(norm).get_parameter("weight")
             columns = torch.randperm(len(weight), generator=draw)[:channels]

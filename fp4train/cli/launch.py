@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.cli.output import discard_output
@@ -20,7 +19,8 @@ from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.errors import UserError, memory_asked
+from fp4train.errors import UserError
+from fp4train.hardware import memory_asked
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
 
@@ -125,23 +125,15 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
         return error.exit_code
     except BrokenPipeError:
         return discard_output()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return _out_of_memory(error)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not (asked := memory_asked(error)):
             raise
-        return _out_of_memory(error)
+        advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
+        print(f"fp4train: the memory is not enough: {asked}. {advice}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 1
-
-
-def _out_of_memory(error: BaseException) -> int:
-    """Say in a line how much memory was asked for, and what takes less; the exit code."""
-    text = (str(error).splitlines() or [""])[0]
-    advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
-    print(f"fp4train: the memory is not enough: {memory_asked(text)}. {advice}", file=sys.stderr)
-    return 1
 
 
 def settings(made: Composed) -> Start:

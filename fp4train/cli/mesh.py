@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from fp4train.config.overrides import Option
 from fp4train.errors import UserError
 from fp4train.parallel.config import MOST_RANKS, REST, Mesh, Parallel
 
@@ -23,84 +23,68 @@ if TYPE_CHECKING:
     from fp4train.precision.plan import Plan
 
 AUTO = "parallel=auto"
-KEYS = tuple(f.name for f in fields(Parallel) if f.name not in ("amax", "timeout"))
+KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name not in ("amax", "timeout"))
 """Keys of section `parallel` that a plan depends on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuCount:
-    """What a command says about GPUs beside section `parallel`.
-
-    Args:
-        gpus: their number; None: the product of the sizes in section `parallel`.
-        auto: propose a mesh.
-        sized: the command gives keys of `parallel`.
-    """
-
-    gpus: int | None = None
-    auto: bool = False
-    sized: bool = False
-
-    def several(self, parallel: Parallel) -> bool:
-        """Whether the command, or its configuration, asks for a mesh."""
-        ours = Parallel()
-        asked = self.gpus is not None or self.auto or self.sized
-        return asked or any(getattr(parallel, name) != getattr(ours, name) for name in KEYS)
+def _gpus(text: str) -> int | None:
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    if number > MOST_RANKS:
+        raise UserError(f"gpus={text} is more than {MOST_RANKS}")
+    if number < 1:
+        raise UserError(f"gpus={text} must be at least 1")
+    return number
 
 
-def gpu_count(arguments: list[str]) -> tuple[GpuCount, list[str]]:
-    """(what the command says about GPUs; the arguments that are left).
+OPTIONS = {
+    "gpus": Option(_gpus, "gpus={} must be a whole number"),
+    "parallel": Option(
+        lambda text: text.lower() == "auto" or None,
+        "parallel={}: parallel takes auto, or sizes by key: " + ", ".join(KEYS),
+    ),
+}
+
+
+def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool | None, named: Collection[str]) -> bool:
+    """Whether a command, which gives the keys `named`, or its configuration asks for a mesh.
 
     Raises:
-        UserError: a value that does not fit its key.
+        UserError: the mesh is to be proposed (auto), of no number of GPUs or with sizes that are given.
     """
-    gpus, auto, rest = None, False, []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if argument.lower() == AUTO:
-            auto = True
-        elif key == "parallel":
-            raise UserError(
-                f"{argument}: parallel takes auto, or sizes by key: {', '.join(f'parallel.{name}' for name in KEYS)}"
-            )
-        elif key == "gpus":
-            gpus = _number(key, value)
-        else:
-            rest.append(argument)
-    sizes = [key for a in rest if (key := a.partition("=")[0].lstrip("+")) in {f"parallel.{name}" for name in KEYS}]
+    sizes = [key for key in KEYS if key in named]
     if auto and gpus is None:
         raise UserError(f"{AUTO} needs the number of GPUs: gpus=N")
     if auto and sizes:
         raise UserError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
-    return GpuCount(gpus=gpus, auto=auto, sized=bool(sizes)), rest
-
-
-def _number(key: str, value: str) -> int:
-    try:
-        number = int(value)
-    except ValueError:
-        raise UserError(f"{key}={value} must be a whole number") from None
-    if number > MOST_RANKS:
-        raise UserError(f"{key}={value} is more than {MOST_RANKS}")
-    if number < 1:
-        raise UserError(f"{key}={value} must be at least 1")
-    return number
+    names = [key.removeprefix("parallel.") for key in KEYS]
+    return gpus is not None or bool(sizes) or any(getattr(parallel, n) != getattr(Parallel(), n) for n in names)
 
 
 class MeshPlan:
-    """A configuration planned on a mesh: that of its section `parallel`, or with gpus.auto the cheapest.
+    """A configuration planned on a mesh: that of its section `parallel`, or with `auto` the cheapest.
 
     Args:
+        gpus: their number; None: the product of the sizes in that section.
         given: configuration keys that the command line sets; the batch and its length have defaults for a laptop.
     """
 
     def __init__(
-        self, config: Config, gpus: GpuCount, model: nn.Module, timeline: Timeline, gpu: Gpu, given: Collection[str]
+        self,
+        config: Config,
+        gpus: int | None,
+        auto: bool | None,
+        model: nn.Module,
+        timeline: Timeline,
+        gpu: Gpu,
+        given: Collection[str],
     ) -> None:
         from fp4train.lab.costs.links import interconnect
 
-        self.config = replace(config, parallel=Parallel()) if gpus.auto else config
-        self.gpus, self.model, self.timeline, self.gpu = gpus.gpus, model, timeline, gpu
+        self.config = replace(config, parallel=Parallel()) if auto else config
+        self.gpus, self.model, self.timeline, self.gpu = gpus, model, timeline, gpu
         self.links = interconnect(gpu)
         self.notes: list[str] = []
         self._batch_given = "train.batch_size" in given
@@ -141,15 +125,6 @@ class MeshPlan:
         parts = {name: layer.part("in" if name in rows else "out", tensors) for name, layer in layers.items()}
         return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), stages=stages)
 
-    def gathers(self, plan: Plan, mesh: Mesh) -> list[str]:
-        """What the ranks send each other of the weights, in words; empty where no rank shares them."""
-        from fp4train.precision.report import gathers
-
-        layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
-        compiled = self.config.train.compile
-        configured = self.config.parallel.gather
-        return [gathers(layers, mesh.shard, configured, compiled=compiled)] if mesh.shard > 1 else []
-
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""
         from fp4train.lab.costs.workload import workload
@@ -185,6 +160,7 @@ class MeshPlan:
         from fp4train.lab.costs.cluster import cluster_cost
         from fp4train.lab.costs.search import batch_problem, problems
         from fp4train.lab.costs.workload import find_weights
+        from fp4train.precision.report import gathers
         from fp4train.run.checks import check_oscillation, divided_blocks
 
         mesh = self.mesh()
@@ -213,7 +189,12 @@ class MeshPlan:
         self.check(mesh, batch, sequences)
         plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline)
         check_oscillation(self.config, plan)
-        self.notes += [*self.gathers(plan, mesh), *filter(None, [divided_blocks(plan)])]
+        if mesh.shard > 1:
+            layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
+            self.notes.append(
+                gathers(layers, mesh.shard, self.config.parallel.gather, compiled=self.config.train.compile)
+            )
+        self.notes += filter(None, [divided_blocks(plan)])
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, cluster_cost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 
@@ -268,14 +249,7 @@ class MeshPlan:
             self.notes.append("train.compile takes float32 weights: they are not gathered as codes")
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
-            self.model,
-            measure,
-            self.gpu,
-            self.links,
-            gpus=self.gpus,
-            batch=batch,
-            like=like,
-            recompute=choices,
+            self.model, measure, self.gpu, self.links, gpus=self.gpus, batch=batch, like=like, recompute=choices
         )
         if not found:
             raise UserError(
@@ -283,8 +257,3 @@ class MeshPlan:
                 "take a batch that is a multiple of the number of GPUs"
             )
         return found, batch
-
-
-def as_json(value: object) -> str:
-    """JSON of plain values."""
-    return json.dumps(value, indent=2, ensure_ascii=False)

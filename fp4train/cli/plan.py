@@ -13,6 +13,7 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from functools import partial
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fp4train.cli import mesh
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.mesh import GpuCount, MeshPlan, as_json, gpu_count
 from fp4train.config import overrides
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
@@ -41,25 +42,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fp4train")
 
-FULL = {"full=true": True, "full=false": False}
+OPTIONS = {
+    "full": overrides.Option(
+        overrides.truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False
+    ),
+    **mesh.OPTIONS,
+}
 
 
 def main(arguments: list[str]) -> int:
     """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit code."""
-    wanted = [a for a in arguments if a.startswith("full=")]
-    if wrong := [a for a in wanted if a.lower() not in FULL]:
-        raise UserError(f"{wrong[0]}: full=true lists every layer and GEMM, full=false folds equal ones")
-    full = any(FULL[a.lower()] for a in wanted)
+    line = overrides.read_options([a for a in arguments if a != "--json"], OPTIONS)
+    full, gpus, auto = (line.options[key] for key in OPTIONS)
     as_data = "--json" in arguments
-    gpus, rest = gpu_count([a for a in arguments if a not in wanted and a != "--json"])
-    if rest and not rest[0].startswith(("-", "~", "+")) and overrides.names_folder(rest[0]):
-        if gpus != GpuCount() or as_data:
+    rest = [*line.flags, *line.words]
+    if line.runs and rest[0] == line.runs[0]:
+        if gpus is not None or auto or as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
         print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
         return 0
-    return launch(rest, partial(_plan, full=full, gpus=gpus, as_data=as_data, words=rest))
+    return launch(rest, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=rest))
 
 
 def _of_run(run: Path, *, full: bool) -> str:
@@ -100,7 +104,7 @@ def _state(stretch: RecordedStretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: list[str]) -> int:
+def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as_data: bool, words: list[str]) -> int:
     from fp4train.data.source import planned_vocab_size
     from fp4train.precision.layers import find_layers
     from fp4train.run.begin import find_source, start_step
@@ -119,13 +123,13 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    if gpus.several(config.parallel):
+    if mesh.asks_for_mesh(config.parallel, gpus, auto, command.named):
         if gpu is None:
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu, command.named)
-        return _search(mesh_plan, words, as_data) if gpus.auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
+        mesh_plan = mesh.MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
+        return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
@@ -133,7 +137,7 @@ def _plan(command: Start, *, full: bool, gpus: GpuCount, as_data: bool, words: l
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
     if as_data:
-        print(as_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
+        print(_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
         return 0
     if source is not None and start:
         past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
@@ -153,6 +157,10 @@ def _checkpoint(model: nn.Module) -> str:
     return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
 
 
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
 def _rows(plan: Plan) -> list[dict[str, object]]:
     """One entry per GEMM."""
     return [
@@ -169,7 +177,7 @@ def _rows(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
+def _on_mesh(mesh_plan: mesh.MeshPlan, *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
     from fp4train.lab.costs.screen import cluster_json, render_cluster
 
@@ -177,7 +185,7 @@ def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
         recipe = mesh_plan.config.recipe.name
-        print(as_json({"recipe": recipe, "notes": mesh_plan.notes, "stretches": stretches, "gemms": _rows(plan)}))
+        print(_json({"recipe": recipe, "notes": mesh_plan.notes, "stretches": stretches, "gemms": _rows(plan)}))
         return 0
     print(render(plan, full=True) if full else summarise(plan), render_cluster(costs), sep="\n\n")
     for note in mesh_plan.notes:
@@ -185,7 +193,7 @@ def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     return 0
 
 
-def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
+def _search(mesh_plan: mesh.MeshPlan, command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
     from fp4train.lab.costs.screen import cluster_json, render_candidates
     from fp4train.lab.costs.search import distinct
@@ -200,7 +208,7 @@ def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
     text = " ".join(["fp4train plan", *kept, f"train.batch_size={batch}", *best.overrides()])
     if as_data:
         listed = [{"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)]
-        print(as_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
+        print(_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
     else:
         print(render_candidates(found, [*fitting, *others], text))
         for note in mesh_plan.notes:

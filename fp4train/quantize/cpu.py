@@ -8,7 +8,7 @@ strides that a kernel cannot use is copied first. A spec with `requantises` is t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import element_range
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
+
+_pack_job: Final = cpu.JOB.pack
+_pack_decode: Final = cpu.DECODE.pack
+
+_new_float32: Final = torch.empty(0, dtype=torch.float32, device="cpu").new_empty
+_new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_empty
+_new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
+_number: Final = torch.empty((), dtype=torch.float32, device="cpu")
+_empty_like: Final = torch.empty_like
+"""The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a dtype."""
+
 
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
@@ -74,32 +85,6 @@ def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | Cpu
     return CpuQuantizer(spec, machine) if spec.requantises is None else CpuRequantizer(spec, machine)
 
 
-def scheme_of(spec: QuantSpec) -> cpu.Scheme:
-    """The spec as the scheme of a kernel."""
-    whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
-    signs: int | str | None = None
-    if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
-        signs = "step"
-    elif isinstance(spec.hadamard, Hadamard):
-        signs = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
-    return cpu.Scheme(
-        element=spec.element,
-        scale=spec.scale,
-        scale_rounding=spec.scale_rounding,
-        formula=spec.formula,
-        block=(1, 16) if whole else spec.block,  # type: ignore[arg-type]
-        whole=whole,
-        amax=spec.global_scale or whole,
-        measures=spec.delayed is None,
-        float32=not spec.exact_in_bf16,
-        largest=element_range(spec),
-        bound=spec.global_bound * element_range(spec),
-        margin=2.0**spec.delayed.margin if spec.delayed else 1.0,
-        stochastic=spec.rounding == "stochastic",
-        signs=signs,
-    )
-
-
 class CpuQuantizer(Quantizer):
     """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference.
 
@@ -110,17 +95,51 @@ class CpuQuantizer(Quantizer):
 
     def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE, *, to_bf16: bool = False) -> None:
         super().__init__(spec)
-        scheme = scheme_of(spec)
-        self._kernels = kernels = cpu.Kernels(replace(scheme, float32=False) if to_bf16 else scheme, machine)
-        self._run, self._run_decode = kernels.run, kernels.run_decode
-        self._isa, self._threads = kernels.isa, kernels.threads
+        extension, threads = cpu.loaded(), machine.threads
+        self.run, self._run_decode = extension.quantize, extension.decode
+        self.isa = cpu.INSTRUCTION_SETS.index(machine.instruction_set or cpu.instruction_sets()[-1])
+        self.threads = torch.get_num_threads if threads is None else lambda: threads
+        whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
+        extent, float32 = spec.global_scale or whole, not (to_bf16 or spec.exact_in_bf16)
+        block: tuple[int, int] = (1, 16) if whole else spec.block  # type: ignore[assignment]
+        self._block_rows, self._block_cols = block
+        self._whole, self._measures = whole is not None, spec.delayed is None
+        self._row_amax, self._outer, self._amax = extent == "row", extent == "block", extent in ("tensor", "row")
+        self._packed = spec.element == "e2m1"
+        self._width = 1 if spec.hadamard is None else 16
+        signs, drawn = 0, spec.hadamard is not None and spec.hadamard.signs == "step"
+        if spec.hadamard is not None and not drawn:
+            signs = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
+        self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
+        self._new_values = _new_float32 if float32 else _new_bfloat16
+        self._new_scales = _new_uint8 if spec.scale_format.is_byte else _new_float32
         self._transposable = spec.transposable
+        self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
+        """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
+        self.scheme = cpu.SCHEME.pack(
+            cpu.ELEMENTS[spec.element],
+            cpu.SCALES[spec.scale],
+            cpu.SCALE_ROUNDINGS[spec.scale_rounding],
+            cpu.FORMULAS[spec.formula],
+            *block,
+            cpu.EXTENTS[whole],
+            cpu.EXTENTS[extent],
+            cpu.ROUNDINGS[spec.rounding],
+            0 if spec.hadamard is None else 16,
+            signs,
+            drawn,
+            float32,
+            element_range(spec),
+            spec.global_bound * element_range(spec),
+            2.0**spec.delayed.margin if spec.delayed else 1.0,
+            cpu.STREAM_BYTES,
+        )
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self._kernels.job(x_RC, None if key is None else key.words, amax, True)
-            if made is not None and not self._run(made[0], None, self._threads(), self._isa):
+            made = self.job(x_RC, None if key is None else key.words, amax, True)
+            if made is not None and not self.run(made[0], None, self.threads(), self.isa):
                 (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
                 return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax))
         return super().codes(x_RC, key, amax)
@@ -128,8 +147,8 @@ class CpuQuantizer(Quantizer):
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self._kernels.job(x_RC, None if key is None else key.words, amax, False)
-            if made is not None and not self._run(made[0], None, self._threads(), self._isa):
+            made = self.job(x_RC, None if key is None else key.words, amax, False)
+            if made is not None and not self.run(made[0], None, self.threads(), self.isa):
                 values, factor = made[1]
                 return _new(Decoded, (values, factor, self._transposable))
         return super().values(x_RC, key, amax)
@@ -141,15 +160,123 @@ class CpuQuantizer(Quantizer):
             self._check_spec(quantized)
         contiguous = codes.is_contiguous() and scales.is_contiguous() and (amax is None or amax.is_contiguous())
         if rows and cols and codes.is_cpu and contiguous:
-            job, values, factor = self._kernels.decode(codes, scales, amax, cols)
-            self._run_decode(job, self._threads(), self._isa)
+            wide = -(-cols // self._width) * self._width
+            values = self._new_values(codes.shape[0], wide)
+            factor, address, factor_address, amaxes = None, 0, 0, 0
+            if self._whole:
+                factor = scales if self._row_amax else scales.view(())
+            elif self._outer and amax is not None:
+                address = amax.data_ptr()
+            elif amax is not None:
+                factor = _empty_like(amax)
+                address, factor_address, amaxes = amax.data_ptr(), factor.data_ptr(), amax.numel()
+            job = _pack_decode(
+                self.scheme,
+                codes.data_ptr(),
+                scales.data_ptr(),
+                values.data_ptr(),
+                address,
+                factor_address,
+                codes.shape[0],
+                wide,
+                codes.shape[1],
+                codes.stride(0),
+                scales.stride(0),
+                amaxes,
+            )
+            self._run_decode(job, self.threads(), self.isa)
             return _new(Decoded, (values, factor, self._transposable))
         return super().decode(quantized)
+
+    def job(
+        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool
+    ) -> tuple[bytes, tuple[Any, ...], Tensor] | None:
+        """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
+
+        The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole groups, since it
+        fills the padding; and their factor (float32, 0-d or [R, 1]) or None. As codes: uint8 [R, Cp] or, packed, [R,
+        Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and the amax (float32, 0-d, [R, 1], or one
+        per outer block) or None.
+
+        None for calls that the extension does not support: not two dimensions, another dtype, no elements, no random
+        words where some are drawn, an amax of the wrong size, or none where it must be given.
+        """
+        shape, dtype = x_RC.shape, cpu.INPUTS.get(x_RC.dtype)
+        if len(shape) != 2 or dtype is None:
+            return None
+        rows, cols = shape
+        random = random or self._no_random
+        if not rows or not cols or random is None:
+            return None
+        down, across = x_RC.stride()
+        if across != 1 and (down != 1 or not self.reads_columns):
+            x_RC = x_RC.detach().contiguous()
+            down, across = cols, 1  # a single column counts as contiguous whatever its strides are
+        measures = self._amax and amax is None
+        if amax is not None:
+            amax = self._given(amax, rows)
+            if amax is None:
+                return None
+        elif not self._measures:
+            return None
+        width = self._width
+        wide = -(-cols // width) * width
+        values_address = codes_address = scale_address = factor_address = 0
+        made: tuple[Tensor | None, ...]
+        if as_codes:
+            if measures:
+                amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+            elif self._outer:
+                amax = _new_float32(rows, -(-cols // cpu.OUTER_COLUMNS))
+            if self._whole:
+                coded = cols + cols % 2 if self._packed else cols
+                scales = _new_float32(rows if self._row_amax else 1, 1)
+            else:
+                blocks = -(-wide // self._block_cols)
+                coded = blocks * self._block_cols
+                scales = self._new_scales(-(-rows // self._block_rows), blocks)
+            codes = _new_uint8(rows, coded // 2 if self._packed else coded)
+            codes_address, scale_address = codes.data_ptr(), scales.data_ptr()
+            made = codes, scales, amax
+        else:
+            values, factor = self._new_values(rows, wide), None
+            values_address = values.data_ptr()
+            if self._amax:
+                factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+                if self._whole:
+                    scale_address = factor.data_ptr()
+                else:
+                    factor_address = factor.data_ptr()
+            made = values, factor
+        job = _pack_job(
+            self.scheme,
+            random,
+            x_RC.data_ptr(),
+            values_address,
+            codes_address,
+            scale_address,
+            0 if amax is None else amax.data_ptr(),
+            factor_address,
+            rows,
+            cols,
+            down,
+            across,
+            dtype,
+            measures,
+        )
+        return job, made, x_RC
+
+    def _given(self, amax: Tensor, rows: int) -> Tensor | None:
+        """A given amax in the shape that `job` returns; None if its size does not fit the spec."""
+        if not self._amax or amax.numel() != (rows if self._row_amax else 1):
+            return None
+        amax = amax.detach().to("cpu", torch.float32)
+        return amax.reshape((-1, 1) if self._row_amax else ()).contiguous()
 
     def reads_with(self, column: CpuQuantizer) -> bool:
         """Whether the kernels make this form of x and `column`'s form of x.T from one read."""
         rows = self.spec.block[0] or 1
-        return self.spec.hadamard is None and column._kernels.reads_columns and cpu.PAIR_ROWS % rows == 0
+        return self.spec.hadamard is None and column.reads_columns and cpu.PAIR_ROWS % rows == 0
 
     def with_columns(
         self,
@@ -170,7 +297,7 @@ class CpuQuantizer(Quantizer):
         jobs: list[bytes] = []
         results: list[Decoded | Quantized] = []
         for one, x_RC, key, amax, wants_codes in forms:
-            made = one._kernels.job(x_RC, None if key is None else key.words, amax, wants_codes)
+            made = one.job(x_RC, None if key is None else key.words, amax, wants_codes)
             if made is None:
                 return None
             jobs.append(made[0])
@@ -179,7 +306,7 @@ class CpuQuantizer(Quantizer):
                 results.append(_new(Quantized, (one.spec, (rows, cols), *made[1])))
             else:
                 results.append(_new(Decoded, (*made[1], one._transposable)))
-        if self._run(*jobs, self._threads(), self._isa):
+        if self.run(*jobs, self.threads(), self.isa):
             return None
         return results[0], results[1]
 

@@ -40,7 +40,7 @@ OPTIONS = {
         "data.val_path",
         "--cfg job",
     ],
-    "plan": [*sorted({key.partition("=")[0] for key in plan.FULL}), "gpu", "gpus", "parallel", "--json"],
+    "plan": [*plan.OPTIONS, "gpu", "--json"],
     "swap": ["recipe", "at", "wait", "cancel", "plugins"],
     "compare": ["out"],
     "sensitivity": [*sensitivity.OPTIONS, "recipe", "step", "gpu"],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp4train.cli import main
-from fp4train.cli.mesh import GpuCount, gpu_count
+from fp4train.cli.mesh import OPTIONS, asks_for_mesh
+from fp4train.config.overrides import read_options
 from fp4train.models.llama.model import LlamaModel
 from fp4train.parallel.config import SCHEDULES, Mesh, Parallel
 
@@ -233,14 +234,15 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
 
 def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
     sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
-    assert gpu_count([*sizes, "gpus=64"]) == (GpuCount(gpus=64, sized=True), sizes)
-    assert gpu_count(["gpus=64", "Parallel=AUTO"]) == (GpuCount(gpus=64, auto=True), [])
-    assert gpu_count(["model=llama_8b", "parallel.timeout=9"])[0] == GpuCount()
+    found = read_options([*sizes, "gpus=64"], OPTIONS)
+    assert found.options == {"gpus": 64, "parallel": None} and found.words == sizes
+    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {"gpus": 64, "parallel": True}
 
 
-def test_the_section_of_the_configuration_counts_where_the_command_says_nothing() -> None:
-    assert not GpuCount().several(Parallel(timeout=9, amax="data"))
-    assert GpuCount().several(Parallel(dp_shard=8)) and GpuCount(sized=True).several(Parallel())
+def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:
+    assert not asks_for_mesh(Parallel(timeout=9, amax="data"), None, None, ["model", "parallel.timeout"])
+    assert asks_for_mesh(Parallel(dp_shard=8), None, None, [])
+    assert asks_for_mesh(Parallel(), None, None, ["parallel.dp_shard"]) and asks_for_mesh(Parallel(), 8, None, [])
 
 
 def test_the_mesh_of_the_section_is_that_of_a_run_and_of_its_plan() -> None:

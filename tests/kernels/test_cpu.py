@@ -10,42 +10,32 @@ import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu
-from fp4train.kernels.cpu import Kernels, Machine, Scheme
+from fp4train.kernels.cpu import Machine
+from fp4train.quantize import Delayed, Hadamard, QuantSpec
+from fp4train.quantize.cpu import CpuQuantizer
 
 if (missing := cpu.unavailable()) is not None:
     pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
-NVFP4 = Scheme(
-    element="e2m1",
-    scale="e4m3",
-    scale_rounding=None,
-    formula="te2.14",
-    block=(1, 16),
-    whole=None,
-    amax="tensor",
-    measures=True,
-    float32=False,
-    largest=6.0,
-    bound=448.0 * 6.0,
-    margin=1.0,
-    stochastic=False,
-    signs=None,
-)
+NVFP4 = QuantSpec()
+SIGNED = Hadamard()
 JOB_BYTES, DECODE_BYTES = 184, 160
 MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instruction_sets() for threads in (1, 2, 3)]
 
 
-def codes(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
+def codes(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
     """(codes, scales, amax), or None where x is not finite."""
-    kernels = Kernels(scheme, machine)
+    kernels = CpuQuantizer(spec, machine)
     made = kernels.job(x, None, amax, True)
     assert made is not None
     return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
 
 
-def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
+def values(
+    x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None
+) -> tuple[Tensor | None, ...] | None:
     """(values, factor), or None where x is not finite."""
-    kernels = Kernels(scheme, machine)
+    kernels = CpuQuantizer(spec, machine)
     made = kernels.job(x, None, amax, False)
     assert made is not None
     return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
@@ -56,7 +46,7 @@ def values(x: Tensor, scheme: Scheme, machine: Machine, amax: Tensor | None = No
 def test_amax_of_the_tensor_and_of_rows(dtype: torch.dtype, machine: Machine) -> None:
     x = torch.randn(150, 530).to(dtype)
     for y in (x, x.T, x[::2, ::3]):
-        tensor, rows = codes(y, NVFP4, machine), codes(y, replace(NVFP4, amax="row"), machine)
+        tensor, rows = codes(y, NVFP4, machine), codes(y, replace(NVFP4, global_scale="row"), machine)
         assert tensor is not None and torch.equal(tensor[2], y.abs().amax().float())
         assert rows is not None and torch.equal(rows[2], y.abs().amax(1, keepdim=True).float())
 
@@ -70,37 +60,40 @@ def test_what_is_not_finite_is_reported(machine: Machine) -> None:
             for y in (x, x.T):
                 assert codes(y, NVFP4, machine) is None
                 assert values(y, NVFP4, machine) is None
-            assert codes(x.T, replace(NVFP4, signs=5), machine) is None, "from the amax after the transform"
+            assert codes(x.T, replace(NVFP4, hadamard=SIGNED), machine) is None, "from the amax after the transform"
     for bad in (float("inf"), float("nan")):
-        whole = replace(NVFP4, element="e4m3", scale="fp32", whole="tensor")
+        whole = QuantSpec(element="e4m3", scale="fp32", block=(None, None), global_scale=None)
         assert values(torch.ones(4, 16), whole, machine, torch.tensor(bad)) is None, "an amax from elsewhere"
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_measured_amax_is_that_of_an_amax_given(machine: Machine) -> None:
     x = torch.randn(150, 530).bfloat16()
-    for y, scheme in ((x, NVFP4), (x.T, NVFP4), (x.T, replace(NVFP4, signs=5))):
+    for y, spec in ((x, NVFP4), (x.T, NVFP4), (x.T, replace(NVFP4, hadamard=SIGNED))):
         for result in (codes, values):
-            measured, (_, _, amax) = result(y, scheme, machine), codes(y, scheme, machine)
-            given = result(y, scheme, machine, amax.clone())
+            measured, (_, _, amax) = result(y, spec, machine), codes(y, spec, machine)
+            given = result(y, spec, machine, amax.clone())
             assert measured is not None and given is not None
             assert all(torch.equal(a, b) for a, b in zip(measured, given, strict=True))
 
 
 def test_what_the_extension_does_not_take_is_refused_before_it_is_called() -> None:
-    kernels = Kernels(NVFP4)
+    kernels = CpuQuantizer(NVFP4)
     refused = [torch.ones(16), torch.ones(2, 16).double(), torch.ones(0, 16), torch.ones(16, 0)]
     for as_codes in (True, False):
         assert all(kernels.job(x, None, None, as_codes) is None for x in refused)
         assert kernels.job(torch.ones(2, 16), None, torch.ones(2), as_codes) is None, "an amax of another size"
-        for scheme in (replace(NVFP4, stochastic=True), replace(NVFP4, measures=False)):
-            assert Kernels(scheme).job(torch.ones(2, 16), None, None, as_codes) is None
+        delayed = QuantSpec(element="e4m3", scale="fp32", block=(None, None), global_scale=None, delayed=Delayed())
+        for spec in (replace(NVFP4, rounding="stochastic"), delayed):
+            assert CpuQuantizer(spec).job(torch.ones(2, 16), None, None, as_codes) is None
 
 
 @pytest.mark.parametrize("field", ["element", "scale", "scale_rounding", "formula"])
-def test_a_scheme_with_a_name_the_kernels_do_not_know_is_not_packed(field: str) -> None:
-    with pytest.raises(KeyError, match="ue9"):
-        Kernels(replace(NVFP4, **{field: "ue9"}))
+def test_a_spec_with_a_name_the_kernels_do_not_know_is_not_packed(field: str) -> None:
+    spec = replace(NVFP4)
+    object.__setattr__(spec, field, "ue9")
+    with pytest.raises((KeyError, ValueError), match="ue9"):
+        CpuQuantizer(spec)
 
 
 def test_machine_refuses_what_the_cpu_lacks() -> None:
@@ -139,7 +132,7 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "assert not module.quantize(job, None, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
-    path, head = cpu._loaded().__file__, NVFP4.packed() + cpu.NO_RANDOM
+    path, head = cpu.loaded().__file__, CpuQuantizer(NVFP4).scheme + cpu.NO_RANDOM
     command = [sys.executable, "-c", script, str(path), head.hex()]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["pthreads", "299999.0"]
@@ -172,7 +165,7 @@ def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
 
 
 def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
-    extension = cpu._loaded()
+    extension = cpu.loaded()
     with pytest.raises(ValueError, match=f"a packed job has {JOB_BYTES} bytes"):
         extension.quantize(bytes(JOB_BYTES - 1), None, 1, 0)
     with pytest.raises(ValueError, match="a packed job has"):
@@ -185,7 +178,7 @@ def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
 
 def test_an_address_of_zero_is_refused_instead_of_read() -> None:
     """The address of a tensor without memory, such as DTensor or FakeTensor."""
-    extension = cpu._loaded()
+    extension = cpu.loaded()
     with pytest.raises(TypeError, match="no memory of its own"):
         extension.quantize(bytes(JOB_BYTES), None, 1, 0)
     with pytest.raises(TypeError, match="no memory of their own"):
@@ -194,4 +187,4 @@ def test_an_address_of_zero_is_refused_instead_of_read() -> None:
 
 def test_refuses_an_instruction_set_by_number() -> None:
     with pytest.raises(ValueError, match="lacks the instruction set"):
-        cpu._loaded().decode(bytes(DECODE_BYTES), 1, 9)
+        cpu.loaded().decode(bytes(DECODE_BYTES), 1, 9)

@@ -44,7 +44,7 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
     for folder in (run, tmp_path / "b"):
         subject = open_checkpoint(folder, 3)
         seen: list[torch.Tensor] = []
-        layer = subject.model.get_submodule("blocks.0.mlp.up")
+        layer = subject.run.model.get_submodule("blocks.0.mlp.up")
         layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(inputs[0].abs().amax()))
         losses.append(validation_losses(subject.run, FP32())[0])
         largest.append(float(seen[0]))

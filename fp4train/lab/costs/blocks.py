@@ -168,10 +168,9 @@ def _measure(
             torch.autograd.backward(y, torch.empty_like(y))
     block.zero_grad(set_to_none=True)
     saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
-    width = x.shape[-1]
-    whole = {
-        k for k, t in kept.items() if k in stand_ins.repeated or (t.shape[:-1] == x.shape[:-1] and _residual(t, width))
-    }
+    *rows, width = x.shape
+    residual = ((*rows, 1), (*rows, width))
+    whole = {key for key, t in kept.items() if key in stand_ins.repeated or tuple(t.shape) in residual}
     return BlockCost(
         saved=sum(saved.values()),
         weights=sum(
@@ -185,10 +184,6 @@ def _measure(
         attentions=tuple(stand_ins.attentions),
         input=x.untyped_storage().nbytes(),
     )
-
-
-def _residual(t: Tensor, width: int) -> bool:
-    return t.shape[-1] in (1, width)
 
 
 def _storage(t: Tensor) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from fp4train.lab.costs.blocks import BlockCost
@@ -60,11 +61,7 @@ class RankMemory:
 def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
     parts = enumerate(stages(mesh, len(load.order)))
-    return max((_of_stage(load, mesh, number, load.stage(blocks)) for number, blocks in parts), key=_total)
-
-
-def _total(memory: RankMemory) -> float:
-    return memory.total
+    return max((_of_stage(load, mesh, number, load.stage(blocks)) for number, blocks in parts), key=attrgetter("total"))
 
 
 def _of_stage(load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int]) -> RankMemory:

@@ -160,14 +160,14 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
     Raises:
         UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot run the recipe.
     """
-    config = candidate.applied(subject.config)
+    config = candidate.applied(subject.run.config)
     config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
         config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
     try:
         timeline = build_timeline(config)
-        plan = build_plan(config, find_layers(subject.model), timeline, Device.of(subject.device))
+        plan = build_plan(config, find_layers(subject.run.model), timeline, Device.of(subject.run.device))
     except UserError as error:
         raise UserError(f"{candidate.name}: {error}") from error
     first = subject.step if settings.schedule == "own" else 0
@@ -185,8 +185,8 @@ def fork_seed(seed: int, number: int) -> int:
 def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Run:
     """Fork `number` of a candidate, standing at the checkpoint. There is one at a time: they share the model."""
     assert subject.start is not None
-    config = replace(branch.config, run=replace(branch.config.run, seed=fork_seed(subject.config.run.seed, number)))
-    batches = subject.train_data
+    config = replace(branch.config, run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)))
+    batches = subject.run.train_data
     run = replace(
         subject.run,
         config=config,
@@ -198,7 +198,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     )
     run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
     scaling = config.recipe.loss_scaling
-    if subject.config.recipe.loss_scaling is None or scaling is None:
+    if subject.run.config.recipe.loss_scaling is None or scaling is None:
         run.loss_scale, run.good_steps = scaling.initial if scaling else 1.0, 0
     if settings.schedule == "linear":
         run.step = 0

@@ -69,7 +69,7 @@ class GradientMeter:
         self._before = subject.run.config, subject.run.plan, subject.run.step
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()
-        self._last = find_blocks(subject.model)[-1]
+        self._last = find_blocks(subject.run.model)[-1]
 
     def measure(self, part: RecipePart, batches: range) -> Values:
         """The values of `part` over a group of batches, batch 0 being the one that the run would train on next.
@@ -125,7 +125,7 @@ class GradientMeter:
         run = self.subject.run
         run.config, run.plan, run.step = self._before
         run.load_scaling(self._scaling)
-        self.subject.model.zero_grad(set_to_none=True)
+        self.subject.run.model.zero_grad(set_to_none=True)
 
     def _compare(
         self, part: RecipePart, batch: int, repeat: int, true: Pass, scaling: dict[str, dict[str, Tensor]]
@@ -193,7 +193,7 @@ class GradientMeter:
         return run.scaling()
 
     def _pass(self, part: RecipePart, batch: int) -> Pass:
-        run, model = self.subject.run, self.subject.model
+        run, model = self.subject.run, self.subject.run.model
         recipe = run.plan.stretches[0].recipe
         scale = 1.0 if recipe.loss_scaling is None else max(run.loss_scale, 1.0)
         share = (run.config.train.microbatch or run.config.train.batch_size) / run.config.train.batch_size

@@ -86,8 +86,8 @@ class RecipeParts:
                 "of it is one operand. Study it without them: recipe.outliers=null"
             )
         self.subject, self.recipe, self.repeats = subject, recipe, repeats
-        self._layers = list(find_layers(subject.model).values())
-        config = subject.config.train
+        self._layers = list(find_layers(subject.run.model).values())
+        config = subject.run.config.train
         self._tokens = (config.microbatch or config.batch_size) * config.seq_len
         self.reference = self._part(BASELINE, FP32(), self.resolved(FP32()))
         self._high = self.resolved(recipe.with_high_precision(*GEMMS))
@@ -97,7 +97,7 @@ class RecipeParts:
         if not self.layers:
             asked = "with the same keys" if subject.source is None else f"resume={subject.source}"
             raise UserError(
-                f"{type(subject.model).__name__} has no layer that {recipe.name} quantises: "
+                f"{type(subject.run.model).__name__} has no layer that {recipe.name} quantises: "
                 f"fp4train plan {asked} says why"
             )
         self._alone = _operands_alone(recipe)
@@ -118,8 +118,8 @@ class RecipeParts:
                 Timeline(recipe=recipe, steps=1),
                 policy,
                 tokens=self._tokens,
-                device=Device.of(subject.device),
-                backend=subject.config.backend,
+                device=Device.of(subject.run.device),
+                backend=subject.run.config.backend,
             )
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -129,9 +129,9 @@ class RecipeParts:
         """The parts to measure, in the order in which they are."""
         yield self._part(WHOLE, self.recipe, self._whole)
         yield self._part(NOTHING, self.recipe, self._high)
-        of_the_run = self.resolved(self.recipe, self.subject.config.policy)
+        of_the_run = self.resolved(self.recipe, self.subject.run.config.policy)
         if any(of_the_run[name].table != plan.table for name, plan in self.layers.items()):
-            yield self.under(self.subject.config.policy, OF_THE_RUN)
+            yield self.under(self.subject.run.config.policy, OF_THE_RUN)
         for gemm in self.gemms:
             others = [each for each in GEMMS if each != gemm]
             yield self._part(f"{GEMM}/{gemm}", self.recipe, self.resolved(self.recipe.with_high_precision(*others)))

@@ -165,7 +165,7 @@ def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
         "identity": subject.identity,
         "confidence": CONFIDENCE,
         "batches": found.batches,
-        "tokens_per_batch": subject.config.train.tokens,
+        "tokens_per_batch": subject.run.config.train.tokens,
         "signal": _estimate(found.signal),
         "parts": {name: _finding(each) for name, each in found.findings.items()},
         "shares": {KINDS[kind]: _estimate(each) for kind, each in found.shares.items()},

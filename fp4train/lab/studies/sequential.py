@@ -281,10 +281,7 @@ class Looks:
     def number(self, table: Any, forks: int) -> int | None:
         """The number of the look at a table, which is any description of what is tested; None where its forks are too
         few to tell anything apart, so that no look is taken."""
-        known = self._known(table)
-        if known is not None:
-            return known
-        return self.next if forks >= needed(self.next) else None
+        return self._known(table) or (self.next if forks >= needed(self.next) else None)
 
     def take(self, table: Any, candidates: Sequence[str], pairs: Sequence[Pair]) -> None:
         """Record the look at a table, if it is a new one. The pairs are named by keys."""

@@ -26,7 +26,6 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.config.binding import flattened
-from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
@@ -69,26 +68,6 @@ class Subject:
     settings: Mapping[str, Any] = field(repr=False)
 
     @property
-    def config(self) -> Config:
-        return self.run.config
-
-    @property
-    def model(self) -> nn.Module:
-        return self.run.model
-
-    @property
-    def device(self) -> torch.device:
-        return self.run.device
-
-    @property
-    def train_data(self) -> Loader:
-        return self.run.train_data
-
-    @property
-    def val_data(self) -> Loader:
-        return self.run.val_data
-
-    @property
     def step(self) -> int:
         """Optimizer steps done at the checkpoint; 0 for a model as it was initialised."""
         return 0 if self.start is None else self.start.step
@@ -96,7 +75,7 @@ class Subject:
     @property
     def title(self) -> str:
         """The origin of the model: the run directory, or the name of the configuration."""
-        return f"{self.config.run.name}, not trained" if self.source is None else str(self.source)
+        return f"{self.run.config.run.name}, not trained" if self.source is None else str(self.source)
 
     @property
     def name(self) -> str:
@@ -106,7 +85,7 @@ class Subject:
     @property
     def studies(self) -> Path:
         """The folder of its studies."""
-        return (self.config.run.dir.parent if self.source is None else self.source) / STUDIES
+        return (self.run.config.run.dir.parent if self.source is None else self.source) / STUDIES
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -117,7 +96,7 @@ class Subject:
             "weights": self.weights,
             "settings": dict(self.settings),
             "data": self.run.fingerprint,
-            "device": str(self.device),
+            "device": str(self.run.device),
         }
 
 

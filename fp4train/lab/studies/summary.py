@@ -40,10 +40,11 @@ class SensitivityReport:
     def render(self, files: Sequence[str]) -> str:
         """The table; `files` are named in its last line."""
         found, recipe = self.found, self.found.parts.recipe
+        tokens = self.subject.run.config.train.tokens
         singles = " A single batch has no interval; give more batches." if found.batches == 1 else ""
         head = (
             f"{self.subject.title}, step {self.subject.step}: gradients in {recipe.name} against FP32, "
-            f"{found.batches} batch{'es' if found.batches > 1 else ''} of {self.subject.config.train.tokens:,} tokens; "
+            f"{found.batches} batch{'es' if found.batches > 1 else ''} of {tokens:,} tokens; "
             f"± is the {CONFIDENCE:.0%} interval.{singles}"
         )
         rows = [_row("nothing (floor)", found.findings[NOTHING]), _row("everything", found.findings[WHOLE])]

@@ -183,7 +183,7 @@ def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
 
 def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
     """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per step on `gpu`."""
-    config = parts.subject.config.train
+    config = parts.subject.run.config.train
     rows = config.microbatch or config.batch_size
     plan = make_plan(
         [each.layer for each in parts.layers.values()],

@@ -18,8 +18,8 @@ from typing import NoReturn
 import torch
 
 from fp4train import checkpoint
-from fp4train.errors import LostError, UserError, memory_asked
-from fp4train.hardware import stored_bytes
+from fp4train.errors import LostError, UserError
+from fp4train.hardware import memory_asked, stored_bytes
 from fp4train.precision.plan import LayerPlan
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
@@ -170,8 +170,7 @@ _FAILED = re.compile(r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\
 def explain(error: Exception, run: Run) -> UserError | None:
     """What to do about an error of the GPU or for want of memory that ended `run`, as an error; None for any other."""
     text = next(iter(str(error).splitlines()), "")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        asked = memory_asked(text)
+    if asked := memory_asked(error):
         return UserError(f"{run.directory}: step {run.step} does not fit into memory: {asked}. {_smaller(run)}")
     if not isinstance(error, RuntimeError) or not _FAILED.search(str(error)):
         return None

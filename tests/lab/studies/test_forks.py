@@ -60,7 +60,7 @@ def test_candidates_of_a_seed_see_the_same_batches_and_other_seeds_see_others(tr
     for recipe, number in (("bf16", 0), ("nvfp4", 0), ("bf16", 1)):
         run = begin(subject, branch(subject, candidate(trained, f"recipe={recipe}"), LINEAR), LINEAR, number)
         seen.append(torch.cat([run.train_data.batch(step)[0] for step in range(3)]))
-        assert run.val_data is subject.val_data and run.config.run.seed != subject.config.run.seed
+        assert run.val_data is subject.run.val_data and run.config.run.seed != subject.run.config.run.seed
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
 
 

@@ -37,13 +37,14 @@ def test_it_is_the_gradient_that_a_training_step_would_have(trained: Path) -> No
     found = gradients.of_reference(range(2))
     gradients.end()
     for index, norm in enumerate(found["norm"]):
-        tokens, targets = subject.train_data.batch(subject.step + index)
-        loss = subject.model(tokens, targets)
+        tokens, targets = subject.run.train_data.batch(subject.step + index)
+        loss = subject.run.model(tokens, targets)
         loss.backward()
-        wanted = sum(float(subject.model.get_parameter(f"{name}.weight").grad.square().sum()) for name in parts.layers)  # type: ignore[union-attr]
+        weights = [subject.run.model.get_parameter(f"{name}.weight") for name in parts.layers]
+        wanted = sum(float(weight.grad.square().sum()) for weight in weights)  # type: ignore[union-attr]
         assert norm == pytest.approx(wanted, rel=1e-4)
         assert found["loss"][index] == pytest.approx(loss.item(), rel=1e-5)
-        subject.model.zero_grad()
+        subject.run.model.zero_grad()
 
 
 def test_error_variance_and_products_agree_with_each_other(trained: Path) -> None:
@@ -84,21 +85,21 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(trained: Path) -> Non
     gradients, _, named = opened(subject)
     whole = gradients.measure(named["layer/blocks.0.mlp.up"], range(2))["error"]
     gradients.end()
-    subject.run.config = replace(subject.config, train=replace(subject.config.train, microbatch=2))
+    subject.run.config = replace(subject.run.config, train=replace(subject.run.config.train, microbatch=2))
     gradients, _, named = opened(subject)
     assert gradients.measure(named["layer/blocks.0.mlp.up"], range(2))["error"] == pytest.approx(whole, rel=0.2)
 
 
 def test_the_subject_is_left_as_it_was(trained: Path) -> None:
     subject = subject_of(trained)
-    before = subject.config, subject.run.plan, subject.run.step, subject.weights
+    before = subject.run.config, subject.run.plan, subject.run.step, subject.weights
     gradients, _, named = opened(subject, repeats=2)
     gradients.measure(named["everything"], range(2))
     gradients.end()
-    assert (subject.config, subject.run.plan, subject.run.step) == before[:3]
-    assert all(parameter.grad is None for parameter in subject.model.parameters())
-    fresh = subject_of(trained).model.state_dict()
-    assert all(torch.equal(tensor, fresh[name]) for name, tensor in subject.model.state_dict().items())
+    assert (subject.run.config, subject.run.plan, subject.run.step) == before[:3]
+    assert all(parameter.grad is None for parameter in subject.run.model.parameters())
+    fresh = subject_of(trained).run.model.state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in subject.run.model.state_dict().items())
 
 
 def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(trained: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_weight_that_is_not_finite_is_named(trained: Path) -> None:
     subject = subject_of(trained)
     gradients, _, named = opened(subject)
     with torch.no_grad():
-        subject.model.get_parameter("blocks.1.mlp.up.weight")[0, 0] = math.inf
+        subject.run.model.get_parameter("blocks.1.mlp.up.weight")[0, 0] = math.inf
     with pytest.raises(UserError, match=r"reference in FP32, batch 0: the loss is nan.*blocks\.1\.mlp\.up"):
         gradients.measure(named["everything"], range(1))
 
@@ -126,7 +127,7 @@ def test_a_gradient_that_is_not_finite_is_named(trained: Path) -> None:
     subject = subject_of(trained)
     gradients, _, named = opened(subject)
     gradients.of_reference(range(1))
-    subject.model.get_parameter("blocks.0.mlp.down.weight").register_hook(lambda grad: grad * math.nan)
+    subject.run.model.get_parameter("blocks.0.mlp.down.weight").register_hook(lambda grad: grad * math.nan)
     with pytest.raises(UserError, match=r"everything in NVFP4, batch 0: the gradient of blocks\.0\.mlp\.down is not"):
         gradients.measure(named["everything"], range(1))
 
@@ -134,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_named(trained: Path) -> None:
 def test_a_frozen_layer_is_named(trained: Path) -> None:
     subject = subject_of(trained)
     gradients, _, named = opened(subject)
-    subject.model.get_parameter("blocks.0.attention.wq.weight").requires_grad_(False)
+    subject.run.model.get_parameter("blocks.0.attention.wq.weight").requires_grad_(False)
     with pytest.raises(UserError, match=r"blocks\.0\.attention\.wq gets no gradient; is its weight frozen\?"):
         gradients.measure(named["everything"], range(1))
 
@@ -154,7 +155,7 @@ class Flat(nn.Module):
 
 def test_a_model_without_blocks_has_a_block_for_each_layer_and_no_output_error(trained: Path) -> None:
     subject = subject_of(trained)
-    subject.run.model = convert(Flat(subject.model.vocab_size))  # type: ignore[arg-type]
+    subject.run.model = convert(Flat(subject.run.model.vocab_size))  # type: ignore[arg-type]
     subject.run.linears = [module for module in subject.run.model.modules() if isinstance(module, Linear)]
     gradients, parts, named = opened(subject)
     assert list(parts.layers) == ["inner", "out"]

@@ -29,7 +29,7 @@ def test_it_is_the_checkpoint_and_the_run_is_left_as_it_was(trained: Path) -> No
     assert digests(trained) == before
     assert (newest.step, earlier.step) == (6, 3)
     saved = checkpoint.unflatten(*(lambda c: (c.tensors, c.state))(checkpoint.load(trained / "checkpoints", 3)))
-    for name, tensor in earlier.model.state_dict().items():
+    for name, tensor in earlier.run.model.state_dict().items():
         assert torch.equal(tensor, saved["model"][name])
     assert newest.weights != earlier.weights and newest.settings == earlier.settings
 
@@ -39,21 +39,21 @@ def test_a_fresh_model_is_the_one_that_the_run_began_with(trained: Path) -> None
 
     subject = subject_of(trained, fresh=True)
     torch.manual_seed(123)
-    wanted = build_model(subject.config, subject.model.vocab_size, subject.device)  # type: ignore[arg-type]
+    wanted = build_model(subject.run.config, subject.run.model.vocab_size, subject.run.device)  # type: ignore[arg-type]
     assert subject.step == 0
-    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), subject.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), subject.run.model.parameters(), strict=True))
 
 
 def test_it_can_be_put_back_if_its_optimizer_was_asked_for(trained: Path) -> None:
     subject = subject_of(trained, optimizer=True)
-    before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
-    for parameter in subject.model.parameters():
+    before = {name: tensor.clone() for name, tensor in subject.run.model.state_dict().items()}
+    for parameter in subject.run.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     subject.run.optimizer.step()
-    assert not all(torch.equal(before[name], t) for name, t in subject.model.state_dict().items())
+    assert not all(torch.equal(before[name], t) for name, t in subject.run.model.state_dict().items())
     assert subject.start is not None
     subject.run.restore(subject.start)
-    assert all(torch.equal(before[name], t) for name, t in subject.model.state_dict().items())
+    assert all(torch.equal(before[name], t) for name, t in subject.run.model.state_dict().items())
     assert subject.run.optimizer.state and not subject_of(trained).run.optimizer.state
 
 
