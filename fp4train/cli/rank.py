@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     from fp4train.lab.analysis.figure import PICTURE, save_png
     from fp4train.lab.studies import figures
     from fp4train.lab.studies.rank import rank
-    from fp4train.lab.studies.ranking_text import render
+    from fp4train.lab.studies.ranking import render
     from fp4train.lab.studies.results import RANKING, rank_json, read_rank
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record import directory as run_directory

@@ -4,6 +4,6 @@ subject      the checkpoint that is studied, opened as a run that trains nothing
 record       finished measurements in a file, so that a killed study goes on;  progress  how far it is
 statistics   means, intervals, paired differences, corrections for several comparisons
 sensitivity  what a recipe harms: parts, gradients, findings, tradeoff;  summary  its table and policy
-rank         which recipe is better: candidates, forks, workers, bases, sequential, ranking;  ranking_text  its table
+rank         which recipe is better: candidates, forks, workers, bases, sequential;  ranking  its result and table
 results      rank.json and sensitivity.json, written and read;  figures  drawn from them
 """

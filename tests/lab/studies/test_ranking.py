@@ -12,8 +12,7 @@ from fp4train.lab.analysis.figure import PICTURE, Draw, save_png
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.bases import Base
 from fp4train.lab.studies.forks import Fork, ForkSettings
-from fp4train.lab.studies.ranking import Entry, Ranking
-from fp4train.lab.studies.ranking_text import render
+from fp4train.lab.studies.ranking import Entry, Ranking, render
 from fp4train.lab.studies.results import rank_json, read_rank
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}
