@@ -22,7 +22,6 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,37 +66,14 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyCommand:
-    """The arguments, taken apart.
-
-    Args:
-        run: the run directory; None: the model is named by the overrides, and studied as it is initialised.
-        options: the values of `OPTIONS`.
-        overrides: the rest, for `launch`: resume=RUN, if there is one, and what is changed for the study.
-        fresh: the model as it was initialised is studied (step=0).
-    """
-
-    run: Path | None
-    options: dict[str, Any]
-    overrides: list[str]
-    fresh: bool
-
-
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, write policy, JSON and picture; returns the exit code."""
-    if flags := {"-m", "--multirun"} & set(arguments):
-        raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
-    command = study_command(arguments)
-    return launch(command.overrides, partial(_study, command=command))
-
-
-def study_command(arguments: list[str]) -> StudyCommand:
-    """Take the command line apart.
+    """Measure, print the table, write policy, JSON and picture; returns the exit code.
 
     Raises:
-        UserError: there is no run directory and no model, or an option is given twice.
+        UserError: there is no run directory and no model, or an option is refused.
     """
+    if flags := {"-m", "--multirun"} & set(arguments):
+        raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
     line = read_options(arguments, OPTIONS)
     if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
         raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
@@ -113,12 +89,13 @@ def study_command(arguments: list[str]) -> StudyCommand:
             raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
         if init := [a for a in rest if a.startswith(("init=", "init_step="))]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
-        return StudyCommand(run=None, options=line.options, overrides=rest, fresh=True)
-    chosen = [] if step is None or fresh else [f"resume_step={step}"]
-    return StudyCommand(run=run, options=line.options, overrides=[f"resume={run}", *chosen, *rest], fresh=fresh)
+    else:
+        rest = [f"resume={run}", *([] if fresh or step is None else [f"resume_step={step}"]), *rest]
+    return launch(rest, partial(_study, options=line.options, fresh=fresh, of_run=run is not None))
 
 
-def _study(start: Start, *, command: StudyCommand) -> int:
+def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
+    """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are initialised."""
     from fp4train.lab.studies.parts import RecipeParts
     from fp4train.lab.studies.progress import study_progress
     from fp4train.lab.studies.record import open_record
@@ -129,7 +106,6 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     from fp4train.run.host import keep_freed_memory
     from fp4train.run.record.trust import check_paths
 
-    options = command.options
     effort = Effort(
         batches=options["batches"] or 8 if options["budget"] is None else None,
         **{key: options[key] for key in ("repeats", "budget", "cells")},
@@ -142,18 +118,16 @@ def _study(start: Start, *, command: StudyCommand) -> int:
     if cost is not None and (gpu is None or keep is not None):
         raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
     recipe, name = config.recipe, type(config.recipe).__name__.lower()
-    if command.run is None:
+    if not of_run:
         name = config.run.name
     if swap is not None:
         recipe, name = swap.at(0).recipe, swap.name
-    subject = open_subject(config, chosen, fresh=command.fresh)
+    subject = open_subject(config, chosen, fresh=fresh)
     RecipeParts(
         subject, recipe, repeats=effort.repeats
     )  # this and the next refuse what is impossible before a folder is made
     groups_of(subject, effort)
-    folder = options["out"] or subject.studies / (
-        f"sensitivity-{name}" + ("" if command.run is None else f"-{subject.step}")
-    )
+    folder = options["out"] or subject.studies / (f"sensitivity-{name}" + (f"-{subject.step}" if of_run else ""))
     progress = study_progress("measurement", every=15.0)
     with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
         study = Study(subject, recipe, effort, record)
