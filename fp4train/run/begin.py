@@ -135,7 +135,6 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
-        _check_edits(directory, saved)
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
             return directory
         if not config.resume and saved.get("resume"):
@@ -154,32 +153,28 @@ def check_source(source: Path, cfg: DictConfig) -> None:
     Raises:
         UserError: it would be another run, or the saved configuration was edited to be one.
     """
-    saved = run_directory.read_config(source)
-    _check_same(saved, cfg, source, resuming=True)
-    _check_edits(source, saved)
+    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
 
 
 def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:
-    changed = _differences(saved, cfg, run_directory.RESUMED if resuming else run_directory.CONTINUED)
+    """Refuse where `cfg` differs from the configuration of `run` by more than may change, or that was edited.
+
+    A missing key counts as its class's default: options that are newer than a saved run did not change it.
+    """
+    allowed = run_directory.RESUMED if resuming else run_directory.CONTINUED
+    gone = set(unknown_keys(plain(saved), Config))
+    changed = [
+        f"{key}: {was} → {'no longer an option' if key in gone else now}"
+        for key, (was, now) in changes(flat(plain(saved)), flat(plain(cfg))).items()
+        if not key.startswith(allowed)
+    ]
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
         advice = (
             "this would be another run" if resuming else "choose another run.name, or run.overwrite=true to start over"
         )
         raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
-
-
-def _differences(old: DictConfig, new: DictConfig, allowed: tuple[str, ...]) -> list[str]:
-    """The differences between two configurations, as "key: old → new", without keys that start with one of `allowed`.
-
-    A missing key counts as its class's default: options that are newer than a saved run did not change it.
-    """
-    gone = set(unknown_keys(plain(old), Config))
-    return [
-        f"{key}: {was} → {'no longer an option' if key in gone else now}"
-        for key, (was, now) in changes(flat(plain(old)), flat(plain(new))).items()
-        if not key.startswith(allowed)
-    ]
+    _check_edits(run, saved)
 
 
 def _check_edits(run: Path, saved: DictConfig) -> None:

@@ -232,12 +232,13 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
-    origin, aside = source if init is None else init.path.parent.parent, overwriting or init is not None
+    origin = source if init is None else init.path.parent.parent
+    place = directory / run_directory.ASIDE if overwriting or init is not None else directory
     with ExitStack() as stack:
         with world.together():
-            place = run_directory.workplace_of(directory, aside=aside)
             if world.lead:
-                stack.enter_context(run_directory.workplace(directory, aside=aside))
+                if place != directory:
+                    stack.enter_context(run_directory.folder_aside(directory))
                 if branching or init is not None:
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
         run = assemble(config, place, timeline, world)

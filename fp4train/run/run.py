@@ -251,5 +251,5 @@ class Run:
 
 
 def _checksum(config: bytes | None) -> str | None:
-    """Identity of the run, as in the first line of its saved configuration."""
+    """The checksum in the first line of a saved configuration."""
     return None if config is None else hashlib.sha256(config.partition(b"\n")[2]).hexdigest()

@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
+ASIDE = ".new"
+"""The folder in a run's for the first files of a new run that may replace it."""
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
 SAVED, REMOVED = "checkpoint", "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
@@ -213,33 +215,25 @@ def _leaves(node: Any) -> Iterator[Any]:
         yield node
 
 
-def workplace_of(run: Path, *, aside: bool) -> Path:
-    """The folder that `workplace` gives, to a rank that does not make it."""
-    return run / ".new" if aside else run
-
-
 @contextmanager
-def workplace(run: Path, *, aside: bool) -> Iterator[Path]:
-    """The folder for the first files of a new run: `run` itself, or with `aside` a temporary folder in it.
+def folder_aside(run: Path) -> Iterator[None]:
+    """Have the folder `ASIDE` in `run`, empty at first, and remove it in the end.
 
     Raises:
         UserError: the folder cannot be made.
     """
-    if not aside:
-        yield run
-        return
     try:
         with Folder.open(run) as folder:
             _check_ours(folder)
-            folder.remove_folder(".new")  # a killed process may have left one
-            folder.folder(".new", create=True).close()
+            folder.remove_folder(ASIDE)  # a killed process may have left one
+            folder.folder(ASIDE, create=True).close()
     except OSError as error:
-        raise UserError(f"{run / '.new'} cannot be written: {error}") from error
+        raise UserError(f"{run / ASIDE} cannot be written: {error}") from error
     try:
-        yield run / ".new"
+        yield
     finally:
         with suppress(OSError), Folder.open(run) as folder:
-            folder.remove_folder(".new")
+            folder.remove_folder(ASIDE)
 
 
 def start_over(run: Path) -> None:

@@ -36,7 +36,6 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
-from fp4train.precision.report import render
 from fp4train.run.record.directory import CHECKPOINTS, HISTORY, SWAPS, identity
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
 from fp4train.sealed import Appended, checksum
@@ -262,8 +261,6 @@ def plan_text(records: Iterable[Record], plan: Plan, step: int) -> str:
     """The plan of a run at `step`, every row of it: the past as its records have it, the rest as `plan` says."""
     planned = [expanded(each) for each in compact(plan)]
     whole = joined([*((record.step, record.stretches) for record in records), (step, planned)])
-    if whole[0].start == planned[0].start:
-        return render(plan, full=True)
     return "\n\n".join(each.render(full=True) for each in whole)
 
 
@@ -297,12 +294,9 @@ def steps_done(run: Path) -> int:
     """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
     done = checkpoint.steps(run / CHECKPOINTS)[-1:]
     try:
-        with files.parent(run / METRICS) as (folder, name):
-            descriptor = folder.descriptor_of(name)
-        try:
-            tail = os.pread(descriptor, _TAIL, max(0, os.fstat(descriptor).st_size - _TAIL)).splitlines()
-        finally:
-            os.close(descriptor)
+        with files.parent(run / METRICS) as (folder, name), os.fdopen(folder.descriptor_of(name), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            tail = file.read(_TAIL).splitlines()
     except OSError:
         tail = []
     for raw in reversed(tail):
