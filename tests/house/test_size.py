@@ -6,7 +6,7 @@ from count_code import code_lines, counts
 
 import fp4train
 
-LINES, FILES = 25_030, 244
+LINES, FILES = 24_830, 243
 """A capability that is added raises them by what it needs, and says so where it is described."""
 
 
