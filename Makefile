@@ -29,7 +29,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kern
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,triton]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,triton,integrations,lm-eval]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps transformer_engine
 	touch $@
 

@@ -1,5 +1,10 @@
 """Errors that the user can correct: the command line prints them on one line, without a traceback."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 
 class UserError(Exception):
     """An error in input or environment; the message says what is wrong, where, and what to do."""
@@ -25,3 +30,34 @@ class LostError(UserError):
     def __init__(self, text: str, *, speaks: bool = True) -> None:
         super().__init__(text)
         self.speaks = speaks
+
+
+def reason(error: Exception) -> str:
+    """What an error of the operating system says, without its number and the file's name."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+@contextmanager
+def user_errors(
+    *kinds: type[Exception],
+    before: str = "",
+    after: str = "",
+    told: Callable[[Any], object] = str,
+    raised: type[UserError] = UserError,
+) -> Iterator[None]:
+    """What is raised inside of these kinds is the user's to correct.
+
+    Args:
+        told: what of the error is said.
+
+    Raises:
+        UserError: that, between `before` and `after`; or another class of them, `raised`.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise raised(f"{before}{told(error)}{after}") from error
+
+
+data_errors = partial(user_errors, raised=DataError)
+"""`user_errors` of data and tokenizers."""

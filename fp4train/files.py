@@ -15,6 +15,7 @@ Every function raises OSError (`NotPlain` where a thing is of the wrong kind), w
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -273,6 +274,51 @@ def parent(path: Path, *, create: bool = False) -> Iterator[tuple[Folder, str]]:
     path = Path(path)
     with Folder.open(path.parent, create=create) as folder:
         yield folder, path.name
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Folder]:
+    """A new folder to fill, which gets the name `path` when the block has ended: whole, or not at all.
+
+    It is filled under a hidden name beside `path`. An exception removes it; what a killed process left is removed by
+    the next call for the same `path`.
+
+    Raises:
+        FileExistsError: something has the name already.
+    """
+    with parent(path, create=True) as (above, name):
+        _remove_unfinished(above, name)
+        made = temporary = f".{name}.{secrets.token_hex(8)}.tmp"
+        _refuse_existing(above, name)
+        os.mkdir(temporary, dir_fd=above.descriptor)
+        try:
+            with above.folder(temporary) as folder:
+                with suppress(OSError):  # where folders cannot be locked, leftovers stay
+                    fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield folder
+                folder.sync()
+                _refuse_existing(above, name)
+                above.rename(temporary, name)
+                made = name
+            above.sync()
+        except BaseException:
+            with suppress(OSError):
+                above.remove_folder(made)
+            raise
+
+
+def _refuse_existing(folder: Folder, name: str) -> None:
+    if folder.status(name) is not None:
+        raise FileExistsError(errno.EEXIST, "something of this name is there already", str(folder.path / name))
+
+
+def _remove_unfinished(above: Folder, name: str) -> None:
+    """Remove what killed processes left of a new folder; one that is being filled is locked."""
+    for each in above.names():
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", each) and above.has_folder(each):
+            with suppress(OSError), above.folder(each) as folder:
+                fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                above.remove_folder(each)
 
 
 def read(path: Path, limit: int) -> bytes:

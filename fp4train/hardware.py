@@ -27,7 +27,7 @@ from typing import Final
 
 import torch
 
-from fp4train.text import near_miss
+from fp4train.text import first_line, near_miss
 
 RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
     {"E2M1": "FP4", "E2M3": "FP6", "E3M2": "FP6", "E4M3": "FP8", "E5M2": "FP8"}
@@ -214,8 +214,7 @@ def why_no_gpu() -> str:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:  # torch and CUDA raise several types
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            return f"a driver is here, and CUDA does not start ({reason})"
+            return f"a driver is here, and CUDA does not start ({first_line(error)})"
     return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?)"
 
 

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from fp4train import files
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
+from fp4train.text import first_line
 
 _CRC = b', "crc": "%08x"}'
 _CRC_BYTES = len(_CRC % 0)
@@ -172,12 +173,9 @@ def config_parts(path: Path) -> tuple[Header | None, bytes]:
     Raises:
         UserError: it cannot be read, or its first line is damaged.
     """
-    try:
+    unreadable = user_errors(OSError, before=f"{path} cannot be read as a configuration: ")
+    with unreadable, user_errors(ValueError, before=f"{path} "):
         return split_config(files.read(path, CONFIG_LIMIT))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a configuration: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} {error}") from error
 
 
 def saved_config(path: Path) -> dict[str, Any]:
@@ -192,10 +190,9 @@ def saved_config(path: Path) -> dict[str, Any]:
             f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
             "line to take the file as it stands"
         )
-    try:
+    strange, refused = (yaml.YAMLError, RecursionError, ValueError), f"{path} cannot be read as a configuration: "
+    with user_errors(*strange, before=refused, told=first_line):
         saved = _PlainLoader(body).get_single_data()
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
         raise UserError(f"{path} cannot be read as a configuration: it has no section run")
     return saved

@@ -2,13 +2,17 @@
 
 A plain tensor is the case of one box at offset 0. Of a DTensor (torch.distributed.tensor) a rank holds the box that the
 tensor's mesh and placements give it; ranks along a mesh dimension with `Replicate` hold the same one.
+
+A weight whose rows are several segments (q, k and v in one) may be cut in each of them: then a DTensor holds the rows
+in another order (`RowOrder`), and what a rank holds is several runs of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,21 +21,64 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
+Runs = tuple[tuple[int, int], ...]
+"""(first row, number of rows) of rows that follow each other, one run after another."""
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of rows in a DTensor whose segments are each cut over ranks: of each rank its part of each segment.
+
+    Args:
+        segments: rows of each segment; the ranks divide each.
+        ranks: their number.
+    """
+
+    segments: tuple[int, ...]
+    ranks: int
+
+    def runs(self, first: int, count: int) -> Runs:
+        """Where `count` rows of the DTensor, from `first` on, lie in the tensor."""
+        starts = list(accumulate(self.segments, initial=0))
+        found: list[tuple[int, int]] = []
+        at = 0  # of a rank's part of a segment in the DTensor
+        for rank in range(self.ranks):
+            for start, size in zip(starts, self.segments, strict=False):
+                part = size // self.ranks
+                low, high = max(first, at), min(first + count, at + part)
+                if low < high:
+                    row = start + rank * part + low - at
+                    if found and sum(found[-1]) == row:
+                        row, before = found.pop()
+                        low -= before
+                    found.append((row, high - low))
+                at += part
+        return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """A box of a tensor.
+    """A box of a tensor, or some runs of its rows.
 
     Args:
         shape: of the whole tensor.
         offsets: where the box begins, by dimension.
         tensor: the box itself; its shape is the box's sizes.
+        runs: of rows, where the rows of the box do not follow each other; `offsets` then begin with the first one's.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
+    runs: Runs = ()
 
     def __post_init__(self) -> None:
+        if self.runs:
+            if sum(count for _, count in self.runs) != self.tensor.shape[0]:
+                raise ValueError(f"{self.runs} are not the rows of a part of shape {list(self.tensor.shape)}")
+            for _ in self.boxes():  # each checks itself
+                pass
+            return
         sizes = tuple(self.tensor.shape)
         if not len(self.shape) == len(self.offsets) == len(sizes) or not all(
             first >= 0 and first + size <= full
@@ -44,11 +91,24 @@ class TensorShard:
     @property
     def whole(self) -> bool:
         """Whether it is all of the tensor."""
-        return tuple(self.tensor.shape) == self.shape
+        return tuple(self.tensor.shape) == self.shape and not self.runs
+
+    def boxes(self) -> Iterator[TensorShard]:
+        """The boxes that it consists of, with which it shares memory."""
+        at = 0
+        for first, count in self.runs:
+            part = self.tensor.narrow(0, at, count)
+            yield TensorShard(shape=self.shape, offsets=(first, *self.offsets[1:]), tensor=part)
+            at += count
+        if not self.runs:
+            yield self
 
 
-def shard_of(tensor: Tensor) -> TensorShard:
+def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:
     """This rank's shard of `tensor`, with which it shares memory.
+
+    Args:
+        order: of the rows of a DTensor; None: that of the tensor.
 
     Raises:
         TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not known.
@@ -64,7 +124,11 @@ def shard_of(tensor: Tensor) -> TensorShard:
         return TensorShard(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
     if tuple(held.shape) != tuple(chunk.sizes):
         raise TypeError(f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes")
-    return TensorShard(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
+    found = TensorShard(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
+    if order is None:
+        return found
+    runs = order.runs(found.offsets[0], held.shape[0])
+    return replace(found, offsets=(runs[0][0], *found.offsets[1:]), runs=runs if len(runs) > 1 else ())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -94,18 +158,21 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
     return made
 
 
-def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, TensorShard]:
+def owned(
+    tensors: Mapping[str, Tensor], *, leads: bool, orders: Mapping[str, RowOrder] | None = None
+) -> dict[str, TensorShard]:
     """The shards of `tensors` that this rank writes, so that all ranks together write each element once; no collective.
 
     A part that several ranks hold is written by one of them, so chosen that they write about as many bytes each.
 
     Args:
         leads: this rank writes the plain tensors, which all ranks hold alike.
+        orders: of rows, by the name of a DTensor or of what it is in: those with another order than the tensor's.
 
     Returns:
         The parts by name; names of one tensor (tied weights) have one part.
     """
-    held = {name: shard_of(tensor) for name, tensor in tensors.items()}
+    held = {name: shard_of(tensor, order_of(name, tensor, orders or {})) for name, tensor in tensors.items()}
     unique, aliases = separate({name: part.tensor for name, part in held.items()})
     mine: dict[str, TensorShard] = {}
     loads: dict[tuple[object, ...], list[int]] = {}
@@ -122,6 +189,19 @@ def owned(tensors: Mapping[str, Tensor], *, leads: bool) -> dict[str, TensorShar
         if writes and (part.tensor.numel() or not math.prod(part.shape)):
             mine[name] = part
     return mine | {name: mine[target] for name, target in aliases.items() if target in mine}
+
+
+def row_orders(model: nn.Module) -> Mapping[str, RowOrder]:
+    """The parameters of `model`, by name, that hold their rows in another order: cut in segments
+    (`parallel/tensor.py`)."""
+    orders: Mapping[str, RowOrder] = getattr(model, "row_orders", {})
+    return orders
+
+
+def order_of(name: str, tensor: Tensor, orders: Mapping[str, RowOrder]) -> RowOrder | None:
+    """The order of rows of the tensor of a name like `model/weight` or `optimizer/state/3/moment`; None: its own."""
+    found = orders.get(name) or orders.get(name.rpartition("/")[0])
+    return found if found is not None and tensor.dim() and tensor.shape[0] == sum(found.segments) else None
 
 
 def _replica(tensor: Any) -> tuple[int, int, tuple[object, ...]]:

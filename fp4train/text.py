@@ -1,11 +1,9 @@
 """Text for messages and tables: aligned columns, the nearest known word, a check against allowed values."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
@@ -16,6 +14,11 @@ def printable(text: str, *, kept: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def columns(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
@@ -44,6 +47,22 @@ def _pad(cell: str, width: int, *, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
 
 
+def screen(package: str | None, name: str, filters: Mapping[str, Callable[..., str]] = {}, /, **values: object) -> str:
+    """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that nobody gives is an
+    error. A list stands for its lines."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=PackageLoader(package or "", "."),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: "\n".join(value) if isinstance(value, list) else value,
+    )
+    found.filters |= {"form": format, **filters}
+    return found.get_template(name).render(values).rstrip("\n")
+
+
 def whole_number(text: str) -> int | None:
     """The number that a text of up to 18 digits is; None if it is none."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
@@ -58,6 +77,12 @@ def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
         else:
             found.append([number])
     return comma.join(f"{each[0]}–{each[-1]}" if len(each) >= least else comma.join(map(str, each)) for each in found)
+
+
+def first_few(words: Sequence[str], most: int, *, joined: str = ", ", rest: str = " and {} more") -> str:
+    """ "a, b and 3 more": the first words, and how many others there are."""
+    more = rest.format(len(words) - most) if len(words) > most else ""
+    return joined.join(words[:most]) + more
 
 
 def p_value(p: float) -> str:

@@ -1,7 +1,5 @@
 """The training loop. An optimizer step is `train_step`; what surrounds it is in `train`, in the order it happens."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.observe import MeasuredSteps
 from fp4train.run.run import Run
-from fp4train.run.step import seed_model, step_rows
+from fp4train.run.step import due, seed_model, step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError
@@ -121,11 +119,6 @@ def train(run: Run) -> Result:
     )
 
 
-def due(step: int, every: int, steps: int) -> bool:
-    """Whether something done every `every` steps (0: never) and at the end is due after `step` steps."""
-    return step == steps or (every > 0 and step % every == 0)
-
-
 def train_step(run: Run, recipe: Recipe) -> Step:
     """One optimizer step on the batch of `run.step`, queued: the host waits for nothing. It is measured where that is
     due. One that fails leaves no trace in delayed scales.
@@ -161,7 +154,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         values=values,
         scaling=scaling,
         loss_scale=run.loss_scale,
-        statistics=queued.statistics,
+        late=[queued.statistics] if queued.statistics is not None else [],
     )
     for hook in run.hooks:
         hook(run, step)

@@ -7,9 +7,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 IDLE_SECONDS = 5.0
 """A thread that is given nothing for so long ends; the next call begins another."""
+
+
+def within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
+    """`ask()`, or `otherwise` if that fails or takes longer."""
+    found: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            found.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else otherwise
 
 
 class Worker:

@@ -1,10 +1,11 @@
 """What a checkpoint costs the training loop, against one that the loop waits for.
 
-    python scripts/checkpoint_cost.py [model=llama_125m] [checkpoints=3] [also key=value of a run]
+    python scripts/checkpoint_cost.py [model=llama_125m] [checkpoints=3] [out=TABLE.md] [also key=value of a run]
 
 Trains a few steps of a run in a temporary folder, as `train.train` does them. The time of a checkpoint to the loop is
 what `Saver.begin` takes; beside it the same checkpoint, written while the loop waits, and the processor time that the
-thread takes for that, which a run on a CPU shares with its steps. Prints a Markdown table.
+thread takes for that, which a run on a CPU shares with its steps. Prints a Markdown table; `between=12` steps lie
+between two checkpoints.
 """
 
 from __future__ import annotations
@@ -25,11 +26,8 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Run
 from fp4train.train import enter_stretch, train_step
 
-BETWEEN = 12
-"""Steps from one checkpoint to the next."""
 
-
-def prepare(folder: Path, given: dict[str, str]) -> Run:
+def prepare(folder: Path, given: dict[str, str], between: int) -> Run:
     """A run of small batches: the state is the model's, whatever the batch."""
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog in 4 bits " * 2000)
@@ -46,7 +44,7 @@ def prepare(folder: Path, given: dict[str, str]) -> Run:
         "recipe": "bf16",
         "track": "jsonl",
         "phases": "none",
-        "checkpoint.every": str(BETWEEN),
+        "checkpoint.every": str(between),
         "checkpoint.keep": "1",
     }
     words = [f"{key}={value}" for key, value in (options | given).items()]
@@ -65,21 +63,31 @@ def step(run: Run) -> None:
 def main(arguments: list[str]) -> int:
     """Measure; print a table."""
     given = dict(a.partition("=")[::2] for a in arguments)
-    count = int(given.pop("checkpoints", "3"))
+    count, between = int(given.pop("checkpoints", "3")), int(given.pop("between", "12"))
+    out = given.pop("out", None)
+    table: list[str] = []
+
+    def say(line: str) -> None:
+        """Print a line, and write all so far: what ends the process early leaves them."""
+        table.append(line)
+        print(line, flush=True)
+        if out is not None:
+            Path(out).write_text("\n".join(table) + "\n", encoding="utf-8")
+
     keep_freed_memory()
     with tempfile.TemporaryDirectory(dir=given.pop("folder", None)) as place, run_directory.locked(Path(place) / "run"):
-        run = prepare(Path(place), given)
+        run = prepare(Path(place), given, between)
         step(run)
-        print(f"{run.description}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-        print("| checkpoint | written while the loop waits | of that, processor time | cost to the loop | ratio |")
-        print("|---|---|---|---|---|")
+        say(f"{run.description}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+        say("| checkpoint | written while the loop waits | of that, processor time | cost to the loop | ratio |")
+        say("|---|---|---|---|---|")
         for number in range(1, count + 1):
-            while run.step % BETWEEN:
+            while run.step % between:
                 step(run)
             began = time.perf_counter()
             run.saver.begin(proven=True)
             begun = time.perf_counter() - began
-            for _ in range(BETWEEN - 1):
+            for _ in range(between - 1):
                 step(run)
             run.saver.wait()
             began, processor = time.perf_counter(), time.process_time()
@@ -88,9 +96,7 @@ def main(arguments: list[str]) -> int:
             waited, processor = time.perf_counter() - began, time.process_time() - processor
             if not all(outcome.written for outcome in run.saver.outcomes()):
                 raise SystemExit("a checkpoint could not be written")
-            print(
-                f"| {number} | {waited:.2f} s | {processor:.2f} s | {begun:.3f} s | {begun / waited:.3f} |", flush=True
-            )
+            say(f"| {number} | {waited:.2f} s | {processor:.2f} s | {begun:.3f} s | {begun / waited:.3f} |")
             step(run)
         run.saver.close()
         run.tracker.finish(0)

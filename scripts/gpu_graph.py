@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpu_runs
+import gpu_stand_ins
 import torch
 
 from fp4train.run.step_graph import WARM_UP
@@ -31,13 +32,32 @@ OPTIONS = (
 
 def train(folder: Path, recipe: str, graph: bool, extra: list[str]) -> list[dict[str, Any]] | str:
     """The lines of a run's steps, or what it said when it failed."""
-    run = folder / f"{recipe}-{graph}"
-    command = [sys.executable, "-m", "fp4train", *OPTIONS, f"recipe={recipe}", f"train.cuda_graph={str(graph).lower()}"]
-    done = subprocess.run([*command, f"run.dir={run}", *extra], capture_output=True, text=True)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "train/loss" in line]
+    words = [*OPTIONS, f"recipe={recipe}", f"train.cuda_graph={str(graph).lower()}", *extra]
+    return gpu_runs.train(folder / f"{recipe}-{graph}", words, dry=False)
+
+
+def dry_run() -> int:
+    """One recipe on a CPU."""
+    words = [*OPTIONS, "recipe=nvfp4", "train.steps=6"]
+    with tempfile.TemporaryDirectory() as place:
+        with gpu_stand_ins.graphs(recorded=False):
+            eager = gpu_runs.train(Path(place) / "eager", words, dry=True)
+        with gpu_stand_ins.graphs() as recorders:
+            graph = gpu_runs.train(Path(place) / "graph", words, dry=True)
+    if isinstance(eager, str) or isinstance(graph, str):
+        print("eager:", eager, "recorded:", graph)
+        return 1
+    equal = not differing(eager, graph)
+    print(
+        f"{recorders[0].replays} replays, whose losses are {'equal' if equal else 'NOT equal'} to those of eager steps"
+    )
+    return 0 if equal else 1
+
+
+def differing(eager: gpu_runs.Lines, graph: gpu_runs.Lines) -> list[int]:
+    """The steps whose numbers differ."""
+    keys = ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe")
+    return [a["step"] for a, b in zip(eager, graph, strict=True) if any(a.get(k) != b.get(k) for k in keys)]
 
 
 def compare(folder: Path, recipe: str, extra: list[str]) -> dict[str, Any]:
@@ -46,8 +66,7 @@ def compare(folder: Path, recipe: str, extra: list[str]) -> dict[str, Any]:
     if isinstance(eager, str) or isinstance(graph, str):
         said = {name: run[-500:] for name, run in (("eager", eager), ("graph", graph)) if isinstance(run, str)}
         return {"equal": False, **said}
-    keys = ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe")
-    differ = [a["step"] for a, b in zip(eager, graph, strict=True) if any(a.get(k) != b.get(k) for k in keys)]
+    differ = differing(eager, graph)
     times = {}
     for name, lines in (("eager", eager), ("graph", graph)):
         settled = [line for line in lines[WARM_UP + 2 :] if line.get("perf/tokens_per_s")]
@@ -61,7 +80,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     parser.add_argument("options", nargs="*", help="more settings of the runs, such as backend=emulate")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on a CPU, with a recorder")
     given = parser.parse_args()
+    if given.dry_run:
+        return dry_run()
     if not torch.cuda.is_available():
         print("gpu_graph: torch sees no GPU, and CUDA graphs record what one does")
         return 3

@@ -5,41 +5,40 @@
 1. Exactness: every kernel against the readable reference, computed on the CPU: codes, scales, amax, values and decoded
    values, over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it
    (left out by --no-large or too little memory). Any difference ends the run with status 1.
-2. Bandwidth: bytes that a kernel must move, divided by its time, as a share of what a device-to-device copy of the same
-   tensor reaches. Times are medians of CUDA-graph replays, so that Python's launches do not count. The target is 75 %.
+2. Bandwidth (`gpu_bandwidth.py`): bytes that a kernel must move, divided by its time, as a share of a copy's.
 
 Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
 many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
 OUT.cases.jsonl as it is done; called again, the script goes on with the others. `--full` adds shapes and FP16.
 
-`--sanitize` runs few small cases and no timing, for
+`--sanitize` runs few small cases and no timing. Called once by itself it compiles them in all processes, so that
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python scripts/gpu_kernels.py --sanitize
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize --processes 1
+    compute-sanitizer --tool racecheck python scripts/gpu_kernels.py --sanitize --processes 1
 
-On a machine without a GPU `TRITON_INTERPRET=1 python scripts/gpu_kernels.py` checks exactness alone, in Triton's
-interpreter.
+find them in the cache. On a machine without a GPU `TRITON_INTERPRET=1 python scripts/gpu_kernels.py` checks exactness
+alone, in Triton's interpreter, and `--dry-run` some of it.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gpu_stand_ins
 import torch
 from torch import Tensor
 
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, reference
 from fp4train.quantize import triton as kernels
 
-TARGET = 0.75
 KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
 
 
@@ -222,90 +221,6 @@ def check_large() -> str | None:
     return difference(whole.codes[start:], wanted.codes)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One kernel's time on x, and the bytes it must move."""
-
-    name: str
-    call: Callable[[], object]
-    bytes: int
-
-
-def timings(x: Tensor) -> list[Timing]:
-    """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each line is one kernel."""
-    amax = x.abs().amax().float()
-    n = x.numel()
-    key = replace(KEY, row_offset=0, col_offset=0)
-    plain, codes4, codes8 = 2 * n, n // 2 + n // 16, n + n // 32
-    names = ("nvfp4", "nvfp4 hadamard", "nvfp4 stochastic", "nvfp4 hadamard stochastic", "nvfp4 16x16")
-    nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)
-    mxfp8, tensor8 = (kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3"))
-    saved4, saved8 = nvfp4.codes(x, None, amax), mxfp8.codes(x)
-    return [
-        Timing("amax", lambda: nvfp4.amax(x), plain),
-        Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
-        Timing("amax per row", lambda: nvfp4.amax(x, per_row=True), plain),
-        Timing("nvfp4 codes", lambda: nvfp4.codes(x, None, amax), plain + codes4),
-        Timing("nvfp4 values", lambda: nvfp4.values(x, None, amax), 2 * plain),
-        Timing("nvfp4 stochastic codes", lambda: stochastic.codes(x, key, amax), plain + codes4),
-        Timing("nvfp4 stochastic values", lambda: stochastic.values(x, key, amax), 2 * plain),
-        Timing("nvfp4 codes, columns", lambda: nvfp4.codes(x.T, None, amax), plain + codes4),
-        Timing("nvfp4 hadamard codes, columns", lambda: had.codes(x.T, None, amax), plain + codes4),
-        Timing("nvfp4 hadamard values, columns", lambda: had.values(x.T, None, amax), 2 * plain),
-        Timing(
-            "nvfp4 hadamard stochastic codes, columns", lambda: had_stochastic.codes(x.T, key, amax), plain + codes4
-        ),
-        Timing("nvfp4 hadamard stochastic values, columns", lambda: had_stochastic.values(x.T, key, amax), 2 * plain),
-        Timing("nvfp4 16x16 codes", lambda: square.codes(x, None, amax), plain + n // 2 + n // 256),
-        Timing("nvfp4 16x16 values", lambda: square.values(x, None, amax), 2 * plain),
-        Timing("nvfp4 decode", lambda: nvfp4.decode(saved4), plain + codes4),
-        Timing("mxfp8 codes", lambda: mxfp8.codes(x), plain + codes8),
-        Timing("mxfp8 values", lambda: mxfp8.values(x), 2 * plain),
-        Timing("mxfp8 codes, columns", lambda: mxfp8.codes(x.T), plain + codes8),
-        Timing("mxfp8 decode", lambda: mxfp8.decode(saved8), plain + codes8),
-        Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
-        Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
-    ]
-
-
-def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
-    """Median GPU time of a call, from replays of a CUDA graph of it."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def bandwidth(rows: int, cols: int) -> tuple[float, list[dict[str, Any]]]:
-    """(GB/s of the copy, one row a kernel), printed as they come."""
-    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty_like(x)
-    copy = 2 * x.numel() * x.element_size() / microseconds(lambda: y.copy_(x)) / 1e3
-    print(f"\ncopy of {rows}x{cols} BF16: {copy:.0f} GB/s; target {TARGET:.0%} of it\n")
-    print(f"{'kernel':44s} {'us':>9s} {'GB/s':>7s} {'of copy':>8s}")
-    table = []
-    for timing in timings(x):
-        time = microseconds(timing.call)
-        rate = timing.bytes / time / 1e3
-        row = {"kernel": timing.name, "us": time, "bytes": timing.bytes, "gb_per_s": rate, "share_of_copy": rate / copy}
-        table.append(row)
-        print(
-            f"{timing.name:44s} {time:9.1f} {rate:7.0f} {rate / copy:8.1%}{'' if rate >= TARGET * copy else '  below'}"
-        )
-    return copy, table
-
-
 def machine() -> dict[str, str]:
     import triton
 
@@ -366,9 +281,10 @@ def read_records(path: Path | None, names: set[str]) -> dict[str, dict[str, Any]
     return found
 
 
-def in_processes(count: int, written: Path, options: list[str]) -> None:
-    """Run the cases that `written` does not hold in `count` processes of this script."""
-    command = [sys.executable, __file__, "--out", str(written), *options]
+def in_processes(count: int, written: Path | None, options: list[str]) -> None:
+    """Run the cases that `written` does not hold in `count` processes of this script; without it they only fill the
+    cache of compiled kernels."""
+    command = [sys.executable, __file__, *(["--out", str(written)] if written else []), *options]
     children = [subprocess.Popen([*command, "--share", f"{index}/{count}"]) for index in range(count)]
     for child in children:
         child.wait()
@@ -381,15 +297,20 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once")
     parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="one case in twenty, in Triton's interpreter on a CPU")
     parser.add_argument("--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out")
     parser.add_argument("--rows", type=int, default=16384, help="tokens of the timed tensor")
     parser.add_argument("--cols", type=int, default=16384, help="features of the timed tensor")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.dry_run:
+        gpu_stand_ins.interpret()
+    device = "cuda" if torch.cuda.is_available() and not arguments.dry_run else "cpu"
     if reason := kernels.why_not(QuantSpec(), device):
         print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
         return 3
     chosen = all_cases(device, sanitize=arguments.sanitize, full=arguments.full)
+    if arguments.dry_run:
+        chosen = chosen[::20]
     if arguments.share:  # `out` is the file that all of them write to
         index, count = map(int, arguments.share.split("/"))
         done = read_records(arguments.out, {case.name for case in chosen})
@@ -402,8 +323,9 @@ def main() -> int:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         written = arguments.out.with_suffix(".cases.jsonl")
     names = {case.name for case in chosen}
-    if written is not None and device == "cuda" and not arguments.sanitize and arguments.processes > 1:
-        in_processes(arguments.processes, written, ["--full"] if arguments.full else [])
+    if device == "cuda" and arguments.processes > 1:
+        options = [f"--{name}" for name in ("full", "sanitize") if getattr(arguments, name)]
+        in_processes(arguments.processes, written, options)
     done = read_records(written, names)
     for record in exactness([case for case in chosen if case.name not in done], device, written):
         done[record["case"]] = record
@@ -424,6 +346,8 @@ def main() -> int:
             if large and not large.startswith("left out"):
                 wrong.append({"case": "more than 2^31 elements", "differences": {"codes": large}})
             torch.cuda.empty_cache()
+        from gpu_bandwidth import bandwidth
+
         copy, table = bandwidth(arguments.rows, arguments.cols)
         result |= {"shape": [arguments.rows, arguments.cols], "copy_gb_per_s": copy, "bandwidth": table}
     if arguments.out:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_stand_ins
 import te_selfcheck as selfcheck
 import torch
 
@@ -40,6 +41,8 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),
     "nvfp4 forward, mxfp8 backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
 }
+DRY = ("mxfp8", "nvfp4", "fp8 blocks")
+"""The recipes of a dry run: one of each layout of scales."""
 
 
 def compare(name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: bool) -> dict[str, Any]:
@@ -68,7 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the layer")
+    parser.add_argument("--dry-run", action="store_true", help="three recipes on a CPU, with recorded products")
     args = parser.parse_args(arguments)
+    if args.dry_run:
+        with gpu_stand_ins.scaled_products() as calls:
+            problem = selfcheck.Problem.draw(128, 256, 128, "cpu")
+            rows = [compare(name, RECIPES[name], problem, timed=False) for name in DRY]
+        print(*map(json.dumps, rows), f"{len(calls)} calls of scaled_mm", sep="\n")
+        return 0 if all(row["agrees"] for row in rows) else 1
     if not torch.cuda.is_available():
         print("gpu_native needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
         return 3

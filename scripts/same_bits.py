@@ -114,7 +114,8 @@ def digests(run: Path) -> dict[str, str]:
                 tensor = tensors.get_tensor(name)
                 data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 digest = hashlib.sha256(data).hexdigest()
-                found[f"{file.name} {name}"] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
+                part = file.stem.partition("-")[2]  # of the rank; weights may lie apart from moments
+                found[f"{part} {name}".strip()] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
     return found
 
 

@@ -6,12 +6,12 @@
 
 One trial, and when it passes:
 
-- kills: a command that trains or measures is killed (SIGKILL) once to three times at random moments. The same command
-  again gives what an undisturbed one does, in every bit.
-- faults: the n-th call of write, fsync, rename or open of a command that trains fails (ENOSPC, EIO), or all from there.
-  It ends with 0, or with 1 and a reason; the same command again gives what an undisturbed one does.
-- parts: the same for a part of a command: a checkpoint, a file, an appended line, the metrics. What is there is the old
-  or the new, whole, and what is lost is said.
+- kills: a command that trains, measures or exports is killed (SIGKILL) once to three times at random moments. The same
+  command again gives what an undisturbed one does, in every bit.
+- faults: the n-th call of write, fsync, rename or open of a command that trains or exports fails (ENOSPC, EIO), or all
+  from there. It ends with 0, or with 1 and a reason; the same command again gives what an undisturbed one does.
+- parts: the same for a part of a command: a checkpoint, a file, a folder, an appended line, the metrics. What is there
+  is the old or the new, whole, and what is lost is said.
 - power: of a recorded command only what was synced until a call of fsync is kept. The same command again gives what an
   undisturbed one does; what had ended is there.
 - streams: a process whose standard streams are closed at its start. It has its exit code, and no traceback.
@@ -68,7 +68,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "parts": (part_trial, 300, 1000),
     "power": (power_trial, 30, 300),
     "streams": (stream_trial, 7, 20),
-    "memory": (memory_trial, 16, 16),
+    "memory": (memory_trial, 18, 18),
     "damages": (damage_trial, 1000, 5000),
     "resumes": (resume_trial, 30, 200),
     "hostile": (hostile_trial, 60, 300),

@@ -316,7 +316,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the timed layer")
     parser.add_argument("--no-timing", action="store_true", help="compare only")
+    parser.add_argument("--dry-run", action="store_true", help="three recipes on a CPU, without Transformer Engine")
     args = parser.parse_args(arguments)
+    if args.dry_run:
+        import gpu_stand_ins
+
+        problem = Problem.draw(64, 96, 64, "cpu")
+        with gpu_stand_ins.te_layers(sys.modules[__name__]):
+            rows = [check_native(name, RECIPES[name], problem) for name in ("nvfp4", "mxfp8", "fp8 delayed")]
+        show(rows, [])
+        return 0 if all(row.agrees for row in rows) else 1
     if not torch.cuda.is_available():
         print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
         return 3

@@ -7,7 +7,9 @@ the last line says how many.
 
 import gc
 import os
+import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,52 @@ def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A command may choose its number of threads; the next test has one again."""
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with something to learn in it."""
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the default recipe, policy and phases on byte tokens, which tests read and leave as it is."""
+    from command_line import TINY
+
+    from fp4train.cli import main
+
+    run = tmp_path_factory.mktemp("runs") / "small"
+    words = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", f"run.dir={run}", "run.name=small"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+        main([*TINY, *words])
+    assert ended.value.code == 0
+    return run
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hugging Face folders of the small models of `hf_folders`: Llama 3 in several shards, Qwen2 in BF16."""
+    from hf_folders import MODELS, write_folder
+
+    place = tmp_path_factory.mktemp("folders")
+    options: dict[str, Any] = {"llama-3": {"shard": "100KB"}, "qwen2": {"dtype": torch.bfloat16}}
+    for name in MODELS:
+        write_folder(place / name, name, **options.get(name, {}))
+    assert len(list((place / "llama-3").glob("model-*.safetensors"))) > 2
+    return {name: place / name for name in MODELS}
 
 
 LEFT_OUT = pytest.StashKey[int]()

@@ -11,36 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fp4train.backends.emulate import EMULATE, TORCH, matmul, widened
+from fp4train.backends.emulate import EMULATE, TORCH
+from fp4train.backends.emulate import matmul as matmul
+from fp4train.backends.emulate import widened as widened
 from fp4train.backends.native import NATIVE
-from fp4train.backends.protocol import Backend, LayerBackend, LayerKernels, LayerState, Prepared
+from fp4train.backends.protocol import Backend as Backend
+from fp4train.backends.protocol import LayerBackend as LayerBackend
+from fp4train.backends.protocol import LayerKernels as LayerKernels
+from fp4train.backends.protocol import LayerState as LayerState
+from fp4train.backends.protocol import Prepared as Prepared
 from fp4train.backends.reference import REFERENCE
-from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands, Shape, Table, describe
+from fp4train.backends.table import GEMMS as GEMMS
+from fp4train.backends.table import HIGH_PRECISION as HIGH_PRECISION
+from fp4train.backends.table import OPERANDS as OPERANDS
+from fp4train.backends.table import Operands as Operands
+from fp4train.backends.table import Shape as Shape
+from fp4train.backends.table import Table as Table
+from fp4train.backends.table import describe as describe
+from fp4train.backends.table import named as named
 from fp4train.backends.te import TRANSFORMER_ENGINE
 from fp4train.hardware import Device
 from fp4train.text import check_choice
-
-__all__ = [
-    "BACKENDS",
-    "CHOICES",
-    "GEMMS",
-    "HIGH_PRECISION",
-    "LAYER_BACKENDS",
-    "OPERANDS",
-    "Backend",
-    "Choice",
-    "LayerBackend",
-    "LayerKernels",
-    "LayerState",
-    "Operands",
-    "Prepared",
-    "Shape",
-    "Table",
-    "choose",
-    "describe",
-    "matmul",
-    "widened",
-]
 
 LAYER_BACKENDS: Mapping[str, LayerBackend] = {"te": TRANSFORMER_ENGINE}
 BACKENDS: Mapping[str, Backend] = {"torch": TORCH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
@@ -56,7 +47,14 @@ class Choice(NamedTuple):
 
 
 def choose(
-    table: Table, layer: Shape, backend: str, device: Device, *, cut: bool = False, apart: str | None = None
+    table: Table,
+    layer: Shape,
+    backend: str,
+    device: Device,
+    *,
+    cut: bool = False,
+    fused: bool = False,
+    apart: str | None = None,
 ) -> dict[str, Choice]:
     """The backend of each GEMM of `table` in `layer` on `device`.
 
@@ -66,6 +64,7 @@ def choose(
 
     Args:
         cut: whether the layer is a shard; it then needs collectives between its GEMMs.
+        fused: whether its weight shares a global scale with others.
         apart: why the layer's channels are multiplied in parts, which only emulation and the reference do; None: they
             are not.
 
@@ -77,7 +76,7 @@ def choose(
         return dict.fromkeys(GEMMS, Choice("torch", table.name))
 
     def refusal(why_not: str) -> ValueError:
-        choices = choose(table, layer, "auto", device, cut=cut, apart=apart).values()
+        choices = choose(table, layer, "auto", device, cut=cut, fused=fused, apart=apart).values()
         instead = sorted({choice.backend for choice in choices} - {"torch"})
         return ValueError(
             f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
@@ -88,7 +87,7 @@ def choose(
     for name, together in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
-        why_not = _WHOLE if cut else together.why_not(table, layer, device) or apart
+        why_not = _WHOLE if cut else together.why_not(table, layer, device) or (_OWN if fused else apart)
         if why_not is None:
             return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
@@ -109,4 +108,16 @@ def choose(
     return {gemm: of_gemm(gemm) for gemm in GEMMS}
 
 
+def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> str:
+    """What a plan adds to the reason of a product that is, or could be, summed in tensor cores' fast accumulator."""
+    if not operands.sums_fp8 or not (8, 9) <= (device.capability or (0, 0)) < (10, 0):
+        return ""
+    if backend in LAYER_BACKENDS:
+        fast = LAYER_BACKENDS[backend].sums_fast(operands, gemm)
+    else:
+        fast = operands.accumulator == "fast" and BACKENDS[backend].summing("fast") is not BACKENDS[backend]
+    return "; summed in 14 bits (fast accumulator)" if fast else ""
+
+
 _WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
+_OWN = "it takes each weight's own amax, and the recipe's fused scales take that of several weights"

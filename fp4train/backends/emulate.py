@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.protocol import Prepared
+from fp4train.backends.protocol import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
@@ -63,6 +63,9 @@ class Emulate:
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
         with _float32_accumulation():
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+    def summing(self, accumulator: str) -> Backend:
+        return self
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
         return True

@@ -3,7 +3,7 @@
     why_not(table, gemm, layer, device)   why the backend cannot run this GEMM there, or None
     takes_codes                           whether it multiplies codes and scales (`Quantized`), or values (`Decoded`)
     product(a, b)                         a·bᵀ of two such operands
-    region(tables)                        context manager around a forward pass; no effect for most
+    region(tables, ranks)                 context manager around the passes of a step; no effect for most
 
 A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GEMMs of a layer together and creates one
 `LayerKernels` per layer; its `why_not` is about the whole table.
@@ -11,16 +11,19 @@ A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fp4train.backends.table import Shape, Table
+from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
 from fp4train.quantize import Decoded, Quantized, QuantSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Prepared: TypeAlias = Decoded | Quantized
 """An operand ready for a product: decoded values, or codes and scales."""
@@ -39,6 +42,10 @@ class Backend(Protocol):
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S] in `out_dtype`."""
+        ...
+
+    def summing(self, accumulator: str) -> Backend:
+        """This backend with the accumulator that `Operands` names; itself where it has one only."""
         ...
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
@@ -62,12 +69,23 @@ class LayerKernels(LayerState, Protocol):
     """The kernels of one layer; their state is that of delayed scaling."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table, *, position: tuple[int, int] | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: Table,
+        *,
+        position: tuple[int, int] | None = None,
+        into: Callable[[], Tensor] | None = None,
+        freed: bool = False,
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
         position: (seed, step), within which the weight does not change, so that it is quantised once; None: it may
         have changed since the last call.
+        into: gives, in backward, the float32 [N, K] to which dw is added; None: dw is returned, in the table's dtype.
+        freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
+        nothing as large as it may be kept in between.
         """
         ...
 
@@ -85,10 +103,15 @@ class LayerBackend(Protocol):
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""
         ...
 
+    def sums_fast(self, operands: Operands, gemm: str) -> bool:
+        """Whether it sums this product, one that `Operands.sums_fp8`, in the fast accumulator."""
+        ...
+
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
         ...
 
-    def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
-        """Context manager around one forward pass of a model whose layers run `tables`."""
+    def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
+        """Context manager around the passes of a step of a model whose layers run `tables`, and which `ranks` share
+        (None: all); within itself it does nothing."""
         ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4train.backends.protocol import Prepared
+from fp4train.backends.protocol import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.quantize import Quantized, QuantSpec
@@ -39,6 +39,9 @@ class Reference:
             if scale is not None:
                 y *= scale.permute(dims) if dims and scale.dim() == 2 else scale
         return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+
+    def summing(self, accumulator: str) -> Backend:
+        return self
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
         return True

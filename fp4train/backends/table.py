@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 
 from fp4train.quantize import QuantSpec
+from fp4train.text import check_choice
 
+ACCUMULATORS = ("auto", "fast", "exact")
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 """Names of the first and second operand of each GEMM."""
@@ -41,10 +43,34 @@ class Operands:
     Args:
         first: spec of x (fprop) or dy (dgrad, wgrad).
         second: spec of w (fprop, dgrad) or x (wgrad).
+        accumulator: in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one scale per tensor or
+            row: "fast", 14 bits; "exact", whose partial sums of 128 products are added in float32; "auto": what the
+            backend does by itself, Transformer Engine "fast" in fprop, all others "exact". Other products have one.
     """
 
     first: QuantSpec | None = None
     second: QuantSpec | None = None
+    accumulator: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("accumulator", self.accumulator, ACCUMULATORS)
+        if self.accumulator != "auto" and not self.sums_fp8:
+            raise ValueError(
+                f"accumulator={self.accumulator!r} is for products of two FP8 operands with one scale per tensor or "
+                "row; others are summed in one way: use accumulator='auto'"
+            )
+
+    @property
+    def sums_fp8(self) -> bool:
+        """Whether both are FP8 with one scale per tensor or row, of which some tensor cores have two kinds of sums."""
+        return all(
+            spec is not None and spec.element in ("e4m3", "e5m2") and spec.block[1] is None
+            for spec in (self.first, self.second)
+        )
+
+    @property
+    def both(self) -> tuple[QuantSpec | None, QuantSpec | None]:
+        return self.first, self.second
 
     @property
     def quantised(self) -> bool:
@@ -52,7 +78,7 @@ class Operands:
 
     def elements(self, dtype: str) -> str:
         """The element formats, with high precision shown as `dtype`: "E2M1·E2M1", "BF16·BF16"."""
-        return "·".join(SHORT[dtype] if s is None else s.element.upper() for s in (self.first, self.second))
+        return "·".join(SHORT[dtype] if s is None else s.element.upper() for s in self.both)
 
 
 HIGH_PRECISION = Operands()
@@ -96,12 +122,18 @@ class Table(Mapping[str, Operands]):
 
     def specs(self) -> list[QuantSpec]:
         """The distinct quant specs."""
-        found = [spec for operands in self.values() for spec in (operands.first, operands.second) if spec is not None]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(spec for *_, spec in named(self) if spec is not None))
+
+
+def named(table: Mapping[str, Operands]) -> Iterator[tuple[str, str, QuantSpec | None]]:
+    """(GEMM, operand, spec) of each operand of some GEMMs: ("fprop", "x", …)."""
+    for gemm, operands in table.items():
+        yield from ((gemm, name, spec) for name, spec in zip(OPERANDS[gemm], operands.both, strict=True))
 
 
 class Shape(Protocol):
-    """The properties of a layer that backends read: y [*, out_features] = x [*, in_features]·wᵀ."""
+    """The properties of a layer that backends read: y [*, out_features] = x [*, in_features]·wᵀ, with one weight or, of
+    `experts`, with so many, each for the rows routed to it."""
 
     @property
     def name(self) -> str: ...
@@ -109,6 +141,8 @@ class Shape(Protocol):
     def in_features(self) -> int: ...
     @property
     def out_features(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
 
 
 def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False) -> tuple[str, ...]:

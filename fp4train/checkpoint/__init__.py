@@ -1,22 +1,15 @@
 """Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many, free of pickle."""
 
-from fp4train.checkpoint.folder import Checkpoint, CheckpointError, load, newest_state, prune, save, steps
-from fp4train.checkpoint.layout import ALONE, CheckpointGroup
-from fp4train.checkpoint.reading import StoredTensors
-from fp4train.checkpoint.tree import escaped, flatten, unflatten
-
-__all__ = [
-    "ALONE",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointGroup",
-    "StoredTensors",
-    "escaped",
-    "flatten",
-    "load",
-    "newest_state",
-    "prune",
-    "save",
-    "steps",
-    "unflatten",
-]
+from fp4train.checkpoint.folder import Checkpoint as Checkpoint
+from fp4train.checkpoint.folder import CheckpointError as CheckpointError
+from fp4train.checkpoint.folder import load as load
+from fp4train.checkpoint.folder import newest_state as newest_state
+from fp4train.checkpoint.folder import prune as prune
+from fp4train.checkpoint.folder import save as save
+from fp4train.checkpoint.folder import steps as steps
+from fp4train.checkpoint.layout import ALONE as ALONE
+from fp4train.checkpoint.layout import CheckpointGroup as CheckpointGroup
+from fp4train.checkpoint.reading import StoredTensors as StoredTensors
+from fp4train.checkpoint.tree import escaped as escaped
+from fp4train.checkpoint.tree import flatten as flatten
+from fp4train.checkpoint.tree import unflatten as unflatten

@@ -2,14 +2,19 @@
 
 Layout, one directory a step::
 
-    RUN/checkpoints/step_00000120/tensors.safetensors    every tensor, on the CPU, in its own dtype
+    RUN/checkpoints/step_00000120/weights.safetensors    the weights, on the CPU, in their own dtype
+                                  tensors.safetensors    all other tensors: moments, random states, scales
                                   state.json             version, step, checksums, and all that is not a tensor
 
-Several ranks write a file each, `tensors-00003-of-00008.safetensors`, with the parts of the tensors that the rank owns;
-no rank ever holds more than its parts. The first rank makes the directory, and when all have written and synced their
-files, it writes state.json with every file's size and SHA-256, renames, and removes what is too old. All ranks agree
-after each of these steps: where one of them fails, none counts the checkpoint, and each raises the failing rank's
-reason. Each then reads the parts it wants, whatever the number of ranks was (`reading.py`).
+Who wants the weights alone neither reads nor verifies the moments (`load(…, weights=True)`). A checkpoint from before
+this had all tensors in one file; it is read like the others.
+
+Several ranks write two files each, `weights-00003-of-00008.safetensors` and `tensors-00003-of-00008.safetensors`, with
+the parts of the tensors that the rank owns; no rank ever holds more than its parts. The first rank makes the directory,
+and when all have written and synced their files, it writes state.json with every file's size and SHA-256, renames, and
+removes what is too old. All ranks agree after each of these steps: where one of them fails, none counts the checkpoint,
+and each raises the failing rank's reason. Each then reads the parts it wants, whatever the number of ranks was
+(`reading.py`).
 
 Why a directory that is renamed: a rename is atomic, so a checkpoint either exists whole or does not exist. Everything
 is written and fsynced in a hidden directory beside it first; a process killed meanwhile leaves only that, and the next
@@ -135,11 +140,14 @@ def save(
     return place / directory_name(step)
 
 
-def load(folder: Path, step: int | None = None, *, ranks: CheckpointGroup = ALONE) -> Checkpoint:
+def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks: CheckpointGroup = ALONE) -> Checkpoint:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
     All files are verified, and no tensor is read yet. Several ranks verify a part of the files each and find the same
     checkpoint.
+
+    Args:
+        weights: verify and find the tensors of the model alone, whatever has become of the files of the others.
 
     Raises:
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer fp4train.
@@ -156,7 +164,7 @@ def load(folder: Path, step: int | None = None, *, ranks: CheckpointGroup = ALON
         problem, newer = None, None
         try:
             with opened_folder(folder) as opened, opened.folder(path.name) as each:
-                tensors, state = read(each, candidate, ranks)
+                tensors, state = read(each, candidate, ranks, weights=weights)
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:

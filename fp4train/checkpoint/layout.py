@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FORMAT = "fp4train.checkpoint"
-VERSION, SHARDED = 1, 2
-"""Format versions: of a checkpoint that one rank wrote, and of one that several wrote."""
-TENSORS = "tensors.safetensors"
+VERSION = 2
+"""The format version that is written. Version 1, of one rank, has the one file `tensors.safetensors`; in it, and in
+files of several ranks of before, weights and moments lie together."""
+WEIGHTS, TENSORS = "weights", "tensors"
+"""The two kinds of files: of the tensors whose names begin with `OF_THE_MODEL`, and of all others."""
+OF_THE_MODEL = "model/"
 STATE = "state.json"
 STATE_LIMIT = 1 << 26
 """Bytes of a state that are read at most; the largest of fp4train's own have some hundred thousand."""
@@ -38,6 +41,11 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
     else:
         with files.parent(folder, create=create) as (above, name), above.folder(name, create=create) as opened:
             yield opened
+
+
+def file_name(kind: str, rank: int, size: int) -> str:
+    """The name of the file of one `kind` that rank number `rank` of `size` writes."""
+    return f"{kind}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{kind}.safetensors"
 
 
 def directory_name(step: int) -> str:
@@ -86,6 +94,25 @@ class CheckpointGroup:
         alone = self.group is None or problem is None
         told = problem if alone else f"rank {self.rank} on {socket.gethostname()}: {problem}"
         return next((each for each in self.gathered(told) if each is not None), None)
+
+    def together(self, task: Callable[[], T]) -> T:
+        """What `task` gives; it waits for all ranks, and where it fails on one, all raise that rank's reason.
+
+        Raises:
+            OSError: that.
+            RuntimeError: as `gathered`.
+        """
+        if self.size == 1:
+            return task()
+        given: list[T] = []
+        raised = None
+        try:
+            given.append(task())
+        except Exception as error:
+            raised = error
+        if problem := self.agree(None if raised is None else str(raised) or type(raised).__name__):
+            raise OSError(problem) from raised
+        return given[0]
 
 
 ALONE = CheckpointGroup()

@@ -4,15 +4,13 @@ Whichever files and parts the tensors were written in, any box of them is put to
 so a checkpoint of one number of ranks is read on another, and no rank reads or holds more than it wants.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.checkpoint.layout import FORMAT, SHARDED, STATE, STATE_LIMIT, TENSORS, CheckpointGroup
+from fp4train.checkpoint.layout import (
+    FORMAT,
+    OF_THE_MODEL,
+    STATE,
+    STATE_LIMIT,
+    TENSORS,
+    VERSION,
+    WEIGHTS,
+    CheckpointGroup,
+    file_name,
+)
 from fp4train.checkpoint.tensors import Box, checksum, read_box, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
 from fp4train.errors import UserError
 from fp4train.files import Folder, parent
 from fp4train.sealed import checksum as checksum_of
-from fp4train.shards import like, shard_of
+from fp4train.shards import RowOrder, like, shard_of
 
 _OPEN_FILES = 64
 _MOST_DIMENSIONS = 8
@@ -38,11 +46,11 @@ class File:
 
     Args:
         status: device, inode, size and time of change.
-        boxes: by name, what it holds.
+        boxes: by name of a tensor, what it holds of it.
     """
 
     status: tuple[int, int, int, int]
-    boxes: Mapping[str, Box]
+    boxes: Mapping[str, tuple[Box, ...]]
 
 
 def status_of(descriptor: int) -> tuple[int, int, int, int]:
@@ -68,15 +76,35 @@ class StoredTensors(Mapping[str, Tensor]):
         self._files = files
         self._boxes: dict[str, list[tuple[str, Box]]] = {}
         for file, each in files.items():
-            for name, box in each.boxes.items():
-                self._boxes.setdefault(name, []).append((file, box))
-        for name, boxes in self._boxes.items():
-            _check_whole(name, [box for _, box in boxes])
+            for name, boxes in each.boxes.items():
+                self._boxes.setdefault(name, []).extend((file, box) for box in boxes)
+        for name, held in self._boxes.items():
+            _check_whole(name, [box for _, box in held])
         if lost := next((name for name, target in aliases.items() if target not in self._boxes), None):
             raise ValueError(f"{lost} stands for {aliases[lost]}, which is not there")
         self._boxes |= {name: self._boxes[target] for name, target in aliases.items()}
         self._open: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close, self._open)
+
+    def stack(self, name: str, parts: Sequence[Sequence[str]]) -> None:
+        """Let `name` be a tensor [E, N, K]: for each e the matrices [·, K] of the names in `parts`, row after row.
+
+        Raises:
+            ValueError: they are no matrices that make a tensor, or were stored in parts.
+        """
+        first = self._boxes[parts[0][0]][0][1]
+        rows = sum(self.shape(each)[0] for each in parts[0])
+        shape, made = (len(parts), rows, *first.shape[1:]), []
+        for index, names in enumerate(parts):
+            above = 0
+            for each in names:
+                ((file, box), *more) = self._boxes[each]
+                if more or len(box.shape) != 2 or above + box.shape[0] > rows or box.shape[1:] != first.shape[1:]:
+                    raise ValueError(f"{each} of shape {list(box.shape)} is no part of a tensor {list(shape)}")
+                made.append((file, replace(box, shape=shape, offsets=(index, above, 0), sizes=(1, *box.shape))))
+                above += box.shape[0]
+        _check_whole(name, [box for _, box in made])
+        self._boxes[name] = made
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
@@ -115,10 +143,11 @@ class StoredTensors(Mapping[str, Tensor]):
             raise ValueError(f"{name}: {found} of {wanted} elements are in {self.path.name}")
         return into
 
-    def read_like(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor that lies as `tensor` does, which has the same shape."""
-        part = shard_of(tensor)
-        return like(tensor, self.read(name, part.offsets, tuple(part.tensor.shape)))
+    def read_like(self, name: str, tensor: Tensor, order: RowOrder | None = None) -> Tensor:
+        """This rank's part of a tensor that lies as `tensor` does, which has the same shape and order of rows."""
+        boxes = shard_of(tensor, order).boxes()
+        found = [self.read(name, box.offsets, tuple(box.tensor.shape)) for box in boxes]
+        return like(tensor, found[0] if len(found) == 1 else torch.cat(found))
 
     def _descriptor(self, file: str) -> int:
         if file in self._open:
@@ -138,9 +167,11 @@ class Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
-def read(folder: Folder, step: int, ranks: CheckpointGroup | None) -> tuple[StoredTensors, dict[str, JSON]]:
+def read(
+    folder: Folder, step: int, ranks: CheckpointGroup | None, *, weights: bool = False
+) -> tuple[StoredTensors, dict[str, JSON]]:
     """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
-    here waits for another rank."""
+    here waits for another rank. `weights`: the other tensors are left out, where they lie in files of their own."""
     try:
         body = json.loads(folder.read(STATE, STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -148,9 +179,9 @@ def read(folder: Folder, step: int, ranks: CheckpointGroup | None) -> tuple[Stor
         if body.pop("sha256", None) != checksum_of(body):  # first: a damaged version is damage, not a newer fp4train
             raise Unusable(f"{STATE} is damaged (checksum differs)")
         version = body.get("version")
-        if isinstance(version, int) and version > SHARDED:
+        if isinstance(version, int) and version > VERSION:
             raise UserError(
-                f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {SHARDED}. "
+                f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {VERSION}. "
                 "Update fp4train to resume from it."
             )
         if body["step"] != step:
@@ -158,11 +189,14 @@ def read(folder: Folder, step: int, ranks: CheckpointGroup | None) -> tuple[Stor
         state, described = from_strict(body["state"]), body["tensors"]
         if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
             raise Unusable(f"{STATE} holds no state")
-        files = described["files"] if version == SHARDED else {TENSORS: described}
+        aliases = described["aliases"]
+        files = described["files"] if version == VERSION else {file_name(TENSORS, 0, 1): described}
+        if weights and (own := {name: each for name, each in files.items() if name.startswith(WEIGHTS)}):
+            files, aliases = own, {name: aliases[name] for name in aliases if name.startswith(OF_THE_MODEL)}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
-        return StoredTensors(folder, read, described["aliases"]), state
+        return StoredTensors(folder, read, aliases), state
     except FileNotFoundError as error:
         raise Unusable(f"{Path(str(error.filename)).name} is missing") from error
     except UnicodeDecodeError as error:

@@ -3,17 +3,16 @@
 The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header with dtype,
 shape and place of each tensor, then the bytes of the tensors without gaps, largest dtype first so that each is aligned.
 It is written here because the library takes a path, which could lead over a link, and so that the checksum is taken of
-what is written. Where a file holds parts, `__metadata__` says of which tensors: the shape of the whole and the offsets.
+what is written. Where a file holds parts, `__metadata__` says of which tensors: the shape of the whole, the offsets,
+and the runs of rows where they do not follow each other.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +63,30 @@ class Box:
     start: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedTensor:
+    """A tensor to write, whose values are made when they are written.
+
+    Args:
+        pieces: gives its elements in row-major order, as tensors of `dtype` and any shape; each is made when the one
+            before is written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Callable[[], Iterable[Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def described(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
 def write_parts(descriptor: int, parts: Mapping[str, TensorShard]) -> tuple[int, str]:
     """Write `parts`, of any device and strides; returns the number of bytes and their SHA-256.
 
@@ -71,33 +94,59 @@ def write_parts(descriptor: int, parts: Mapping[str, TensorShard]) -> tuple[int,
         OSError: the disk takes no more.
         TypeError: a dtype that the format does not know.
     """
-    tensors = {name: part.tensor.detach() for name, part in parts.items()}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    places = {n: {"shape": list(p.shape), "offsets": list(p.offsets)} for n, p in parts.items() if not p.whole}
-    header: dict[str, object] = {"__metadata__": {_PARTS: _compact(places)}} if places else {}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise TypeError(f"{name}: a tensor of {tensor.dtype} cannot be in a checkpoint")
-        first, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
-    text = _compact(header).encode()
-    text += b" " * (-len(text) % 8)
+    places = {name: _place(part) for name, part in parts.items() if not part.whole}
     digest = hashlib.sha256()
 
     def put(data: bytes | memoryview) -> None:
         digest.update(data)
         write_all(descriptor, data)
 
+    def streamed(name: str) -> StreamedTensor:
+        tensor = parts[name].tensor.detach()
+        return StreamedTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=lambda: [tensor])
+
+    size = write_tensors(put, map(streamed, sorted(parts)), {_PARTS: _compact(places)} if places else {})
+    return size, digest.hexdigest()
+
+
+def write_tensors(
+    put: Callable[[bytes | memoryview], None], tensors: Iterable[StreamedTensor], metadata: Mapping[str, str]
+) -> int:
+    """Give `put` the bytes of a file of `tensors`, one tensor after the other; returns how many bytes.
+
+    Tensors of larger dtypes come first, those of one size in the order given.
+
+    Args:
+        metadata: for the header's `__metadata__`.
+
+    Raises:
+        TypeError: a dtype that the format does not know.
+        ValueError: pieces that do not make their tensor.
+    """
+    order = sorted(tensors, key=lambda each: -each.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for each in order:
+        if each.dtype not in _NAMES:
+            raise TypeError(f"{each.name}: a tensor of {each.dtype} cannot be in a file of safetensors")
+        first, end = end, end + each.size
+        header[each.name] = {"dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": [first, end]}
+    text = _compact(header).encode()
+    text += b" " * (-len(text) % 8)
     put(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        held = tensors[name].cpu().contiguous()
-        if held.numel():
-            data = _bytes(held.reshape(-1).view(torch.uint8))
-            for start in range(0, len(data), _CHUNK):
-                put(data[start : start + _CHUNK])
-    return 8 + len(text) + end, digest.hexdigest()
+    for each in order:
+        left = each.size
+        for piece in each.pieces():
+            held, left = piece.cpu().contiguous(), left - piece.nbytes
+            if held.dtype != each.dtype or left < 0:
+                raise ValueError(f"{each.name}: a piece of {held.dtype} {list(held.shape)} is none of {each.described}")
+            if held.numel():
+                data = _bytes(held.reshape(-1).view(torch.uint8))
+                for start in range(0, len(data), _CHUNK):
+                    put(data[start : start + _CHUNK])
+        if left:
+            raise ValueError(f"{each.name}: {left} bytes of {each.described} are missing")
+    return 8 + len(text) + end
 
 
 def checksum(descriptor: int, size: int) -> str:
@@ -117,8 +166,8 @@ def checksum(descriptor: int, size: int) -> str:
     return digest.hexdigest()
 
 
-def read_header(descriptor: int, size: int) -> dict[str, Box]:
-    """The tensors in a file of `size` bytes, by name.
+def read_header(descriptor: int, size: int) -> dict[str, tuple[Box, ...]]:
+    """The boxes of tensors in a file of `size` bytes, by the name of the tensor.
 
     Raises:
         ValueError: it is no such file; the message says why.
@@ -135,7 +184,7 @@ def read_header(descriptor: int, size: int) -> dict[str, Box]:
         raise ValueError("its header is no JSON") from None
     if not isinstance(header, dict) or not isinstance(places, dict):
         raise ValueError("its header is no table")
-    return {name: _box(name, entry, places.get(name), 8 + length, size) for name, entry in header.items()}
+    return {name: tuple(_boxes(name, entry, places.get(name), 8 + length, size)) for name, entry in header.items()}
 
 
 def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) -> int:
@@ -188,6 +237,49 @@ def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def _place(part: TensorShard) -> dict[str, object]:
+    """What `__metadata__` says of a part."""
+    place: dict[str, object] = {"shape": list(part.shape), "offsets": list(part.offsets)}
+    return {**place, "runs": [list(run) for run in part.runs]} if part.runs else place
+
+
+def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> Iterator[Box]:
+    """The boxes of a tensor in a file: one, or one for each run of rows."""
+    runs = place.pop("runs", None) if isinstance(place, dict) else None
+    if runs is None or not isinstance(place, dict):
+        yield _box(name, entry, place, begin, size)
+        return
+    if not isinstance(runs, list) or not all(
+        isinstance(run, list) and len(run) == 2 and all(type(n) is int and n >= 0 for n in run) for run in runs
+    ):
+        raise ValueError(f"{name}: {runs!r} are no runs of rows")
+    part = _box(name, entry, None, begin, size)
+    shape, offsets = (_sizes(name, place.get(key)) for key in ("shape", "offsets"))
+    if len(part.sizes) != len(shape) or len(shape) != len(offsets) or sum(n for _, n in runs) != part.sizes[0]:
+        raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(part.sizes)}")
+    start, row = part.start, math.prod(part.sizes[1:]) * part.dtype.itemsize
+    for first, count in runs:
+        box = replace(part, shape=shape, offsets=(first, *offsets[1:]), sizes=(count, *part.sizes[1:]), start=start)
+        _lies_in(name, box)
+        yield box
+        start += count * row
+
+
+def _sizes(name: str, numbers: object) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{name}: {numbers!r} are no sizes")
+    return tuple(numbers)
+
+
+def _lies_in(name: str, box: Box) -> None:
+    if not len(box.shape) == len(box.offsets) == len(box.sizes) or any(
+        o + n > full for o, n, full in zip(box.offsets, box.sizes, box.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name}: a part of {list(box.sizes)} at {list(box.offsets)} does not lie in a tensor of {list(box.shape)}"
+        )
+
+
 def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
@@ -198,16 +290,13 @@ def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
         place = {"shape": sizes, "offsets": [0] * len(sizes) if isinstance(sizes, list) else None}
     if not isinstance(place, dict) or set(place) != {"shape", "offsets"}:
         raise ValueError(f"{name}: its part is not described by shape and offsets")
-    shape, offsets = place["shape"], place["offsets"]
-    for numbers in (sizes, bounds, shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"{name}: {numbers!r} are no sizes")
-    if not len(shape) == len(offsets) == len(sizes) or any(
-        o + n > full for o, n, full in zip(offsets, sizes, shape, strict=True)
-    ):
-        raise ValueError(f"{name}: a part of {sizes} at {offsets} does not lie in a tensor of {shape}")
+    sizes, bounds, shape, offsets = (
+        _sizes(name, numbers) for numbers in (sizes, bounds, place["shape"], place["offsets"])
+    )
     if len(bounds) != 2 or not bounds[0] <= bounds[1] <= size - begin:
         raise ValueError(f"{name} lies outside of the file")
     if bounds[1] - bounds[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {sizes}")
-    return Box(dtype=dtype, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes), start=begin + bounds[0])
+        raise ValueError(f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {list(sizes)}")
+    box = Box(dtype=dtype, shape=shape, offsets=offsets, sizes=sizes, start=begin + bounds[0])
+    _lies_in(name, box)
+    return box

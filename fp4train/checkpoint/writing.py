@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from fp4train.files import Folder
 from fp4train.sealed import sealed
 from fp4train.shards import TensorShard, owned, separate
 
+ENDED = "a rank has ended, or does not answer"
+
 
 class Writing:
     """The checkpoint of one step, written by all of `ranks` in the same order of steps."""
@@ -29,32 +31,18 @@ class Writing:
     def write(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
         try:
-            begun = self._together(self._begin)
+            begun = self.ranks.gathered(self.ranks.together(self._begin))
             if set(begun) != {self.step}:
                 raise OSError(f"ranks save different steps: {begun}")
-            described: list[dict[str, Any]] = self._together(lambda: self._own(tensors, state))
-            self._together(lambda: self._end(state, described))
-        except BaseException:  # a signal turned into an exception too: leave no half-written directory
+            described = self.ranks.gathered(self.ranks.together(lambda: self._own(tensors, state)))
+            self.ranks.together(lambda: self._end(state, described))
+        except BaseException as error:  # a signal turned into an exception too: leave no half-written directory
             if self.ranks.first:
                 with suppress(OSError), opened_folder(self.folder) as opened:
                     opened.remove_folder(self.temporary)
+            if self.ranks.size > 1 and isinstance(error, RuntimeError):
+                raise OSError(ENDED) from error
             raise
-
-    def _together(self, task: Callable[[], object]) -> Any:
-        """The results of `task` on all ranks, in the order of ranks; it waits for all of them."""
-        if self.ranks.size == 1:
-            return [task()]
-        given, raised = None, None
-        try:
-            given = task()
-        except Exception as error:
-            raised = error
-        try:
-            if problem := self.ranks.agree(None if raised is None else str(raised) or type(raised).__name__):
-                raise OSError(problem) from raised
-            return self.ranks.gathered(given)
-        except RuntimeError as error:
-            raise OSError("a rank has ended, or does not answer") from error
 
     def _begin(self) -> int:
         """The step, so that ranks which save different ones are found."""
@@ -67,24 +55,30 @@ class Writing:
     def _own(
         self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]
     ) -> dict[str, Any]:
-        """Write this rank's file; what it says of the state where it leads a stage of its own."""
+        """Write this rank's files; what it says of the state where it leads a stage of its own."""
         stage = {"state": to_strict(dict(state))} if self.ranks.leads and not self.ranks.first else {}
         parts = {name: each for name, each in tensors.items() if isinstance(each, TensorShard)}
         whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         parts |= owned(whole, leads=self.ranks.leads)
-        stored, aliases = separate({name: part.tensor for name, part in parts.items()})
-        if not stored and self.ranks.size > 1:
-            return {"aliases": {}, **stage}
-        size, several = 0, self.ranks.size > 1
-        file = f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}.safetensors" if several else layout.TENSORS
+        described: dict[str, Any] = {"files": {}, "aliases": {}, **stage}
+        of_model = {name for name in parts if name.startswith(layout.OF_THE_MODEL)}
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
-            descriptor = new.descriptor_of(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                size, sha256 = write_parts(descriptor, {name: parts[name] for name in stored})
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        return {"file": file, "bytes": size, "sha256": sha256, "aliases": aliases, **stage}
+            for kind, names in ((layout.WEIGHTS, of_model), (layout.TENSORS, parts.keys() - of_model)):
+                stored, aliases = separate({name: part.tensor for name, part in parts.items() if name in names})
+                if stored:
+                    file = layout.file_name(kind, self.ranks.rank, self.ranks.size)
+                    described["files"][file] = self._file(new, file, {name: parts[name] for name in stored})
+                    described["aliases"] |= aliases
+        return described
+
+    def _file(self, new: Folder, name: str, parts: Mapping[str, TensorShard]) -> dict[str, Any]:
+        descriptor = new.descriptor_of(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            size, sha256 = write_parts(descriptor, parts)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return {"bytes": size, "sha256": sha256}
 
     def _shared(self, opened: Folder) -> Folder:
         try:
@@ -102,17 +96,16 @@ class Writing:
         if not self.ranks.first:
             return
         aliases = {name: target for each in described for name, target in each["aliases"].items()}
-        files = {each["file"]: {key: each[key] for key in ("bytes", "sha256")} for each in described if "file" in each}
+        files = {name: each["files"][name] for each in described for name in each["files"]}
         union: JSON = dict(state)
         for each in described:
             if "state" in each:
                 union = merged(union, from_strict(each["state"]))
-        tensors = {"files": files} if self.ranks.size > 1 else files[layout.TENSORS]
         body = {
             "format": layout.FORMAT,
-            "version": layout.SHARDED if self.ranks.size > 1 else layout.VERSION,
+            "version": layout.VERSION,
             "step": self.step,
-            "tensors": {**tensors, "aliases": aliases},
+            "tensors": {"files": files, "aliases": aliases},
             "state": to_strict(union),
         }
         with opened_folder(self.folder) as opened:

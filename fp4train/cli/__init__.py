@@ -1,5 +1,3 @@
 """The command line, one file per verb."""
 
-from fp4train.cli.main import main
-
-__all__ = ["main"]
+from fp4train.cli.main import main as main

@@ -3,16 +3,13 @@
 The number formats as a table.
 """
 
-from __future__ import annotations
-
 from fp4train.errors import UserError
+from fp4train.formats import formats_table
 from fp4train.text import tabulate
 
 
 def main(arguments: list[str]) -> int:
     """Print the table; returns the exit code."""
-    from fp4train.formats.registry import formats_table
-
     if arguments:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
     header = ("format", "bits", "largest", "smallest normal", "smallest", "binades", "specials")

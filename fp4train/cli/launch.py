@@ -4,8 +4,6 @@ Hydra's flags work: `-m` for sweeps, `--cfg job`, `--help`, `--config-dir`. A co
 and binds it once; with -m each point of the sweep does.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -13,11 +11,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from fp4train.cli.output import discard_output
+from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
+from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
@@ -119,29 +118,21 @@ def _show(arguments: list[str]) -> int:
 def _run(task: Callable[[Start], int], start: Start) -> int:
     """One job; an error that the user can act on is one message, and a sweep goes on after it."""
     try:
-        return task(start)
-    except UserError as error:
-        print(f"fp4train: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        return discard_output()
+        return explained(lambda: task(start))
     except (RuntimeError, MemoryError) as error:
         if not (asked := memory_asked(error)):
             raise
         advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
         print(f"fp4train: the memory is not enough: {asked}. {advice}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return 1
 
 
 def settings(made: Composed) -> Start:
     """What a command starts from.
 
-    Without resume=RUN it is the composed configuration. With it, it is RUN's saved one with the overrides applied; a
-    recipe among them does not change what the run began with, it is a swap. `check_paths` says whether the paths in it
-    may be used.
+    Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model and tokenizer. With
+    resume=RUN it is RUN's saved one with the overrides applied; a recipe among them does not change what the run began
+    with, it is a swap. `check_paths` says whether the paths in it may be used.
 
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
@@ -149,6 +140,7 @@ def settings(made: Composed) -> Start:
     resolved, changed = made.cfg, made.changed
     _check_plugins(resolved)
     if not resolved.resume:
+        resolved = with_folder(resolved, changed)
         return Start(config=to_config(resolved), cfg=resolved, swap=None, named=changed, point=made.point)
     source = Path(str(resolved.resume))
     saved = run_directory.read_config(source)

@@ -16,39 +16,37 @@ fp4train compare runs/a runs/b              loss gap, table and plot
 fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
 fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
 fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
+fp4train sample runs/a prompt="def f("      text that a model writes, in any recipe
+fp4train export runs/a to=hf out=FOLDER      a folder that transformers loads, tokenizer and model card included
+fp4train export runs/a to=compressed-tensors out=FOLDER   NVFP4 codes and scales for vLLM and SGLang, or to=modelopt
+fp4train verify FOLDER against=runs/a       whether an export has the codes, scales and weights of the run, bit by bit
+fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or task=…: tasks of lm_eval
 fp4train formats                            the number formats
 fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
 fp4train --cfg job                          the whole configuration
 fp4train help plan                          the options of a verb, as plan --help
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from fp4train import __version__
-from fp4train.cli import compare, doctor, formats, plan, rank, report, sensitivity, swap, train
-from fp4train.cli.output import configure_logging, discard_output, open_streams, printable_output
+from fp4train.cli.output import configure_logging, explained, open_streams, printable_output
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
 USAGE = __doc__ or ""
 
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "train": train.main,
-    "plan": plan.main,
-    "swap": swap.main,
-    "compare": compare.main,
-    "sensitivity": sensitivity.main,
-    "rank": rank.main,
-    "report": report.main,
-    "formats": formats.main,
-    "doctor": doctor.main,
-}
+VERBS = (
+    *("train", "plan", "swap", "compare", "sensitivity", "rank", "report", "export", "verify", "sample", "eval"),
+    *("formats", "doctor"),
+)
+"""Each is a module of this package, which is imported when it is asked for: its docstring is the help,
+`main` runs it."""
 COMPOSED = ("train", "plan")
 """Verbs whose configuration Hydra composes; their --help lists its keys."""
 
@@ -67,37 +65,33 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
-    verb, screen = "train", USAGE
-    if arguments and arguments[0] in VERBS:
-        verb = arguments.pop(0)
-        screen = sys.modules[f"{__package__}.{verb}"].__doc__ or ""
+    named = bool(arguments) and arguments[0] in VERBS
+    verb = arguments.pop(0) if named else "train"
     try:
-        asked = bool({"-h", "--help"} & set(arguments))
-        if asked and verb not in COMPOSED:
-            print(screen, end="")
-            sys.exit(0)
-        if "--version" in arguments:
-            print(f"fp4train {__version__}")
-            sys.exit(0)
-        if verb == "train" and arguments and re.fullmatch(r"\w[\w-]*", arguments[0]):
-            raise UserError(f"{_no_verb(arguments)}\n\n{USAGE}".rstrip())
-        if asked:
-            print(screen)  # Hydra prints the keys below it
-        configure_logging()
-        code = VERBS[verb](arguments)
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"fp4train: {error}", file=sys.stderr)
-        code = error.exit_code
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            code = discard_output()
-        else:
-            print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-            code = 1
+        return explained(lambda: _do(verb, arguments, named=named))
     except KeyboardInterrupt:
         print("fp4train: interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
+        return 128 + signal.SIGINT
+
+
+def _do(verb: str, arguments: list[str], *, named: bool) -> int:
+    """Run a verb, which the command may not have `named`, or print its help; returns the exit code."""
+    module = import_module(f"{__package__}.{verb}")
+    screen = (module.__doc__ or "") if named else USAGE
+    asked = bool({"-h", "--help"} & set(arguments))
+    if asked and verb not in COMPOSED:
+        print(screen, end="")
+        return 0
+    if "--version" in arguments:
+        print(f"fp4train {__version__}")
+        return 0
+    if verb == "train" and arguments and re.fullmatch(r"\w[\w-]*", arguments[0]):
+        raise UserError(f"{_no_verb(arguments)}\n\n{USAGE}".rstrip())
+    if asked:
+        print(screen)  # Hydra prints the keys below it
+    configure_logging()
+    code = int(module.main(arguments))
+    sys.stdout.flush()
     return code
 
 

@@ -1,14 +1,13 @@
 """What a command prints: text that no terminal acts on, logs beside a progress bar, output whose reader has gone."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
+from fp4train.errors import UserError
 from fp4train.text import printable
 
 
@@ -82,6 +81,20 @@ def discard_output() -> int:
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def explained(task: Callable[[], int]) -> int:
+    """The exit code of `task`; an error that the user can act on is one message on standard error."""
+    try:
+        return task()
+    except UserError as error:
+        print(f"fp4train: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return discard_output()
+    except OSError as error:
+        print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def usage(screen: str | None) -> str:

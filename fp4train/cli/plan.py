@@ -11,48 +11,87 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
   RUN              what a run was told, what it ran, and what is planned for the rest
 """
 
-from __future__ import annotations
-
 import json
 import logging
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fp4train.cli import mesh
 from fp4train.cli.launch import Start, launch
-from fp4train.config import overrides
-from fp4train.config.schema import Config
+from fp4train.config.overrides import Option, read_options, truth
+from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.parallel.config import Mesh
+from fp4train.lab.costs.estimate import estimate
+from fp4train.lab.costs.screen import cluster_json, render_candidates, render_cluster
+from fp4train.lab.costs.search import MeshPlan, distinct
+from fp4train.lab.costs.step import render_step, step_costs
+from fp4train.optim.adamw import moment_bytes
+from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
+from fp4train.run.begin import find_source, start_step
+from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
+from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
+from fp4train.run.device import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
+from fp4train.run.record.trust import check_paths
 from fp4train.text import columns, tabulate
-
-if TYPE_CHECKING:
-    from fp4train.hardware import Gpu
-    from fp4train.precision.plan import Plan
 
 _log = logging.getLogger("fp4train")
 
+AUTO = "parallel=auto"
+KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name not in ("amax", "timeout"))
+"""Keys of section `parallel` that a plan depends on."""
+
+
+def _gpus(text: str) -> int | None:
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    if number > MOST_RANKS:
+        raise UserError(f"gpus={text} is more than {MOST_RANKS}")
+    if number < 1:
+        raise UserError(f"gpus={text} must be at least 1")
+    return number
+
+
 OPTIONS = {
-    "full": overrides.Option(
-        overrides.truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False
+    "full": Option(truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False),
+    "gpus": Option(_gpus, "gpus={} must be a whole number"),
+    "parallel": Option(
+        lambda text: text.lower() == "auto" or None,
+        "parallel={}: parallel takes auto, or sizes by key: " + ", ".join(KEYS),
     ),
-    **mesh.OPTIONS,
 }
+
+
+def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool | None, named: Collection[str]) -> bool:
+    """Whether a command, which gives the keys `named`, or its configuration asks for a mesh.
+
+    Raises:
+        UserError: the mesh is to be proposed (auto), of no number of GPUs or with sizes that are given.
+    """
+    sizes = [key for key in KEYS if key in named]
+    if auto and gpus is None:
+        raise UserError(f"{AUTO} needs the number of GPUs: gpus=N")
+    if auto and sizes:
+        raise UserError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
+    names = [key.removeprefix("parallel.") for key in KEYS]
+    return gpus is not None or bool(sizes) or any(getattr(parallel, n) != getattr(Parallel(), n) for n in names)
 
 
 def main(arguments: list[str]) -> int:
     """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit code."""
-    line = overrides.read_options([a for a in arguments if a != "--json"], OPTIONS)
+    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
     full, gpus, auto = (line.options[key] for key in OPTIONS)
     as_data = "--json" in arguments
     rest = [*line.flags, *line.words]
@@ -105,14 +144,6 @@ def _state(stretch: RecordedStretch, done: int) -> str:
 
 
 def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as_data: bool, words: list[str]) -> int:
-    from fp4train.data.source import planned_vocab_size
-    from fp4train.precision.layers import find_layers
-    from fp4train.run.begin import find_source, start_step
-    from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
-    from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
-    from fp4train.run.device import choose_device
-    from fp4train.run.record.trust import check_paths
-
     config, chosen, swap = command.config, command.cfg, command.swap
     check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
@@ -123,12 +154,12 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    if mesh.asks_for_mesh(config.parallel, gpus, auto, command.named):
+    if asks_for_mesh(config.parallel, gpus, auto, command.named):
         if gpu is None:
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        mesh_plan = mesh.MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
+        mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
         return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
@@ -144,16 +175,19 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
-    print("", _checkpoint(model), sep="\n")
+    print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is not None:
-        print("", _estimate(config, plan, gpu), sep="\n")
+        print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
+        one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
+        print("", render_step(step_costs(one, plan)), sep="\n")
     return 0
 
 
-def _checkpoint(model: nn.Module) -> str:
-    """What a checkpoint takes: weights, and the moments of the optimizer by what AdamW keeps."""
+def _checkpoint(model: nn.Module, moments: int) -> str:
+    """What a checkpoint takes: weights, and the moments of the optimizer in so many bytes per parameter."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    size = f"{3 * weights / 1e9:,.2f} GB" if weights >= 1e8 else f"{3 * weights / 1e6:,.1f} MB"
+    held = weights + moments * sum(p.numel() for p in model.parameters())
+    size = f"{held / 1e9:,.2f} GB" if weights >= 1e8 else f"{held / 1e6:,.1f} MB"
     return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
 
 
@@ -177,10 +211,8 @@ def _rows(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _on_mesh(mesh_plan: mesh.MeshPlan, *, full: bool, as_data: bool) -> int:
+def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
-    from fp4train.lab.costs.screen import cluster_json, render_cluster
-
     plan, costs = mesh_plan.costs()
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
@@ -193,11 +225,8 @@ def _on_mesh(mesh_plan: mesh.MeshPlan, *, full: bool, as_data: bool) -> int:
     return 0
 
 
-def _search(mesh_plan: mesh.MeshPlan, command: list[str], as_data: bool) -> int:
+def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
-    from fp4train.lab.costs.screen import cluster_json, render_candidates
-    from fp4train.lab.costs.search import distinct
-
     found, batch = mesh_plan.search()
     fitting = distinct([each for each in found if each.cost.fits], 6)
     others = distinct([each for each in found if not each.cost.fits], 3 if fitting else 6)
@@ -214,11 +243,3 @@ def _search(mesh_plan: mesh.MeshPlan, command: list[str], as_data: bool) -> int:
         for note in mesh_plan.notes:
             print(f"note: {note}")
     return 0 if fitting else 1
-
-
-def _estimate(config: Config, plan: Plan, gpu: Gpu) -> str:
-    """The time that the plan's GEMMs would take on `gpu`."""
-    from fp4train.lab.costs.estimate import estimate
-
-    microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
-    return estimate(plan, gpu, microbatches=microbatches).render()

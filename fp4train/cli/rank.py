@@ -22,25 +22,26 @@ Writes rank.json and rank.png. Finished forks are recorded: the same command goe
 checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_type_hints
 
 from fp4train.cli.output import usage
+from fp4train.cli.trained import named_paths
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.overrides import read_options
-from fp4train.config.schema import Config
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
+from fp4train.lab.analysis.figure import PICTURE, save_png
+from fp4train.lab.studies import figures
+from fp4train.lab.studies.candidates import SECTIONS
+from fp4train.lab.studies.rank import RankRequest, rank
+from fp4train.lab.studies.ranking import render
+from fp4train.lab.studies.results import RANKING, RankResult, rank_json
+from fp4train.run.host import keep_freed_memory
+from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed
-from fp4train.text import near_miss
-
-if TYPE_CHECKING:
-    from fp4train.lab.studies.bases import RankRequest
 
 _log = logging.getLogger("fp4train")
 
@@ -50,32 +51,16 @@ DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 FIGURE = "rank.png"
 
 STEP = "step"
+_HINTS = get_type_hints(RankRequest)
 OPTIONS: Mapping[str, Any] = {
     STEP: int | None,
-    "steps": int | None,
-    "forks": int,
-    "schedule": str,
-    "lr": float | None,
-    "batches": int | None,
-    "margin": float,
-    "processes": int,
+    **{key: _HINTS[key] for key in ("steps", "forks", "schedule", "lr", "batches", "margin", "processes")},
     "out": str | None,
 }
-_OF_A_RUN = {field.name for field in fields(Config)} - {"plugins"}
-"""Sections and keys of a run's configuration, whose paths may be given."""
-_SWEPT = ("recipe", "policy", "phases")
 
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    from fp4train.lab.analysis.figure import PICTURE, save_png
-    from fp4train.lab.studies import figures
-    from fp4train.lab.studies.rank import rank
-    from fp4train.lab.studies.ranking import render
-    from fp4train.lab.studies.results import RANKING, rank_json, read_rank
-    from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record import directory as run_directory
-
     request = _request(arguments)
     keep_freed_memory()
     with plugins.using(request.packages, request.folders):
@@ -90,15 +75,13 @@ def main(arguments: list[str]) -> int:
         body = {**found, "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
     pictures = [folder / FIGURE for folder in folders]
-    save_png(figures.ranking(read_rank(found), named=True), PICTURE, *pictures)
+    save_png(figures.ranking(RankResult(found), named=True), PICTURE, *pictures)
     for folder, picture in zip(folders, pictures, strict=True):
         print(f"{folder / RANKING}; {picture}")
     return 0
 
 
 def _request(arguments: list[str]) -> RankRequest:
-    from fp4train.lab.studies.bases import RankRequest
-
     arguments = overrides.with_files(arguments)
     line = read_options(arguments, {})  # its own are in Hydra's grammar: step= may be swept over
     if other := overrides.other_flags(line.flags):
@@ -107,38 +90,32 @@ def _request(arguments: list[str]) -> RankRequest:
         raise UserError(f"rank takes the directories of runs: {USAGE}")
     folders = overrides.own_folders(line.flags)
     values: dict[str, Any] = {}
-    paths: dict[str, str | None] = {}
-    sweep: list[str] = []
+    others, sweep = [], list[str]()
     for override in overrides.parse(line.overrides):
         key = override.key_or_group
-        if key.partition(".")[0] in _SWEPT:
+        if key.partition(".")[0] in SECTIONS:
             sweep.append(str(override.input_line))
         elif key in OPTIONS:
             if key in values:
                 raise UserError(f"{key}= is given twice")
             swept = override.is_sweep_override()
             if swept and key != STEP:
-                raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(_SWEPT)}")
+                raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(SECTIONS)}")
             each = override.sweep_iterator() if swept else [override.value()]
             values[key] = [bind(value, OPTIONS[key], key) for value in each]
-        elif key.partition(".")[0] in _OF_A_RUN and isinstance(path := override.value(), str | None):
-            paths[key] = path
-        elif key != "plugins":
-            known = (*_SWEPT, *OPTIONS, "plugins")
-            raise UserError(f"unknown key {key!r}{near_miss(key, known)} (known: {', '.join(known)})")
+        else:
+            others.append(override)
     steps_at = values.pop(STEP, [None])
     values = {key: value for key, (value,) in values.items()}
     if values.get("out") is not None:
         values["out"] = Path(values["out"])
-    try:
+    with user_errors(ValueError):
         return RankRequest(
             runs=[Path(run) for run in line.runs],
             steps_at=steps_at,
             sweep=sweep or [DEFAULT],
             packages=overrides.plugins(line.overrides),
             folders=folders,
-            paths=paths,
+            paths=named_paths(others, (*SECTIONS, *OPTIONS)),
             **values,
         )
-    except ValueError as error:
-        raise UserError(str(error)) from error

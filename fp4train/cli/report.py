@@ -6,15 +6,14 @@ One HTML file about runs and the studies on them, for screens, phones and paper;
   gpu=B200         with the predicted time of the linear layers on that GPU
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 
 from fp4train.cli.output import usage
 from fp4train.config.overrides import Option, read_options
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.hardware import find_gpu
+from fp4train.lab.report.page import write_report
 
 _log = logging.getLogger("fp4train")
 
@@ -24,7 +23,6 @@ OPTIONS = {"out": Option(Path, default=Path("report.html")), "gpu": Option()}
 
 def main(arguments: list[str]) -> int:
     """Write the file and print its path and size; returns the exit code."""
-    from fp4train.lab.report.page import write_report
 
     line = read_options(arguments, OPTIONS)
     out, gpu_name = line.options["out"], line.options["gpu"]
@@ -34,10 +32,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"report takes run directories, out= and gpu=, not {line.overrides[0]}: {USAGE}")
     if not line.runs:
         raise UserError(f"report needs run directories: {USAGE}")
-    try:
+    with user_errors(ValueError):
         gpu = find_gpu(gpu_name) if gpu_name is not None else None
-    except ValueError as error:
-        raise UserError(str(error)) from error
     for problem in write_report([Path(run) for run in line.runs], out, gpu):
         _log.warning("%s", problem)
     print(f"{out}: {out.stat().st_size / 1000:,.0f} kB")

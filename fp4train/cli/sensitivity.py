@@ -19,12 +19,10 @@ The policy is judged on other batches than those that chose it. Writes policy.ya
 sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp4train import files
 from fp4train.cli.launch import Start, launch
@@ -32,12 +30,20 @@ from fp4train.cli.output import usage
 from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
+from fp4train.lab.analysis.figure import save_png
+from fp4train.lab.studies import figures
+from fp4train.lab.studies.parts import RecipeParts
+from fp4train.lab.studies.record import open_record, study_progress
+from fp4train.lab.studies.results import SENSITIVITY, SensitivityResult, sensitivity_json
+from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
+from fp4train.lab.studies.subject import open_subject
+from fp4train.lab.studies.summary import SensitivityReport
+from fp4train.lab.studies.tradeoff import trade_off
+from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_paths
 from fp4train.sealed import sealed
 from fp4train.text import whole_number
-
-if TYPE_CHECKING:
-    from fp4train.lab.studies.summary import SensitivityReport
 
 USAGE = usage(__doc__)
 WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
@@ -96,15 +102,6 @@ def main(arguments: list[str]) -> int:
 
 def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
     """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are initialised."""
-    from fp4train.lab.studies.parts import RecipeParts
-    from fp4train.lab.studies.progress import study_progress
-    from fp4train.lab.studies.record import open_record
-    from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
-    from fp4train.lab.studies.subject import open_subject
-    from fp4train.lab.studies.summary import SensitivityReport
-    from fp4train.lab.studies.tradeoff import trade_off
-    from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.trust import check_paths
 
     effort = Effort(
         batches=options["batches"] or 8 if options["budget"] is None else None,
@@ -150,9 +147,6 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
     Raises:
         UserError: one cannot be written; what is measured is in the record.
     """
-    from fp4train.lab.analysis.figure import save_png
-    from fp4train.lab.studies import figures
-    from fp4train.lab.studies.results import SENSITIVITY, read_sensitivity, sensitivity_json
 
     policy, found = report.policy_file(), sensitivity_json(report)
     try:
@@ -162,7 +156,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         else:
             with files.Folder.open(folder) as opened:
                 opened.remove("policy.yaml")  # of a call with other batches
-        figure = figures.sensitivity(read_sensitivity(found), figures.damage_grid(report.found))
+        figure = figures.sensitivity(SensitivityResult(found), figures.damage_grid(report.found))
         save_png(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(

@@ -11,8 +11,6 @@ Change the recipe of a run, at once if it is running. Without recipe= it lists t
 Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from fp4train.config.overrides import Option, number, read_options
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
+from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_swaps, steps_done
 from fp4train.text import tabulate, whole_number
 
@@ -124,6 +122,7 @@ def _listed(run: Path) -> str:
     ]
     for request, body in pending(run).items():
         what = f"cancel step {body['cancel']}" if "cancel" in body else str(body.get("name", "not readable"))
+        what = "results to record" if EVALUATION in body else what
         at = body.get("at")
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
     if not rows:

@@ -9,13 +9,12 @@ Train a run, or go on with it; the keys are listed below.
   data=tokens data.path=PATH data.vocab_size=N    ids of tokens, data.val_path=PATH those of validation
   resume=RUN       go on from its newest checkpoint, or resume_step=200; with run.name=NAME as another run
   init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200
+  init=FOLDER      a new run with the weights, model and tokenizer of a Hugging Face folder (docs/exchange.md)
   parallel.KEY=N   how the ranks that torchrun or srun starts share the run (docs/scale.md)
   plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own
   -m KEY=A,B       a sweep: one run after another
   --cfg job        the configuration, nothing trained
 """
-
-from __future__ import annotations
 
 import gc
 import logging
@@ -24,25 +23,32 @@ import signal
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp4train.cli.launch import Start, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
+from fp4train.lab.analysis import curves, heatmap
+from fp4train.parallel.agree import check_same, check_shared, code_version
 from fp4train.parallel.launch import ProcessRank, find_place
+from fp4train.parallel.world import AgreedError, World
+from fp4train.precision.report import summarise
+from fp4train.run.begin import RunStart, find_start
+from fp4train.run.build import build
+from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
+from fp4train.run.device import choose_device, determinism
+from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
+from fp4train.run.record.trust import check_paths
+from fp4train.run.supervise.divergence import DivergedError, Rewind
+from fp4train.run.supervise.rescue import explain
 from fp4train.text import tabulate
 from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
-
-if TYPE_CHECKING:
-    from fp4train.parallel.world import World
-    from fp4train.run.begin import RunStart
-    from fp4train.run.supervise.divergence import Rewind
-    from fp4train.train import Result
+from fp4train.train import Result, train
 
 _log = logging.getLogger("fp4train")
 
@@ -52,7 +58,6 @@ def main(arguments: list[str]) -> int:
     place = find_place(os.environ)
     if place.size > 1:
         return _as_rank(arguments, place)
-    from fp4train.run.device import determinism
 
     jobs: list[list[Any]] = []
 
@@ -85,9 +90,6 @@ def _jobs(jobs: list[list[Any]]) -> str:
 
 def _as_rank(arguments: list[str], place: ProcessRank) -> int:
     """Train as one rank of several. What all of them have to say, the lead alone says."""
-    from fp4train.parallel.world import AgreedError
-    from fp4train.run.device import determinism
-
     # Before the ranks have met, each machine speaks for itself.
     speaks = place.local_rank == 0
     world: World | None = None
@@ -131,20 +133,10 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
 
 def _world(config: Config, place: ProcessRank) -> World:
     """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is asked anything."""
-    from fp4train.parallel.world import World
-    from fp4train.run.device import choose_device
-
     return World.start(place, config.parallel, choose_device(config.device, place))
 
 
 def _train(command: Start, world: World) -> int:
-    from fp4train.parallel.agree import check_same, check_shared, code_version
-    from fp4train.run.begin import RunStart, find_start
-    from fp4train.run.checks import before_cooldown, rate_jump
-    from fp4train.run.host import keep_freed_memory
-    from fp4train.run.record.trust import check_paths
-    from fp4train.run.supervise.divergence import Rewind
-
     keep_freed_memory()
     config, chosen, directory = command.config, command.cfg, command.config.run.dir
     if world.size > 1:
@@ -184,12 +176,6 @@ def _train(command: Start, world: World) -> int:
 
 def _to_its_end(start: RunStart, world: World) -> Result | Rewind:
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
-    from fp4train.precision.report import summarise
-    from fp4train.run.build import build
-    from fp4train.run.supervise.divergence import DivergedError
-    from fp4train.run.supervise.rescue import explain
-    from fp4train.train import train
-
     run, code = build(start, world), 1
     try:
         _log.info("%s: %s", run.directory, run.description)
@@ -221,8 +207,6 @@ def _code(result: Result) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """What can be done with a run that has done its steps, and what its learning rate would do."""
-    from fp4train.run.checks import before_cooldown, learning_rate
-
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
         "run.name=… starts another run, run.overwrite=true this one again"
@@ -237,14 +221,11 @@ def _finished(config: Config, run: Path, step: int) -> str:
 
 def _draw(directory: Path) -> str:
     """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit code."""
-    from fp4train.lab.analysis.curves import draw_curves
-    from fp4train.lab.analysis.heatmap import draw_statistics
-
     if not (directory / METRICS).exists():
         return "; no curves, because track=none keeps no metrics"
     try:
-        drawn = f"; {draw_curves(directory)}"
-        return f"{drawn}, {draw_statistics(directory)}" if (directory / STATISTICS).exists() else drawn
+        drawn = f"; {curves.draw_curves(directory)}"
+        return f"{drawn}, {heatmap.draw_statistics(directory)}" if (directory / STATISTICS).exists() else drawn
     except (UserError, OSError) as error:
         return f"; no curves ({error})"
 

@@ -7,8 +7,6 @@ value, what is allowed, and a suggestion. The class itself checks whether the va
 Which classes `_target_` may name is checked in `targets`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -20,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.paths import NamesPath, is_hub_name
 from fp4train.text import near_miss
 
@@ -74,7 +72,7 @@ def complete(node: Any, hint: Any) -> Any:
         for name, field in _fields(kind).items():
             if name not in found and not _needed(field):
                 factory = field.default_factory
-                found[name] = _as_node(field.default if factory is dataclasses.MISSING else factory())
+                found[name] = as_node(field.default if factory is dataclasses.MISSING else factory())
     return found
 
 
@@ -148,10 +146,8 @@ def _is_mapping(hint: Any) -> bool:
 
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
-    try:
+    with user_errors(NameError, before=f"{_full_name(kind)}: the type of a field cannot be resolved at run time: "):
         return get_type_hints(kind, include_extras=True)
-    except NameError as error:
-        raise UserError(f"{_full_name(kind)}: the type of a field cannot be resolved at run time: {error}") from error
 
 
 def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
@@ -167,12 +163,12 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _as_node(value: Any) -> Any:
-    """A field's default as a configuration would give it."""
+def as_node(value: Any) -> Any:
+    """An object, or a value, as a configuration would give it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {name: _as_node(getattr(value, name)) for name in _fields(type(value))}
+        values = {name: as_node(getattr(value, name)) for name in _fields(type(value))}
         return {"_target_": _full_name(type(value)), **values}
-    return [_as_node(item) for item in value] if isinstance(value, tuple) else value
+    return [as_node(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:

@@ -4,8 +4,6 @@ Hydra composes the files: the options of the groups that the words choose. Singl
 keys that only a section's class has can be set as well, and an unknown one is found beside those that there are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,9 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete
-from fp4train.config.folders import CONFIGS, register_recipes
+from fp4train.config.folders import CONFIGS, own_options, register_recipes
 from fp4train.config.schema import Config, keys, plain
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.text import near_miss
 
 
@@ -85,12 +83,6 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         )
 
 
-def check(arguments: list[str]) -> None:
-    """Raises UserError where the arguments of a command make no configuration (`composed`)."""
-    for _ in composed(arguments):
-        pass
-
-
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
     """The configuration that Hydra composes of `arguments`, with the groups in `folders` added to fp4train's.
 
@@ -110,6 +102,21 @@ def sections(wanted: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()) 
     words = [f"+{group}@options.at{index}={option}" for index, (group, option) in enumerate(pairs)]
     found = plain(compose(words, folders).options) if pairs else {}
     return {pair: found[f"at{index}"] for index, pair in enumerate(pairs)}
+
+
+def named(group: str, option: str) -> Any:
+    """The section of one of fp4train's own options as plain values, for programs that may use Hydra themselves: what
+    they composed stays theirs.
+
+    Raises:
+        UserError: the group has no such option; the message suggests one.
+    """
+    foreign.check_option(group, option, own_options()[group])
+    before = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    try:
+        return sections({group: [option]})[group, option]
+    finally:
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = before
 
 
 def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
@@ -192,10 +199,9 @@ def _values(word: Override) -> list[str]:
     """An override for each value that it gives its key: several in a sweep."""
     if not word.is_sweep_override():
         return [str(word.input_line)]
-    try:
+    remedy = f"; write the values, {word.key_or_group}=A,B"
+    with user_errors(HydraException, before=f"{word.input_line}: ", after=remedy):
         return [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
-    except HydraException as error:
-        raise UserError(f"{word.input_line}: {error}; write the values, {word.key_or_group}=A,B") from error
 
 
 def check_flags(arguments: list[str]) -> None:

@@ -10,8 +10,14 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from fp4train.errors import UserError
 from fp4train.sealed import CONFIG_LIMIT
+from fp4train.text import first_line
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -28,9 +34,6 @@ RECIPES = _folder("recipes")
 @cache
 def register_recipes() -> None:
     """Give Hydra the files of `RECIPES` as the options of its group `recipe`."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
     for path in sorted(RECIPES.glob("*.yaml")):
         ConfigStore.instance().store(group="recipe", name=path.stem, node=OmegaConf.load(path), provider="fp4train")
 
@@ -60,18 +63,13 @@ def register_file(group: str, path: Path) -> str:
     Raises:
         UserError: there is no such file, or it is no mapping in YAML.
     """
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     try:
         check_size(path)
         found = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{group}={path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{group}={path} cannot be read: {first_line(error)}") from error
     if not isinstance(found, DictConfig):
         raise UserError(f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do")
     provider, name = f"{_FILE}{path.absolute()}", path.stem
@@ -84,15 +82,11 @@ def register_file(group: str, path: Path) -> str:
 
 def registered_files() -> dict[str, list[str]]:
     """Group → the options that `register_file` made."""
-    from hydra.core.config_store import ConfigStore
-
     return {group: list(_registered(group)) for group in ConfigStore.instance().repo}
 
 
 def _registered(group: str) -> dict[str, str]:
     """Option → provider of the options that `register_file` made."""
-    from hydra.core.config_store import ConfigStore
-
     stored = ConfigStore.instance().repo.get(group, {})
     nodes = stored.items() if isinstance(stored, dict) else ()
     return {

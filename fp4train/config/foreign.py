@@ -3,8 +3,6 @@
 The words of other frameworks, and what fp4train calls the same thing, are in foreign.yaml.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from pathlib import Path
 

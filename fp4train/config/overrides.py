@@ -1,7 +1,5 @@
 """The words of a command line: key=value in Hydra's grammar, flags, names of runs, and the options of a verb."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -10,8 +10,6 @@ A plugin is an installed package, or a module or package in a folder given by --
 import path only while the plugins are imported, and last, so that nothing in it can take an installed package's place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys
@@ -24,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4train.errors import UserError
+from fp4train.models.hf import HuggingFaceFamily
 from fp4train.text import near_miss
 
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
@@ -55,6 +54,12 @@ def named() -> tuple[str, ...]:
     return _NAMED.get()
 
 
+def families() -> tuple[HuggingFaceFamily, ...]:
+    """Those of models that the plugins of the surrounding `using` name in `FAMILIES`."""
+    found = (getattr(importlib.import_module(name), "FAMILIES", ()) for name in named())
+    return tuple(family for each in found for family in each)
+
+
 def may_define(module: str) -> bool:
     """Whether configuration classes may come from `module`: it belongs to fp4train or to a named plugin."""
     return any(module == name or module.startswith(f"{name}.") for name in ("fp4train", *named()))
@@ -70,8 +75,9 @@ def describe_failure(error: BaseException) -> str:
 
 def check_targets(node: Any, path: str = "") -> None:
     """Raise UserError if a `_target_` in a configuration is not a configuration class (see `own_class`)."""
-    for where, target in _targets(node, path):
-        own_class(target, where)
+    for where, key, target in walk(node, path):
+        if key == "_target_":
+            own_class(target, where)
 
 
 def own_class(target: object, where: str) -> type:
@@ -107,17 +113,13 @@ def own_class(target: object, where: str) -> type:
     return found
 
 
-def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            where = f"{path}.{key}" if path else str(key)
-            if key == "_target_":
-                yield where, value
-            else:
-                yield from _targets(value, where)
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from _targets(value, f"{path}[{index}]")
+def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(full key, key or index, value) of all that is below `node`, plain values whose own key is `path`."""
+    named = isinstance(node, Mapping)
+    for key, value in node.items() if named else enumerate(node) if isinstance(node, (list, tuple)) else ():
+        where = f"{path}[{key}]" if not named else f"{path}.{key}" if path else str(key)
+        yield where, key, value
+        yield from walk(value, where)
 
 
 def _import_plugin(name: str, folders: Sequence[Path]) -> None:

@@ -4,8 +4,6 @@
 `to_config` turns the composed YAML into one `Config`; the code after it works with typed objects only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.backends import CHOICES
 from fp4train.config.binding import bind
+from fp4train.config.plugins import walk
 from fp4train.data import Source
-from fp4train.errors import UserError
+from fp4train.errors import user_errors
 from fp4train.hardware import find_gpu
 from fp4train.models import Architecture
 from fp4train.optim import Optimizer
@@ -26,7 +25,7 @@ from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
 from fp4train.paths import PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
-from fp4train.text import check_choice
+from fp4train.text import check_choice, first_line
 from fp4train.track.config import Tracking
 
 MOST_STEPS = 2**29 - 1
@@ -79,6 +78,8 @@ class TrainSettings:
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
+        document_mask: let tokens attend within their own document alone, where several are packed into a sequence
+            (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
         on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
             the run, "rewind" goes back to the last good checkpoint and past the batches since
             (`run/supervise/divergence.py`).
@@ -93,6 +94,7 @@ class TrainSettings:
     step_timeout: float = 0.0
     deterministic: bool = False
     cuda_graph: bool = False
+    document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5
 
@@ -114,6 +116,15 @@ class TrainSettings:
             raise ValueError(f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63")
         if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
             raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
+
+    def rows(self, ranks: int) -> int:
+        """Sequences of a forward pass of each of so many data ranks."""
+        return self.microbatch or self.batch_size // ranks
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes per step on one rank."""
+        return self.batch_size // self.rows(1)
 
     @property
     def tokens(self) -> int:
@@ -171,6 +182,25 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """How a run learns from its teacher.
+
+    Args:
+        temperature: what the logits of both are divided by; higher ones show more of the unlikely tokens.
+        ce: weight of the cross-entropy of the targets, beside the loss against the teacher.
+    """
+
+    temperature: float = 1.0
+    ce: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature <= 1e3:
+            raise ValueError(f"distillation.temperature={self.temperature} must be above 0 and at most 1000")
+        if not 0 <= self.ce <= 1e6:
+            raise ValueError(f"distillation.ce={self.ce} must be a weight, or 0 for none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that a run is made from.
 
@@ -181,8 +211,11 @@ class Config:
         resume: the run directory to go on from.
         plugins: packages that the command line named; kept with the run for information.
         resume_step: the kept checkpoint of `resume` to go on from; None: the newest.
-        init: the run directory whose weights a new run begins with; data, schedule and step are its own.
+        init: the run directory, or Hugging Face folder, whose weights a new run begins with; data, schedule and step
+            are its own, and of a folder it has model and tokenizer (`config/from_folder.py`).
         init_step: the kept checkpoint of `init`; None: the newest.
+        teacher: the run directory or Hugging Face folder of the model whose distribution the run learns.
+        teacher_step: the kept checkpoint of `teacher`; None: the newest.
         (the rest: one object for each section of `configs/train.yaml`)
     """
 
@@ -206,6 +239,9 @@ class Config:
     resume_step: int | None = None
     init: PathText | None = None
     init_step: int | None = None
+    teacher: PathText | None = None
+    teacher_step: int | None = None
+    distillation: DistillationSettings = field(default_factory=DistillationSettings)
     parallel: Parallel = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)
 
@@ -213,7 +249,7 @@ class Config:
         check_choice("backend", self.backend, CHOICES)
         if self.gpu is not None:
             find_gpu(self.gpu)
-        for name, run in (("resume", self.resume), ("init", self.init)):
+        for name, run in (("resume", self.resume), ("init", self.init), ("teacher", self.teacher)):
             step = getattr(self, f"{name}_step")
             if step is not None and (run is None or step < 0):
                 raise ValueError(f"{name}_step={step} is the step of a checkpoint of {name}=RUN: give both")
@@ -236,17 +272,12 @@ def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     Raises:
         UserError: an interpolation leads nowhere.
     """
-    try:
+    with user_errors(OmegaConfBaseException, before="configuration: ", told=first_line):
         found = OmegaConf.to_container(cfg, resolve=resolve)
-    except OmegaConfBaseException as error:
-        raise UserError(f"configuration: {str(error).splitlines()[0]}") from error
     assert isinstance(found, dict)
     return {key: value for key, value in found.items() if isinstance(key, str)}
 
 
-def keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all values in a plain configuration."""
-    for key, value in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from keys(value, f"{prefix}{key}.")
+def keys(node: Mapping[str, Any]) -> Iterator[str]:
+    """The dotted keys of all values in a plain configuration; a list is one value."""
+    return (where for where, *_ in walk(node) if "[" not in where)

@@ -1,12 +1,13 @@
 """Text or token files → packed token ids → batches. One file per source; `loader.py` serves all of them."""
 
-from fp4train.data.huggingface import HuggingFace
-from fp4train.data.loader import Loader
-from fp4train.data.source import Source
-from fp4train.data.stdlib import Stdlib
-from fp4train.data.text import Text
-from fp4train.data.token_file import Tokens
-from fp4train.data.tokens import TokenArray, TokenData
-from fp4train.errors import DataError
-
-__all__ = ["DataError", "HuggingFace", "Loader", "Source", "Stdlib", "Text", "TokenArray", "TokenData", "Tokens"]
+from fp4train.data.chat import Chat as Chat
+from fp4train.data.dna import Dna as Dna
+from fp4train.data.huggingface import HuggingFace as HuggingFace
+from fp4train.data.loader import Loader as Loader
+from fp4train.data.source import Source as Source
+from fp4train.data.stdlib import Stdlib as Stdlib
+from fp4train.data.text import Text as Text
+from fp4train.data.token_file import Tokens as Tokens
+from fp4train.data.tokens import TokenArray as TokenArray
+from fp4train.data.tokens import TokenData as TokenData
+from fp4train.errors import DataError as DataError

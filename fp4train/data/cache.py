@@ -30,7 +30,7 @@ from tqdm import tqdm
 from fp4train import files
 from fp4train.data.files import expanded
 from fp4train.data.tokens import Ids
-from fp4train.errors import DataError
+from fp4train.errors import DataError, data_errors, reason
 
 VERSION = 2
 CHUNK = 1 << 22
@@ -57,20 +57,15 @@ def cached_tokens(
     entry = json.dumps({"version": VERSION, "max_tokens": max_tokens, **key}, sort_keys=True)
     folder = expanded(cache_dir, "data.cache_dir")
     path = folder / f"{hashlib.sha256(entry.encode()).hexdigest()[:20]}.bin"
-    try:
+    refused, remedy = f"tokenised data cannot be kept in {folder}: ", ". Choose another data.cache_dir."
+    with data_errors(OSError, before=refused, told=reason, after=remedy):
         ids = _read(path)
         if ids is None:
             folder.mkdir(parents=True, exist_ok=True)
             _write(path, chunks(), dtype, max_tokens)
             ids = _read(path)
-    except OSError as error:
-        raise DataError(
-            f"tokenised data cannot be kept in {folder}: {error.strerror or error}. Choose another data.cache_dir."
-        ) from error
     if ids is None:
-        raise DataError(
-            f"tokenised data in {path} cannot be read back as it was written. Choose another data.cache_dir."
-        )
+        raise DataError(f"tokenised data in {path} cannot be read back as it was written{remedy}")
     return ids
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp4train.data.tokens import Piece
-from fp4train.errors import DataError
+from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import nearest
 
 PIECE_CHARACTERS = 1 << 16
@@ -14,20 +14,16 @@ PIECE_CHARACTERS = 1 << 16
 
 def expanded(path: str, key: str) -> Path:
     """`path` with ~ and ~somebody written out."""
-    try:
+    with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):  # somebody who is not there
         return Path(path).expanduser()
-    except RuntimeError as error:  # somebody who is not there
-        raise DataError(f"{key}={path} does not exist: {error}") from error
 
 
 def existing_path(path: str, key: str) -> Path:
     """`path` if it exists; otherwise an error that names the closest thing there is."""
     found = expanded(path, key)
-    try:
+    with data_errors(OSError, before=f"{key}={path} cannot be read: ", told=reason):
         if found.exists():
             return found
-    except OSError as error:
-        raise DataError(f"{key}={path} cannot be read: {error.strerror}") from error
     parent = found.absolute().parent
     while not parent.is_dir():
         parent = parent.parent

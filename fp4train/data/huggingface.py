@@ -5,23 +5,22 @@ to `max_tokens`. The library's own shuffle is not used: its buffer cannot be res
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fp4train.data.files import existing_path, files_of, stamp
-from fp4train.data.source import text_data
-from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer, check_val
-from fp4train.errors import DataError
+from fp4train.data.source import TextSource, text_data
+from fp4train.data.tokens import Piece, TokenData
+from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathOrHubName, PathText
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace:
+class HuggingFace(TextSource):
     """Rows of `name` (a hub data set) or of `path` (local files), whose `column` holds the text."""
 
     name: PathOrHubName | None = None
@@ -32,13 +31,11 @@ class HuggingFace:
     column: str = "text"
     max_tokens: int | None = 200_000_000
     max_documents: int | None = None
-    tokenizer: TokenizerConfig = field(default_factory=Bytes)
     val: float = 0.01
     cache_dir: PathText = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
-        check_val(self.val)
-        check_tokenizer(self.tokenizer)
+        super().__post_init__()
         if (self.name is None) == (self.path is None):
             raise ValueError(
                 f"data.name={self.name}, data.path={self.path}: exactly one is needed, "
@@ -86,10 +83,8 @@ class HuggingFace:
 
 def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
     """The text of each row, one document per row; rows without text are passed over."""
-    try:
+    with data_errors(ImportError, before="data=hf needs the package datasets (", after="): pip install datasets"):
         import datasets
-    except ImportError as error:
-        raise DataError(f"data=hf needs the package datasets ({error}): pip install datasets") from error
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file is raised as well
     try:
         rows = iter(datasets.load_dataset(**arguments, streaming=True))

@@ -6,6 +6,8 @@ position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
+Targets that do not count in the loss are `IGNORED`.
+
 Nothing is kept between calls. A rank or a microbatch fetches its own rows of a batch with `rows(first, count)`.
 
 The permutation needs no memory either: a balanced Feistel network permutes the even-bit numbers below 4^h, the smallest
@@ -17,8 +19,6 @@ and an image that falls outside 0 … n-1 is permuted again until it falls insid
 2002, section 3), which leaves a permutation of 0 … n-1. The range is less than 4 n: fewer than four walks are expected.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -29,6 +29,8 @@ from torch import Tensor
 
 from fp4train.data.tokens import TokenArray
 
+IGNORED = -100
+"""A target without a loss, torch's value for one."""
 ROUNDS = 6
 MASK64 = (1 << 64) - 1
 
@@ -104,12 +106,23 @@ class Loader:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run."""
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
-        np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
+        places = np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
+        silent = None if self.tokens.scored is None else np.take(self.tokens.scored, places[:, 1:]) == 0
         # `take` lets other threads run while it waits for a disk, however short a row is; assignments do not.
         rows_BT1[...] = np.take(np.asarray(self.tokens.ids), rows_BT1)
         self.tokens.check(rows_BT1, f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run")
         rows = torch.from_numpy(rows_BT1)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return tokens, targets if silent is None else targets.masked_fill(torch.from_numpy(silent), IGNORED)
+
+    def loss_factor(self, first: int, count: int) -> float:
+        """What a sum of losses over `count` sequences from position `first` on, divided by all their tokens, is
+        multiplied by for the mean over the targets that count; 1 where all do."""
+        if self.tokens.scored is None:
+            return 1.0
+        places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
+        scored = int(np.count_nonzero(np.take(self.tokens.scored, places)))
+        return count * self.seq_len / scored if scored else 0.0
 
     def batch(self, step: int) -> Rows:
         """Inputs and targets [batch_size, T] of step `step` (from 0)."""

@@ -7,15 +7,17 @@ threads of the `tokenizers` library busy.
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from fp4train.data import tokens
 from fp4train.data.cache import cached_tokens
-from fp4train.data.tokenizers import BytePairs
-from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, hold_out, ids_dtype
+from fp4train.data.tokenizers import BytePairs, Bytes
+from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
 from fp4train.errors import DataError
 
 PIECES_AT_ONCE = 64
@@ -33,13 +35,20 @@ class Source(Protocol):
         ...
 
 
-class TextSource(Protocol):
-    """The settings that every source of text has."""
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """The settings that every source of text has.
 
-    @property
-    def tokenizer(self) -> TokenizerConfig: ...
-    @property
-    def val(self) -> float: ...
+    Args:
+        val: the last part, held out for validation: a share below 1, or a number of tokens.
+    """
+
+    tokenizer: TokenizerConfig = field(default_factory=Bytes)
+    val: float = 0.05
+
+    def __post_init__(self) -> None:
+        tokens.check_val(self.val)
+        tokens.check_tokenizer(self.tokenizer)
 
 
 def planned_vocab_size(source: Source) -> int:
@@ -74,26 +83,37 @@ def text_data(
         max_tokens: most tokens that are taken.
     """
     tokenizer = source.tokenizer.build(documents, run_dir)
-    dtype = ids_dtype(tokenizer.vocab_size)
-    if cache_dir is None:
-        ids = np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
-    else:
-        ids = cached_tokens(
-            cache_dir,
-            {**(key or {}), "tokenizer": tokenizer.identity},
-            lambda: token_chunks(documents(), tokenizer),
-            dtype=dtype,
-            max_tokens=max_tokens,
-        )
+    ids = tokenised(documents, tokenizer, cache_dir, key or {}, max_tokens=max_tokens)
     if len(ids) == max_tokens:
         description += f", cut off at data.max_tokens={max_tokens:,}"
-    return hold_out(
+    return tokens.hold_out(
         ids,
         val=source.val,
         vocab_size=tokenizer.vocab_size,
         seq_len=seq_len,
         tokenizer=tokenizer,
         description=description,
+    )
+
+
+def tokenised(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    cache_dir: str | None,
+    key: Mapping[str, Any],
+    *,
+    max_tokens: int | None = None,
+) -> Ids:
+    """The packed ids of `documents`, from the cache or, without one, made in memory; see `text_data`."""
+    dtype = ids_dtype(tokenizer.vocab_size)
+    if cache_dir is None:
+        return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
+    return cached_tokens(
+        cache_dir,
+        {**key, "tokenizer": tokenizer.identity},
+        lambda: token_chunks(documents(), tokenizer),
+        dtype=dtype,
+        max_tokens=max_tokens,
     )
 
 

@@ -8,27 +8,19 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.source import text_data
-from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer, check_val
+from fp4train.data.source import TextSource, text_data
+from fp4train.data.tokens import Piece, TokenData
 from fp4train.errors import DataError
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stdlib:
+class Stdlib(TextSource):
     """The running interpreter's own standard library, tokenised in memory at the start of each run."""
-
-    tokenizer: TokenizerConfig = field(default_factory=Bytes)
-    val: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_val(self.val)
-        check_tokenizer(self.tokenizer)
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         root = Path(sysconfig.get_path("stdlib"))

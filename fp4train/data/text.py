@@ -4,30 +4,26 @@ Tokenised once into the cache, known there by the files' names, sizes and times 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from fp4train.data.files import existing_path, files_of, read_pieces, stamp
-from fp4train.data.source import text_data
-from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import TokenData, TokenizerConfig, check_tokenizer, check_val
+from fp4train.data.source import TextSource, text_data
+from fp4train.data.tokens import TokenData
 from fp4train.paths import PathText
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(TextSource):
     """A text file, or every file below a folder whose suffix is one of `suffixes`."""
 
     path: PathText
     suffixes: Sequence[str] = (".txt", ".md")
-    tokenizer: TokenizerConfig = field(default_factory=Bytes)
-    val: float = 0.05
     cache_dir: PathText = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
-        check_val(self.val)
-        check_tokenizer(self.tokenizer)
+        super().__post_init__()
         if isinstance(self.suffixes, str) or not self.suffixes:
             raise ValueError(
                 f"data.suffixes={self.suffixes!r}: a list is needed, for instance data.suffixes=[.txt,.py]"

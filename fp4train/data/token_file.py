@@ -21,7 +21,7 @@ import numpy as np
 from fp4train.data.cache import file_digest
 from fp4train.data.files import existing_path, expanded
 from fp4train.data.tokens import Ids, TokenData, check_val, hold_out, token_data
-from fp4train.errors import DataError
+from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import PathText
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -80,7 +80,7 @@ def _file(path: str, key: str) -> Path:
 
 def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
     """The ids of a token file of any of the three formats, memory-mapped."""
-    try:
+    with data_errors(OSError, before=f"{key}={file} cannot be read: ", told=reason):
         size = file.stat().st_size
         stored, offset = _header(file, size)
         if stored is not None and dtype is not None and np.dtype(dtype).itemsize != np.dtype(stored).itemsize:
@@ -94,8 +94,6 @@ def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
                 f"another data.dtype is right ({', '.join(DTYPES)})"
             )
         return np.memmap(file, dtype=chosen, mode="r", offset=offset)
-    except OSError as error:
-        raise DataError(f"{key}={file} cannot be read: {error.strerror or error}") from error
 
 
 def _header(file: Path, size: int) -> tuple[str | None, int]:

@@ -55,6 +55,25 @@ class TokenizerConfig(Protocol):
         ...
 
 
+def token_bytes(tokenizer: Tokenizer | None, vocab_size: int) -> Ids | None:
+    """Bytes of text that each id stands for, int64 [vocab_size]: 0 for the end of a document and for special tokens.
+
+    None: there is no tokenizer. One that says it itself has a method `token_bytes`; of another an id has what its text
+    adds to that of the id before it.
+    """
+    if tokenizer is None:
+        return None
+    if (own := getattr(tokenizer, "token_bytes", None)) is not None:
+        found: Ids = own()
+        return found
+
+    def length(ids: list[int]) -> int:
+        return len(tokenizer.decode(ids).encode())
+
+    anchor = tokenizer.encode("a")
+    return np.array([length([*anchor, each]) - length(anchor) for each in range(vocab_size)], dtype=np.int64)
+
+
 def check_tokenizer(tokenizer: object) -> None:
     """Refuse what is no tokenizer's configuration, such as the name that `data.tokenizer=NAME` leaves here."""
     if not hasattr(tokenizer, "build"):
@@ -80,11 +99,15 @@ def fingerprint(ids: Ids) -> str:
 
 @dataclass(frozen=True)
 class TokenArray:
-    """Token ids, in memory or memory-mapped; `name` is what an error calls them."""
+    """Token ids, in memory or memory-mapped; `name` is what an error calls them.
+
+    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do.
+    """
 
     ids: Ids
     vocab_size: int
     name: str
+    scored: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

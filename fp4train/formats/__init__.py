@@ -1,61 +1,95 @@
-"""Number formats: codes <-> values, and packing. Independent of blocks and scaling."""
+"""Number formats: codes <-> values, packing, the formats by name, and the rows that `fp4train formats` prints.
 
-from fp4train.formats.element import (
-    BF16,
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    FP16,
-    FP32,
-    WIDE_FORMATS,
-    ElementFormat,
-    decode,
-    encode,
-    pack_fp4,
-    pack_fp6,
-    unpack_fp4,
-    unpack_fp6,
-    value_table,
-)
-from fp4train.formats.registry import (
-    ELEMENT_FORMATS,
-    SCALE_FORMATS,
-    FormatRow,
-    formats_table,
-    get_format,
-    get_scale_format,
-)
-from fp4train.formats.scale import ScaleFormat, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
+Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`, and an entry here.
+"""
 
-__all__ = [
-    "BF16",
-    "E2M1",
-    "E2M3",
-    "E3M2",
-    "E4M3",
-    "E5M2",
-    "ELEMENT_FORMATS",
-    "FP16",
-    "FP32",
-    "SCALE_FORMATS",
-    "WIDE_FORMATS",
-    "ElementFormat",
-    "FormatRow",
-    "ScaleFormat",
-    "decode",
-    "e4m3_decode",
-    "e4m3_encode",
-    "e8m0_decode",
-    "e8m0_encode",
-    "encode",
-    "formats_table",
-    "get_format",
-    "get_scale_format",
-    "pack_fp4",
-    "pack_fp6",
-    "unpack_fp4",
-    "unpack_fp6",
-    "value_table",
-]
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from fp4train.formats.element import BF16 as BF16
+from fp4train.formats.element import E2M1 as E2M1
+from fp4train.formats.element import E2M3 as E2M3
+from fp4train.formats.element import E3M2 as E3M2
+from fp4train.formats.element import E4M3 as E4M3
+from fp4train.formats.element import E5M2 as E5M2
+from fp4train.formats.element import FP16 as FP16
+from fp4train.formats.element import FP32 as FP32
+from fp4train.formats.element import WIDE_FORMATS as WIDE_FORMATS
+from fp4train.formats.element import ElementFormat as ElementFormat
+from fp4train.formats.element import decode as decode
+from fp4train.formats.element import encode as encode
+from fp4train.formats.element import pack_fp4 as pack_fp4
+from fp4train.formats.element import pack_fp6 as pack_fp6
+from fp4train.formats.element import unpack_fp4 as unpack_fp4
+from fp4train.formats.element import unpack_fp6 as unpack_fp6
+from fp4train.formats.element import value_table as value_table
+from fp4train.formats.scale import E4M3_SCALE, E8M0_SCALE, FP32_SCALE, POW2_SCALE, UE5M3_SCALE
+from fp4train.formats.scale import ScaleFormat as ScaleFormat
+from fp4train.formats.scale import e4m3_decode as e4m3_decode
+from fp4train.formats.scale import e4m3_encode as e4m3_encode
+from fp4train.formats.scale import e8m0_decode as e8m0_decode
+from fp4train.formats.scale import e8m0_encode as e8m0_encode
+from fp4train.text import near_miss
+
+ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E2M3, E3M2, E4M3, E5M2)
+"""Formats that tensors are quantised to, narrowest first."""
+
+SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)
+"""Scale formats."""
+
+
+_Format = TypeVar("_Format", ElementFormat, ScaleFormat)
+
+
+def get_format(name: str) -> ElementFormat:
+    """The element format called `name`. ValueError with a near miss otherwise."""
+    return _named(name, ELEMENT_FORMATS, "element")
+
+
+def get_scale_format(name: str) -> ScaleFormat:
+    """The scale format called `name`. ValueError with a near miss otherwise."""
+    return _named(name, SCALE_FORMATS, "scale")
+
+
+def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:
+    for fmt in formats:
+        if fmt.name == name:
+            return fmt
+    known = [fmt.name for fmt in formats]
+    raise ValueError(f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: {', '.join(known)})")
+
+
+class FormatRow(NamedTuple):
+    """One format: its width, its largest, smallest normal and smallest positive value, log2 of its range, and which
+    special values it has.
+    """
+
+    name: str
+    bits: int
+    largest: float
+    smallest_normal: float
+    smallest: float
+    binades: float
+    specials: str
+
+
+def formats_table() -> list[FormatRow]:
+    """All formats: elements, narrowest first; the other scale formats; FP16, BF16, FP32 for reference."""
+    names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
+    return [
+        *map(_of_element, ELEMENT_FORMATS),
+        *(_of_scale(fmt) for fmt in SCALE_FORMATS if fmt.is_byte and fmt.name not in names),
+        *map(_of_element, WIDE_FORMATS),
+    ]
+
+
+def _of_element(fmt: ElementFormat) -> FormatRow:
+    specials = "inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none"
+    return FormatRow(fmt.name, fmt.bits, fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.binades, specials)
+
+
+def _of_scale(fmt: ScaleFormat) -> FormatRow:
+    specials = "NaN; no sign" if fmt.mantissa_bits else "NaN; no sign, no zero"
+    binades = math.log2(fmt.max) - math.log2(fmt.smallest)
+    return FormatRow(fmt.name, 8, fmt.max, fmt.smallest_normal, fmt.smallest, binades, specials)

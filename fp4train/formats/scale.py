@@ -2,8 +2,8 @@
 
 E4M3 (NVFP4) is the non-negative half of the element format. E8M0 (OCP MX v1.0, section 5.4.1) is an exponent: byte b
 means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127 its largest power of two. FP32 and
-POW2 are float32 numbers: the scale that multiplies x is rounded, and its inverse is stored. `registry.py` lists all
-formats; `quantize/scaling.py` computes scales from an amax.
+POW2 are float32 numbers: the scale that multiplies x is rounded, and its inverse is stored. `fp4train.formats`
+lists all formats; `quantize/scaling.py` computes scales from an amax.
 
 UE5M3 has 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range. It was proposed for FP4 block scales in
 "Is Finer Better? The Limits of Microscaling Formats in Large Language Models" (Fasoli et al., arXiv 2601.19026): with
@@ -14,13 +14,13 @@ and the smallest 2^-17. Rounding is to nearest, ties to even.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp4train.formats.element import ElementFormat, encode, magnitude
+from fp4train.formats.element import E4M3, FP32, ElementFormat, encode, magnitude
 
 E8M0_NAN = 255
 BF16_SIGNIFICANT_BITS = 8
@@ -48,7 +48,7 @@ class ScaleFormat:
     smallest: float
     smallest_normal: float
     max: float
-    needs_global: bool
+    needs_global: bool = False
     roundings: tuple[str, ...] = ()
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
@@ -124,16 +124,24 @@ def pow2_encode(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
-E4M3_SCALE: Final = ScaleFormat(
-    name="e4m3",
-    dtype=torch.uint8,
-    mantissa_bits=3,
-    smallest=2.0**-9,
-    smallest_normal=2.0**-6,
-    max=448.0,
-    needs_global=True,
-    encode=e4m3_encode,
-    decode=e4m3_decode,
+def _scale_of(element: ElementFormat, dtype: torch.dtype = torch.uint8, **its: Any) -> ScaleFormat:
+    """The non-negative half of an element format, as a format of scales."""
+    return ScaleFormat(
+        name=element.name,
+        dtype=dtype,
+        mantissa_bits=element.mantissa_bits,
+        smallest=element.smallest_subnormal,
+        smallest_normal=element.smallest_normal,
+        max=element.max,
+        **its,
+    )
+
+
+E4M3_SCALE: Final = _scale_of(E4M3, needs_global=True, encode=e4m3_encode, decode=e4m3_decode)
+UE5M3_SCALE: Final = _scale_of(UE5M3, encode=ue5m3_encode, decode=ue5m3_decode)
+FP32_SCALE: Final = _scale_of(FP32, torch.float32, encode=_unchanged, decode=_unchanged)
+POW2_SCALE: Final = replace(
+    FP32_SCALE, name="pow2", mantissa_bits=0, smallest=2.0**-126, max=2.0**127, encode=pow2_encode
 )
 E8M0_SCALE: Final = ScaleFormat(
     name="e8m0",
@@ -142,41 +150,7 @@ E8M0_SCALE: Final = ScaleFormat(
     smallest=2.0**-127,
     smallest_normal=2.0**-127,
     max=2.0**127,
-    needs_global=False,
     roundings=("rceil", "floor", "even", "ceil"),
     encode=e8m0_encode,
     decode=e8m0_decode,
-)
-FP32_SCALE: Final = ScaleFormat(
-    name="fp32",
-    dtype=torch.float32,
-    mantissa_bits=23,
-    smallest=2.0**-149,
-    smallest_normal=2.0**-126,
-    max=math.ldexp(2**24 - 1, 104),
-    needs_global=False,
-    encode=_unchanged,
-    decode=_unchanged,
-)
-POW2_SCALE: Final = ScaleFormat(
-    name="pow2",
-    dtype=torch.float32,
-    mantissa_bits=0,
-    smallest=2.0**-126,
-    smallest_normal=2.0**-126,
-    max=2.0**127,
-    needs_global=False,
-    encode=pow2_encode,
-    decode=_unchanged,
-)
-UE5M3_SCALE: Final = ScaleFormat(
-    name="ue5m3",
-    dtype=torch.uint8,
-    mantissa_bits=3,
-    smallest=2.0**-17,
-    smallest_normal=2.0**-14,
-    max=UE5M3.max,
-    needs_global=False,
-    encode=ue5m3_encode,
-    decode=ue5m3_decode,
 )

@@ -5,6 +5,9 @@ weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the w
 every recipe. From the samples come the six operands, each quantised with the layer's spec and the whole amax. (With a
 Hadamard transform, or a scale for each row, the amax is that of the sample.) The cost does not grow with the batch.
 
+Of a group of weights (experts) they are those of the weight with the most rows of that call, and the noise is that of
+its gradient as a part of the group's.
+
 Of a layer that multiplies some channels in another recipe (`nn.executors.parts`), x and w are those of the others.
 
 The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
@@ -16,19 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp4train.backends import GEMMS, OPERANDS
+from fp4train.backends import GEMMS, OPERANDS, named
 from fp4train.measure.metrics import largest_values
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, QuantSpec, RandomKey, quantizer
 from fp4train.quantize.transform import transform
+
+if TYPE_CHECKING:
+    from fp4train.nn.planned import PlannedLayer
 
 GROUPS: Final = 2
 GROUP: Final = 128
@@ -57,6 +63,7 @@ class Seen:
     w: Sample | None = None
     x: Sample | None = None
     dy: Sample | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
     hooked: bool = False
 
 
@@ -83,9 +90,8 @@ class WatchedLayers:
                 continue
             known: dict[tuple[QuantSpec, str], tuple[Tensor, Decoded, bool]] = {}
             decoded: list[Decoded] = []
-            samples = {"x": seen.x, "w": seen.w, "dy": seen.dy}
-            for number, (gemm, operand) in enumerate(name.split(".") for name in NAMES):
-                spec = (table[gemm].first, table[gemm].second)[number % 2]
+            samples = {"x": seen.x, "w": self._fused(seen.w, plans[name]), "dy": seen.dy}
+            for number, (gemm, operand, spec) in enumerate(named(table)):
                 if spec is None:
                     continue
                 share, turned = (spec, operand), gemm == "wgrad" or (gemm, operand) == ("dgrad", "w")
@@ -96,12 +102,17 @@ class WatchedLayers:
                 at.append((len(layers), number))
                 if gemm == "wgrad":
                     decoded.append(values if other == turned else Decoded(values.values.T, values.scale))
-            noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, table["wgrad"].first, table["wgrad"].second))
+            noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, *table["wgrad"].both))
             layers.append(name)
         tokens = max((seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0)
         values_ = torch.stack(rows) if rows else torch.zeros(0, len(RAW), dtype=torch.float64)
         noise = torch.stack(noises) if noises else torch.zeros(0, dtype=torch.float64)
         return Measured(layers=layers, at=at, values=values_, noise=noise, tokens=tokens)
+
+    def _fused(self, own: Sample, plan: LayerPlan) -> Sample:
+        """A weight's sample with the amax that its scale is made of: the largest of the weights that share one."""
+        others = [found.w.amax for name in plan.fused if (found := self.seen.get(name)) and found.w is not None]
+        return replace(own, amax=torch.stack(others).amax()) if others else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,25 +197,27 @@ def _values(decoded: Decoded) -> Tensor:
 
 
 @contextmanager
-def watch(layers: Iterable[tuple[Layer, nn.Module]]) -> Iterator[WatchedLayers]:
+def watch(layers: Iterable[tuple[Layer, PlannedLayer]]) -> Iterator[WatchedLayers]:
     """Sample the tensors of `layers`: of the first forward pass of each, and of its backward pass."""
     watched = WatchedLayers()
 
-    def enter(seen: Seen, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def enter(seen: Seen, module: PlannedLayer, args: tuple[Any, ...], output: Tensor) -> None:
         if seen.hooked:
             return
         if seen.x is None:
-            columns = getattr(module, "channels", None)
-            seen.x = sample(args[0].reshape(-1, args[0].shape[-1]), columns)
+            x_MK, w_NK, seen.rows = module.observed(*args)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
-            seen.w = sample(module.w_NK, columns)  # type: ignore[arg-type]
+            seen.w = sample(w_NK, module.channels)
+            if not len(x_MK[seen.rows]):
+                return
+            seen.x = sample(x_MK[seen.rows], module.channels)
         if output.requires_grad:
             seen.hooked = True
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]
 
     def leave(seen: Seen, grad: Tensor) -> None:
         if seen.dy is None:
-            seen.dy = sample(grad.reshape(-1, grad.shape[-1]))
+            seen.dy = sample(grad.reshape(-1, grad.shape[-1])[seen.rows])
 
     handles = []
     for layer, module in layers:

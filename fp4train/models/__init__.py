@@ -1,6 +1,7 @@
 """Model architectures: one folder per family; `common` holds the parts that families share.
 
-A new model is a folder with a frozen dataclass like `Architecture` in `model.py`, and a YAML in `configs/model`.
+A new model is a folder with a frozen dataclass like `Architecture` in `model.py`, and a YAML in `configs/model`; one
+that `transformers` has too goes there and back by its `hf.py` (`models/hf.py`).
 """
 
 from __future__ import annotations

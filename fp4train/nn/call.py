@@ -16,12 +16,20 @@ from fp4train.quantize import QuantSpec, RandomKey
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.linear import Linear
-    from fp4train.nn.scaling import DelayedScaling
-    from fp4train.nn.weights import PreparedWeights
+    from fp4train.nn.planned import PlannedLayer
+    from fp4train.nn.scaling import DelayedScaling, MemberScaling
+    from fp4train.nn.weights import FusedWeights, PreparedWeights
 
 _OFFSET_SPREAD = 1 << 34
 """Column range for token offsets that are not multiples of 8; no other offset reaches it."""
+
+
+Weights = Sequence[Tensor]
+"""[N, K] each."""
+Biases = Sequence[Tensor | None]
+"""[N] each, or None."""
+Counts = Sequence[int]
+"""The rows of x that each weight of a group multiplies, in turn."""
 
 
 class Route(NamedTuple):
@@ -51,10 +59,12 @@ class Executor(ABC):
     Attributes:
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.
+        channels: the in features that the layer's own recipe multiplied in the last call, int64; None: all.
     """
 
     route: Route = EAGER
     states: tuple[str, ...] = ()
+    channels: Tensor | None = None
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
@@ -67,14 +77,15 @@ class Executor(ABC):
 
     @abstractmethod
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
 
         Args:
             layer: whose states and position in the run count.
-            weights, biases: [N, K] and [N] or None each; one of each, but for executors of groups of weights.
+            weights, biases: one of each; of a group of E weights two tensors, [E, N, K] and [E, N].
             now: the state of this thread, in a context.
+            counts: of a group; x may have more rows, which count for nothing: those of y are zero.
         """
 
 
@@ -151,7 +162,9 @@ class Call:
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: what backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
+        fused: the weights that share a global scale with this layer's.
         parts: (channels, call) of each part of the in features, where parts are multiplied apart.
+        member: the place of the weight in the layer's group.
     """
 
     executor: Any
@@ -160,14 +173,16 @@ class Call:
     token_offset: int
     layer_key: int
     weights: PreparedWeights
-    scaling: DelayedScaling | None
+    scaling: DelayedScaling | MemberScaling | None
     training: bool
     shared: dict[str, Any] | None
+    fused: FusedWeights
     counters: Tensor | None = None
     parameter: Tensor | None = None
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
     parts: tuple[tuple[Tensor, Call], ...] = ()
+    member: int = 0
 
     def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
         """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.

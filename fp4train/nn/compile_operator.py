@@ -23,7 +23,7 @@ from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 from fp4train.nn.call import Call, gradient_dtypes
 from fp4train.nn.executors.gemms import without_torchs_autocast
-from fp4train.nn.linear import Handle, Linear
+from fp4train.nn.planned import Handle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, is_stray_recomputation, once, state
 from fp4train.quantize import Quantized
@@ -81,7 +81,7 @@ def linear(
     return y_MN, SavedCall(call, x if isinstance(x, Quantized) else None, calls)
 
 
-def _call(layer: Linear, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
+def _call(layer: PlannedLayer, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
     """A new call; in a graph that recomputes activations in its backward, the call of the forward pass."""
     if is_stray_recomputation(state()):
         if len(calls) != 1:

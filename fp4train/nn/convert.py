@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp4train.nn.linear import Linear
-from fp4train.precision.layers import Layer, bypassed_linears, find_layers, is_uninitialised
+from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.weights import FusedWeights
+from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers, is_uninitialised
 from fp4train.text import tabulate
 
 _log = logging.getLogger(__name__)
@@ -49,10 +51,16 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     converted: dict[nn.Module, Linear] = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if isinstance(module, Linear):
+        if isinstance(module, PlannedLayer):
             module.rename(layer, backend)
         elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
+    groups: dict[tuple[str, ...], FusedWeights] = {}
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        if isinstance(made := converted.get(module, module), PlannedLayer) and layer.fused:
+            made.fused_weights = groups.setdefault(layer.fused, FusedWeights())
+            made.fused_weights.add(made)
     # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():
@@ -104,7 +112,7 @@ def _class_for(kind: type[nn.Module], name: str, module: nn.Module) -> type[Line
 def _needed() -> frozenset[str]:
     """Attribute names of fp4train's layer that nn.Linear does not have."""
     ours, plain = (kind(1, 1, device="meta") for kind in (Linear, nn.Linear))
-    return frozenset({*vars(Linear), *vars(ours)} - {*vars(nn.Linear), *vars(plain)})
+    return frozenset({*vars(Linear), *vars(PlannedLayer), *vars(ours)} - {*vars(nn.Linear), *vars(plain)})
 
 
 @cache
@@ -177,33 +185,36 @@ class Conversion:
         layers: the layers that run on fp4train.
         left: weights of linear layers that are not converted.
         others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
+        meant: those whose module says in its attribute `fp4train_high_precision` why they stay in high precision.
     """
 
     layers: tuple[Layer, ...]
     left: tuple[UnconvertedWeight, ...]
     others: tuple[UnconvertedWeight, ...]
+    meant: tuple[UnconvertedWeight, ...] = ()
 
     @property
     def share(self) -> float:
         """Share of the matrix weights that fp4train multiplies, between 0 and 1."""
-        return 1 - sum(weight.share for weight in (*self.left, *self.others))
+        return 1 - sum(weight.share for weight in (*self.left, *self.others, *self.meant))
 
     def summary(self) -> str:
-        """One line about the weights that are not converted; empty if there are none."""
+        """One line about the weights that are not converted, but for those that are meant not to be; empty if there are
+        none."""
         groups = _groups((*self.left, *self.others))
         if not groups:
             return ""
         places = [f"{_tensors(len(group))} in {place} ({why})" for (place, why), group in groups.items()]
         more = [f"{len(places) - _PLACES} more"] if len(places) > _PLACES else []
         return (
-            f"{_percent(1 - self.share)} of the matrix weights are not converted: "
+            f"{_percent(sum(w.share for w in (*self.left, *self.others)))} of the matrix weights are not converted: "
             f"{', '.join(places[:_PLACES] + more)}; fp4train.conversion(model) lists them"
         )
 
     def __str__(self) -> str:
         rows = [
             (place, str(len(group)), "×".join(map(str, group[0].shape)), _percent(sum(w.share for w in group)), why)
-            for (place, why), group in _groups((*self.left, *self.others)).items()
+            for (place, why), group in _groups((*self.left, *self.others, *self.meant)).items()
         ]
         count = len(self.layers)
         head = f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the matrix weights"
@@ -221,21 +232,27 @@ def report(model: nn.Module) -> Conversion:
     if not isinstance(model, nn.Module):
         raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
     layers = find_layers(model)
-    ours = {name: layer for name, layer in layers.items() if isinstance(model.get_submodule(name), Linear)}
+    ours = {name: layer for name, layer in layers.items() if isinstance(model.get_submodule(name), PlannedLayer)}
     covered = {p for name in ours for p in model.get_submodule(name).parameters() if not is_lazy(p)}
     found = list(_matrices(model, layers, covered))
     sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
     total = sum(sizes.values()) or 1
     left: list[UnconvertedWeight] = []
     others: list[UnconvertedWeight] = []
+    meant: list[UnconvertedWeight] = []
     for parameter, name, why, is_linear in found:
         # Counted once: at its first place in the list, or in the converted layer that shares it.
         size = 0 if parameter in covered else sizes.pop(parameter, 0)
         weight = UnconvertedWeight(
             name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
         )
-        (left if is_linear else others).append(weight)
-    return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others))
+        (left if is_linear else meant if why == _meant(model.get_submodule(weight.module)) else others).append(weight)
+    return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant))
+
+
+def _meant(module: nn.Module) -> str | None:
+    """Why a module keeps its own matrices in high precision; None: it does not say."""
+    return getattr(module, "fp4train_high_precision", None)
 
 
 def _matrices(
@@ -245,9 +262,9 @@ def _matrices(
 
     A weight shared with a converted layer is listed only if an unconverted linear layer holds it too.
     """
-    elementwise = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)}
+    apart = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)} | elementwise(model)
     for path, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, PlannedLayer):
             continue
         layer = layers.get(path)
         for key, parameter in module.named_parameters(recurse=False):
@@ -257,13 +274,16 @@ def _matrices(
             if layer is not None:
                 if key == "weight" or _is_matrix(key, parameter):
                     yield parameter, name, layer.unconverted or "convert was not called on it", True
-            elif parameter not in covered | elementwise and _is_matrix(key, parameter):
+            elif parameter not in covered | apart and _is_matrix(key, parameter):
                 yield parameter, name, _why_other(path, module, parameter), False
 
 
 def _has_no_matrix(module: nn.Module) -> bool:
-    """Whether this is an embedding or a norm, by class or class name: not a factor of a matrix product."""
+    """Whether this is an embedding or a norm, by class or class name, or a convolution of each channel by itself: not a
+    factor of a matrix product."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return True
+    if isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels:
         return True
     return any(word in type(module).__name__.lower() for word in ("embed", "norm"))
 
@@ -276,6 +296,8 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
+    if reason := _meant(module):
+        return reason
     if isinstance(module, nn.MultiheadAttention):
         return bypassed_linears([module])[module.out_proj]
     if isinstance(module, _CONVOLUTIONS):

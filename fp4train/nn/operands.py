@@ -6,6 +6,7 @@ requantises, of what is rounded before. Random bits are keyed by the position in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,19 @@ from torch import Tensor
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
 from fp4train.nn.ranks import Ranks, amax_over
-from fp4train.quantize import Decoded, PairQuantizer, QuantSpec, RandomKey, measure_amax, quantizer, requantised
+from fp4train.quantize import (
+    Decoded,
+    PairQuantizer,
+    QuantSpec,
+    RandomKey,
+    has_tensor_amax,
+    measure_amax,
+    quantised_in_runs,
+    quantizer,
+    requantised,
+)
 from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
+from fp4train.shards import Runs
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -38,7 +50,7 @@ class Form:
 
     __slots__ = (
         *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure", "rank"),
-        *("rounding_ranks", "spec", "stochastic", "tensor"),
+        *("plain", "rounding_ranks", "runs", "spec", "stochastic", "tensor"),
     )
 
     def __init__(
@@ -67,7 +79,10 @@ class Form:
         self.amax_ranks: tuple[Ranks, ...] = ()
         self.rounding_ranks: tuple[Ranks, ...] = ()
         """Over which the amax is taken of what the spec requantises."""
+        self.runs: Runs = ()
+        """Of the features in the whole layer's, where random bits depend on them and they are several."""
         if shard is not None:
+            self.runs = shard.runs_of(tensor) if self.stochastic else ()
             self.feature = shard.starts(tensor)[1]
             self.rank = shard.tensor.rank if tokens and shard.tensor is not None else 0
             found = shard.amax_and_rounding_ranks(tensor, spec, transposed=column, tokens=tokens)
@@ -76,7 +91,11 @@ class Form:
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
             chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            self.make: Callable[..., Prepared]
             self.make = chosen.codes if codes else chosen.values
+            self.plain = replace(spec, requantises=None)
+            if self.runs:
+                self.make = self._in_runs
 
     def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
         """This form of x [M, K]."""
@@ -87,7 +106,7 @@ class Form:
         if self.kernel_only:
             return self.make(x_MK)
         key = self.key(call, x_MK.shape[1 if self.column else 0])
-        if self.rounding_ranks and self.spec.requantises is not None:
+        if (self.rounding_ranks or self.runs) and self.spec.requantises is not None:
             x_MK = requantised(x_MK, self.spec, amax_over(self.rounding_ranks, x_MK.T, self.spec.requantises))
         return self.make(x_MK, key, self.amax(x_MK, call, key))
 
@@ -96,6 +115,12 @@ class Form:
         if not self.stochastic:
             return None
         return call.key(self.number, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
+
+    def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
+        """x with the random bits of features that do not follow each other."""
+        assert key is not None
+        found = quantised_in_runs(x, self.plain, key, self.runs, amax, columns=not self.column)
+        return found if self.codes else quantizer(self.plain, x.device.type).decode(found)
 
     def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
@@ -136,7 +161,8 @@ class Operand:
         self.joined = row.amax_ranks if row.amax_ranks == column.amax_ranks else ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
-        if row.spec is not None and column.spec is not None and not row.rounding_ranks and not column.rounding_ranks:
+        apart = row.rounding_ranks or column.rounding_ranks or row.runs or column.runs
+        if row.spec is not None and column.spec is not None and not apart:
             quantizers = quantizer(row.spec, device), quantizer(column.spec, device)
             self.pair = PairQuantizer(*quantizers, row_codes=codes[0], column_codes=codes[1])
 
@@ -157,7 +183,9 @@ class Operand:
         if not self.joined:
             return self.row.amax(x_MK, call, keys[0]), self.column.amax(x_MK.T, call, keys[1])
         assert self.row.spec is not None and self.column.spec is not None
-        own = measure_amax(x_MK, self.row.spec, keys[0]), measure_amax(x_MK.T, self.column.spec, keys[1])
+        first = measure_amax(x_MK, self.row.spec, keys[0])
+        alike = has_tensor_amax(self.row.spec) and has_tensor_amax(self.column.spec)
+        own = first, first if alike else measure_amax(x_MK.T, self.column.spec, keys[1])
         both = torch.cat([amax.reshape(-1) for amax in own])
         for ranks in self.joined:
             both = ranks.largest(both)

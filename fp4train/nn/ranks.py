@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fp4train.quantize import QuantSpec, RandomKey, measure_amax
+from fp4train.shards import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +86,9 @@ def amax_over(amax_ranks: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The shard of a DTensor; its gradient has the same placement."""
+    """The shard of a DTensor; its gradient has the same placement. A plain tensor is whole."""
+    if not is_sharded(parameter):
+        return parameter
     result: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return result
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax, push_amax
 
 Position = tuple[int, int]
@@ -70,7 +70,7 @@ class DelayedScaling:
         again = self._entered.get(name) == position
         amax = previous if again else delayed_amax(history, previous, spec.delayed)
         if enter:
-            own = tensor.detach().abs().amax().float() if tensor.numel() else amax.new_zeros(())
+            own = _amax(tensor.detach(), spec) if tensor.numel() else amax.new_zeros(())
             own = own if self.joined else largest_over_ranks(own)
             if again:
                 history, own = history[1:], torch.maximum(own, history[0])
@@ -107,6 +107,17 @@ class DelayedScaling:
             scaling.histories[name] = torch.cat((amax.reshape(1), scaling.histories[name][1:]))
 
 
+class MemberScaling:
+    """The part of a group's amax histories that one of its weights has: its tensors are "x.3", "w.3", "dy.3"."""
+
+    def __init__(self, scaling: DelayedScaling, member: int) -> None:
+        self._scaling, self._member = scaling, member
+
+    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
+        """See `DelayedScaling.amax`."""
+        return self._scaling.amax(f"{name}.{self._member}", spec, tensor, enter=enter, position=position)
+
+
 def largest_over_ranks(amax: Tensor) -> Tensor:
     """The maximum of `amax` over the ranks of the default process group, so that all use the same scale.
 
@@ -117,6 +128,11 @@ def largest_over_ranks(amax: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
     return amax
+
+
+def _amax(tensor: Tensor, spec: QuantSpec) -> Tensor:
+    """The largest magnitude of a matrix or, 0-d, of one that is measured already; float32, NaN if there is one."""
+    return quantizer(spec, tensor.device.type).amax(tensor) if tensor.ndim else tensor.abs().float()
 
 
 def _resized(history: Tensor, length: int) -> Tensor:

@@ -15,6 +15,7 @@ must then do the same.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,11 +25,25 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
 from fp4train.nn.ranks import Ranks, amax_over
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, amax_extent, quantizer, requantised
+from fp4train.quantize import (
+    Decoded,
+    Quantized,
+    QuantSpec,
+    RandomKey,
+    has_tensor_amax,
+    measure_amax,
+    quantised_in_runs,
+    quantizer,
+    requantised,
+)
+from fp4train.quantize.quantized import turned
+from fp4train.quantize.quantizer import turns
 from fp4train.quantize.random import DGRAD_W, FPROP_W
+from fp4train.shards import Runs
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
+    from fp4train.nn.planned import PlannedLayer
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -40,11 +55,13 @@ class WeightForm:
         device: device type of the weight.
         column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
         shard: where the weight lies in the whole layer's; None: it is whole.
+        fused: names of the layers whose weights share a global scale with this one, itself included; none: it has its
+            own.
     """
 
     __slots__ = (
-        *("amax_ranks", "decode", "dtype", "key", "make", "operand", "requantise", "rounding_ranks", "spec", "start"),
-        "transposed",
+        *("amax_ranks", "decode", "dtype", "fused", "key", "make", "operand", "requantise", "rounding_ranks", "runs"),
+        *("spec", "start", "transposed", "turned_from"),
     )
 
     def __init__(
@@ -56,25 +73,35 @@ class WeightForm:
         *,
         column: bool,
         shard: LayerShard | None = None,
+        fused: tuple[str, ...] = (),
     ) -> None:
         self.spec, self.dtype = spec, dtype
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
         self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
         self.operand = DGRAD_W if column and not self.transposed else FPROP_W
-        turned = self.operand == DGRAD_W
+        column_wise = self.operand == DGRAD_W
         self.amax_ranks: tuple[Ranks, ...] = ()
         self.rounding_ranks: tuple[Ranks, ...] = ()
         """Over which the amax is taken of what the spec requantises."""
+        self.fused = fused if spec is not None and has_tensor_amax(spec.requantises or spec) else ()
+        """Those whose amax counts: of the weight, or of what the spec requantises."""
         self.start = (0, 0)
+        self.runs: Runs = ()
+        """Of the out features in the whole layer's, where random bits depend on them and they are several."""
         if shard is not None:
-            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks("w", spec, transposed=turned)
+            self.runs = shard.runs_of("w") if spec is not None and spec.random else ()
+            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks("w", spec, transposed=column_wise)
             row, column_start = shard.starts("w")
-            self.start = (column_start, row) if turned else (row, column_start)
+            self.start = (column_start, row) if column_wise else (row, column_start)
         if spec is not None:
             rest = quantizer(replace(spec, requantises=None), device)
             chosen = rest if self.rounding_ranks else quantizer(spec, device)
             self.make, self.requantise = (each.codes if backend.takes_codes else each.values for each in (chosen, rest))
             self.decode = None if backend.takes_codes else chosen.decode
+        self.turned_from: tuple[object, ...] | None = None
+        """The key of the row-wise form whose transposed codes are this form's; None: it is made from the weight."""
+        if spec is not None and column_wise and backend.takes_codes and turns(chosen, chosen):
+            self.turned_from = (spec, backend.name, dtype, False)
         self.key = (spec, backend.name, dtype, column and not self.transposed)
 
     def finish(self, prepared: Prepared) -> Prepared:
@@ -101,7 +128,7 @@ class PreparedWeights:
         self._keep = keep
         self._position: tuple[int, int] | None = None
         self._of: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._version: tuple[int, ...] = ()
         self._forms: list[tuple[tuple[object, ...], Prepared]] = []
         self._amax: Tensor | None = None
         self._amaxes: dict[tuple[object, ...], Tensor] = {}
@@ -113,18 +140,20 @@ class PreparedWeights:
 
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form, cached within a step."""
-        rounded = None
+        rounded = group = None
         if isinstance(w_NK, Gathered):
             sent = w_NK.source.form(form, call)
             if sent is not None:
                 return sent
             if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
                 rounded = w_NK.source.rounded(form.spec.requantises, call)
+            group = w_NK.source.fused_amax(call) if form.fused else None
             w_NK = values_of(w_NK, w_NK.dtype) if rounded is None else rounded
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
-        version = 0 if own.is_inference() else own._version
+        fused = call.fused.of(form.fused, call.member) if form.fused and group is None and rounded is None else ()
+        version = tuple(map(_version, fused or (own,)))
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
             if known is None or version != self._version or own is not w_NK or not known.is_set_to(own):
@@ -136,13 +165,15 @@ class PreparedWeights:
         amax = None
         if form.spec is not None and form.spec.delayed is not None:
             amax = self.delayed_amax(w_NK, form.spec, call)
+        if fused:
+            group = self._group_amax(fused, form)
         prepared = None
         for key, found in self._forms:
             if key == form.key:
                 prepared = found
                 break
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax, rounded is not None)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded is not None)
             if self._keep:
                 self._forms.append((form.key, prepared))
         return form.finish(prepared) if form.transposed else prepared
@@ -155,29 +186,58 @@ class PreparedWeights:
         self._amax, self._entered = None, False
 
     def _prepare(
-        self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, rounded: bool = False
+        self,
+        w_NK: Tensor,
+        form: WeightForm,
+        call: Call,
+        amax: Tensor | None,
+        group: Tensor | None = None,
+        rounded: bool = False,
     ) -> Prepared:
-        """`rounded`: w is what `form.spec.requantises` gave."""
+        """`group`: the amax that fused weights share; `rounded`: w is what `form.spec.requantises` gave."""
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
+        for made, found in self._forms:
+            if made == form.turned_from and isinstance(found, Quantized):
+                return turned(found)
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         key = call.key_at(form.operand, *form.start) if spec.random else None
-        if form.rounding_ranks and spec.requantises is not None and not rounded:
-            w = requantised(w, spec, self._amax_over_ranks(w.T, spec.requantises, form.rounding_ranks, form.operand))
-        if form.amax_ranks:
+        if (form.rounding_ranks or form.runs or group is not None) and spec.requantises is not None and not rounded:
+            if group is None:
+                group = self._amax_over_ranks(w.T, spec.requantises, form.rounding_ranks, form.operand)
+            w, rounded, group = requantised(w, spec, group), True, None
+        if group is not None and not rounded:
+            amax = group
+        elif form.amax_ranks:
             amax = self._amax_over_ranks(w, spec, form.amax_ranks, form.operand, key)
+        if form.runs and key is not None:
+            plain, columns = replace(spec, requantises=None), form.operand == DGRAD_W
+            found = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
+            return found if form.decode is None else quantizer(plain, w.device.type).decode(found)
         return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
         self, w: Tensor, spec: QuantSpec, amax_ranks: tuple[Ranks, ...], operand: int, key: RandomKey | None = None
     ) -> Tensor:
         """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
-        whole = amax_extent(spec) == "tensor" and spec.hadamard is None and spec.requantises is None
-        known = ("tensor",) if whole else (spec, operand)
+        known = ("tensor",) if has_tensor_amax(spec) else (spec, operand)
         if known not in self._amaxes:
             self._amaxes[known] = amax_over(amax_ranks, w, spec, key)
         return self._amaxes[known]
+
+    def _group_amax(self, weights: Sequence[Tensor], form: WeightForm) -> Tensor:
+        """The largest amax of fused weights, whichever of their specs it is for: all take it of the tensor as it is."""
+        if ("fused",) not in self._amaxes:
+            assert form.spec is not None
+            spec, ranks = form.spec, form.amax_ranks
+            if spec.requantises is not None:
+                spec, ranks = spec.requantises, form.rounding_ranks
+            amax = torch.stack([measure_amax(each, spec) for each in weights]).amax()
+            for each in ranks:
+                amax = each.largest(amax)
+            self._amaxes["fused",] = amax
+        return self._amaxes["fused",]
 
     def delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
         """The weight's delayed amax; its own enters the history once per step, at its first call in training.
@@ -193,6 +253,42 @@ class PreparedWeights:
             self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)
             self._entered = self._entered or call.training
         return self._amax
+
+
+def _version(w: Tensor) -> int:
+    return 0 if w.is_inference() else w._version
+
+
+class FusedWeights:
+    """The weights of layers that share a global scale. The layers are held weakly; copies of them find each other."""
+
+    __slots__ = ("_layers",)
+
+    def __init__(self) -> None:
+        self._layers: dict[str, weakref.ref[PlannedLayer]] = {}
+
+    def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
+        return FusedWeights, ()
+
+    def add(self, layer: PlannedLayer) -> None:
+        """Let `layer` be the one of its name; nothing if there is one."""
+        known = self._layers.get(layer.layer.name)
+        if known is None or known() is None:
+            self._layers[layer.layer.name] = weakref.ref(layer)
+
+    def of(self, names: Sequence[str], member: int = 0) -> list[Tensor]:
+        """This rank's weights [N, K] of the layers of these names; of groups those at the place `member`.
+
+        Raises:
+            RuntimeError: a layer is not there.
+        """
+        found = [(name, self._layers.get(name, lambda: None)()) for name in names]
+        if missing := [name for name, layer in found if layer is None]:
+            raise RuntimeError(
+                f"{', '.join(names)} share one scale (recipe.fused_scales), and {', '.join(missing)} is not in this "
+                "model: copy the module that holds all of them, or take recipe.fused_scales=false"
+            )
+        return [layer.own_weights[member] for _, layer in found if layer is not None]
 
 
 class GatheredSource(Protocol):
@@ -211,8 +307,16 @@ class GatheredSource(Protocol):
         """The whole weight [N, K] as `spec` rounds it, in BF16, from its codes; None if they did not come."""
         ...
 
+    def fused_amax(self, call: Call) -> Tensor | None:
+        """The largest amax of the float32 masters of the weights that share a scale; None if it was not joined."""
+        ...
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """The whole weight [N, K]: as it came if that is `dtype`, else cast from the float32 master."""
+        ...
+
+    def member(self, index: int) -> GatheredSource:
+        """Of a group of weights [E, N, K]: where the one at this place comes from."""
         ...
 
     def master(self) -> Tensor:
@@ -222,13 +326,13 @@ class GatheredSource(Protocol):
 
 
 class Gathered(Tensor):
-    """A weight [N, K] without memory of its own."""
+    """A weight [N, K], or a group of them [E, N, K], without memory of its own."""
 
     source: GatheredSource
 
-    def copied(self) -> Tensor:
-        """The weight in memory of its own, not freed after the call: in BF16 if it came so, else in float32."""
-        return self.to(torch.bfloat16 if self.source.rounds else torch.float32, copy=True)
+    def held(self) -> Tensor:
+        """The weight as it came, in BF16 or float32: memory that is freed after the call and filled for backward."""
+        return self.source.values(torch.bfloat16 if self.source.rounds else torch.float32)
 
     @staticmethod
     def __new__(cls, source: GatheredSource, shape: torch.Size, device: torch.device) -> Gathered:
@@ -244,6 +348,8 @@ class Gathered(Tensor):
         own = args[0] if args and isinstance(args[0], Gathered) else None
         if own is not None and func is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"dtype"}:
             return own.source.values(kwargs["dtype"]).clone()
+        if own is not None and func is torch.ops.aten.select.int and args[1] == 0 and len(own.shape) == 3:
+            return Gathered(own.source.member(args[2]), torch.Size(own.shape[1:]), own.device)
         if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
             return Gathered(own.source, own.shape, own.device)
         return func(*_with_masters(args), **{name: _master(each) for name, each in (kwargs or {}).items()})

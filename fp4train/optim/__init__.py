@@ -5,12 +5,15 @@ A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from fp4train.precision.layers import elementwise
+from fp4train.shards import local
 
 
 class Optimizer(Protocol):
@@ -40,7 +43,8 @@ class Constants:
 
     Args:
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: for parameters with two or more dimensions; norms and biases have none.
+        weight_decay: for parameters with two or more dimensions; norms, biases and filters (`fp4train_elementwise` of
+            a module) have none.
         clip: largest global gradient norm; None does not clip.
     """
 
@@ -62,34 +66,53 @@ class Constants:
         Raises:
             ValueError: the model has no trainable parameter.
         """
-        return self.over(trainable(model))
+        return self.over(trainable(model), elementwise(model))
 
-    def over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's optimizer over some parameters."""
+    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over some parameters, by name, of which those `spared` have no decay, whatever their shape."""
         raise TypeError(f"{type(self).__name__} has no method over")
 
-    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    def groups(self, parameters: Iterable[nn.Parameter], spared: Collection[nn.Parameter] = ()) -> list[dict[str, Any]]:
         """Groups of parameters with and without decay; fused kernels take those of one mesh of ranks at a time."""
         parameters, groups = list(parameters), []
         for mesh in dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters):
             here = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
-            groups.append({"params": [p for p in here if p.dim() >= 2], "weight_decay": self.weight_decay})
-            groups.append({"params": [p for p in here if p.dim() < 2], "weight_decay": 0.0})
+            free = {p for p in here if p.dim() < 2 or p in spared}
+            groups.append({"params": [p for p in here if p not in free], "weight_decay": self.weight_decay})
+            groups.append({"params": [p for p in here if p in free], "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that require a gradient.
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model` that require a gradient, by name.
 
     Raises:
         ValueError: there is none.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise")
     return parameters
 
 
-def has_fused(parameters: list[nn.Parameter]) -> bool:
+def keep_bounds(optimizer: torch.optim.Optimizer, model: nn.Module, bounds: Mapping[str, float]) -> None:
+    """After each of its steps the optimizer leaves no value above the bound of its parameter.
+
+    Args:
+        model: with the parameters, whole or shards.
+        bounds: name of a parameter → its largest value; other names are of other ranks.
+    """
+    held = [(parameter, bounds[name]) for name, parameter in model.named_parameters() if name in bounds]
+
+    @torch.no_grad()
+    def keep(*_: object) -> None:
+        for parameter, largest in held:
+            local(parameter).clamp_(max=largest)
+
+    if held:
+        optimizer.register_step_post_hook(keep)
+
+
+def has_fused(parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether torch has a fused kernel for the parameters' device."""
-    return parameters[0].device.type in ("cpu", "cuda")
+    return next(iter(parameters.values())).device.type in ("cpu", "cuda")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
 
 from fp4train.optim import Constants, has_fused
+from fp4train.optim.rounded import RoundedAdamW
+from fp4train.text import check_choice
+
+MOMENT_BYTES: Final = {"float32": 8, "bfloat16": 4}
+"""Bytes per parameter of both moments, by their dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +24,12 @@ class AdamW(Constants):
     Args:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
+        moments: dtype in which both are kept: "float32", or "bfloat16", rounded stochastically (`optim/rounded.py`).
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,8 +38,17 @@ class AdamW(Constants):
             raise ValueError(f"optim.betas={self.betas} must be two numbers in [0, 1)")
         if not self.eps > 0:
             raise ValueError(f"optim.eps={self.eps} must be > 0")
+        check_choice("optim.moments", self.moments, MOMENT_BYTES)
 
-    def over(self, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-        """torch's AdamW over some parameters."""
-        fused = has_fused(parameters)
-        return torch.optim.AdamW(self.groups(parameters), lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.AdamW:
+        """AdamW over some parameters, by name: torch's, or that of moments in BF16."""
+        fused, groups = has_fused(parameters), self.groups(parameters.values(), spared)
+        if self.moments == "float32":
+            return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        names = {parameter: name for name, parameter in parameters.items()}
+        return RoundedAdamW(groups, names, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+
+
+def moment_bytes(optim: object) -> int:
+    """Bytes per parameter of an optimizer's moments; those of AdamW for others, which keep no more."""
+    return MOMENT_BYTES[getattr(optim, "moments", "float32")]

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp4train.optim import trainable
 from fp4train.optim.adamw import AdamW
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import elementwise, find_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Muon(AdamW):
         inside = [name for name, layer in find_layers(model).items() if layer.block is not None]
         weights = {id(model.get_submodule(name).weight) for name in inside}
         parameters = trainable(model)
-        matrices = [p for p in parameters if id(p) in weights and p.dim() == 2]
+        matrices = [p for p in parameters.values() if id(p) in weights and p.dim() == 2]
         if not matrices:
             raise ValueError(
                 f"optim=muon needs linear layers in the blocks of {type(model).__name__}; take optim=adamw"
@@ -61,7 +61,7 @@ class Muon(AdamW):
         if any(_is_cut(p) for p in matrices):
             raise ValueError(self.needs_whole)
         taken = {id(p) for p in matrices}
-        rest = [p for p in parameters if id(p) not in taken]
+        rest = {name: p for name, p in parameters.items() if id(p) not in taken}
         muon = torch.optim.Muon(
             self.groups(matrices),
             lr=self.lr,
@@ -70,7 +70,7 @@ class Muon(AdamW):
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
-        return Joined(muon, self.over(rest)) if rest else muon
+        return Joined(muon, self.over(rest, elementwise(model))) if rest else muon
 
 
 def _is_cut(parameter: Any) -> bool:

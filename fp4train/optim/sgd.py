@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class SGD(Constants):
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=true needs optim.momentum above 0")
 
-    def over(self, parameters: list[nn.Parameter]) -> torch.optim.SGD:
-        """torch's SGD over some parameters."""
-        groups, fused = self.groups(parameters), has_fused(parameters)
+    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.SGD:
+        """torch's SGD over some parameters, by name."""
+        groups, fused = self.groups(parameters.values(), spared), has_fused(parameters)
         return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused)

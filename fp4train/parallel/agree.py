@@ -1,7 +1,5 @@
 """At the start all ranks check that they run the same thing, in the same directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

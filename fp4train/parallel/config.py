@@ -1,7 +1,5 @@
 """How a run is cut over its ranks: section `parallel` of the configuration, and the mesh that it makes of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fp4train.precision.gather import GATHERS
@@ -23,8 +21,8 @@ _ABSENT = {
     "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does on GPUs alone, so that no "
     "test here could show that the loss does not depend on it; for long sequences take parallel.tp with parallel.sp, "
     "which cuts tokens between the matrices, and model.recompute=true",
-    "ep": "expert parallelism cuts experts over ranks, and no model here has experts; parallel.tp cuts the matrices of "
-    "every block",
+    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here each rank multiplies its "
+    "own tokens with all experts; parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
     "norm": "the gradient norm is summed in float64 on any number of ranks, and there is nothing to choose",
 }
 DROPPED = ("norm",)

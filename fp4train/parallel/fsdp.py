@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp4train.errors import UserError
-from fp4train.nn import Linear
+from fp4train.errors import user_errors
 from fp4train.nn.executors import join_states
+from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
@@ -44,12 +44,11 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     """
     data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
     if world.tensor is None:
-        set_data_ranks(model, amax=parallel.amax, data=data)
+        with user_errors(ValueError):
+            set_data_ranks(model, amax=parallel.amax, data=data)
         return
-    try:
+    with user_errors(TypeError, ValueError):
         cut_tensors(model, world.tensor, sequence=parallel.sp, amax=parallel.amax, data=data)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
 
 
 def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32") -> None:
@@ -99,8 +98,8 @@ def join_scales(model: nn.Module, world: World) -> None:
         join_states(_layers(model), world)
 
 
-def _layers(module: nn.Module) -> Iterator[Linear]:
-    return (each for each in module.modules() if isinstance(each, Linear))
+def _layers(module: nn.Module) -> Iterator[PlannedLayer]:
+    return (each for each in module.modules() if isinstance(each, PlannedLayer))
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:

@@ -13,59 +13,36 @@ FSDP2 asks a shard for what it sends (`fsdp_pre_all_gather`) and hands over what
 two methods are set on the plain tensor that is the shard: optimizer, norm and checkpoints see no tensor subclass.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp4train.backends import Prepared
-from fp4train.formats import pack_fp4
-from fp4train.nn import Linear
 from fp4train.nn.call import Call
+from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
 from fp4train.nn.weights import Gathered, WeightForm
+from fp4train.parallel.received import MASTER, MemberGather, Payload, Sent, form_of, rounded_from
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
+from fp4train.precision.fused import shared_spec
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Decoded, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
-from fp4train.quantize.random import DGRAD_W
+from fp4train.quantize import Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
 
 Position = tuple[int, int]
 """Seed and step, within which a weight does not change."""
-AMAX = "amax"
-"""Key of the amax of a whole weight; those of each row or column have the part of the weight as key."""
-
-
-class Payload(NamedTuple):
-    """A form of a weight that is sent: codes and scales of `spec`, or values.
-
-    spec: how the weight is quantised; None: values are sent.
-    column: whether wᵀ is quantised; it is sent transposed back.
-    dtype: of the values.
-    """
-
-    spec: QuantSpec | None
-    column: bool = False
-    dtype: torch.dtype | None = None
-
-
-class Sent(NamedTuple):
-    """The tensors that one rank sends of a payload, and the quantised shard of which they are; None: of values."""
-
-    tensors: tuple[Tensor, ...]
-    shard: Quantized | None = None
-
-
-MASTER = Payload(None, dtype=torch.float32)
+AMAX, FUSED = "amax", "fused"
+"""Keys of the amax of a whole weight, and of the largest of the weights that share a scale with it; those of each row
+or column have the part of the weight as key."""
 
 
 class WeightGather:
-    """The gathers of one weight [N, K] whose rows are cut over `ranks`.
+    """The gathers of one weight [N, K] whose rows are cut over `ranks`, or of a group [E, N, K] of which each has whole
+    weights, so that they are quantised there as one rank quantises them.
 
     Under tensor parallelism the weight is this rank's part of the layer's.
 
@@ -75,12 +52,16 @@ class WeightGather:
         mode: "recipe" or "bf16".
     """
 
-    def __init__(self, layer: Linear, parameter: Any, ranks: Ranks, mode: str) -> None:
+    def __init__(self, layer: PlannedLayer, parameter: Any, ranks: Ranks, mode: str) -> None:
         self.layer, self.parameter, self.ranks, self.mode = layer, parameter, ranks, mode
         self.shape: torch.Size = parameter._orig_size
         place = layer.layer_shard
         self.cut = None if place is None or place.amax == "local" else place.cut
         """The features along which ranks that share the amaxes of the weight cut it."""
+        self.fused: Mapping[str, WeightGather] = {}
+        """The gathers of the layers that a recipe may let share a scale with this one, itself included, by name."""
+        self._shares: QuantSpec | None = None
+        """The spec of the weight whose scale others share at `position`."""
         self.position: Position | None = None
         self.amaxes: dict[object, Tensor] = {}
         """Amaxes of the whole weight at `position`, by the extent that they cover: see `AMAX`."""
@@ -136,10 +117,13 @@ class WeightGather:
         self, plan: LayerPlan | None, position: Position | None
     ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """The payloads of forward and of backward."""
+        self._shares = None
         if plan is None:
             return (MASTER,), (MASTER,)
         way = wire_form(plan, self.ranks.size, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
+        if not self.rounds and position is not None:
+            self._shares = shared_spec(plan)
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
         values = (Payload(None, dtype=way.dtype),)
@@ -152,6 +136,8 @@ class WeightGather:
         """The keys of the amaxes that are needed of the whole weight and not yet known; those of this rank's shard
         among zeros, at their place in those of the whole, which is the number."""
         needed = {self._key(part): part for part in (*self.forward, *self.backward)}
+        if self._shares is not None:
+            needed = {key: part for key, part in needed.items() if key != FUSED} | {AMAX: Payload(self._shares)}
         for key, part in needed.items():
             if part.spec is not None and key is not None and key not in self.amaxes:
                 own = measure_amax(self.shard.T if part.column else self.shard, part.spec)
@@ -164,10 +150,10 @@ class WeightGather:
     def _key(self, part: Payload) -> object:
         """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
         spec = part.spec
-        if spec is None:
+        if spec is None or self.shard.dim() == 3:  # a rank has whole weights of a group
             return None
         if spec.delayed is not None or amax_extent(spec) == "tensor":
-            return AMAX
+            return FUSED if self._shares is not None and has_tensor_amax(spec) else AMAX
         if amax_extent(spec) != "row":
             return None
         return part if part.column or self.cut == "in" else None
@@ -181,6 +167,18 @@ class WeightGather:
         if part.column:  # of columns that tensor parallelism cuts
             return place.first, count * place.tensor.size
         return self.ranks.rank * count, count * self.ranks.size
+
+    def join_fused(self) -> None:
+        """Take the largest amax of the weights that share a scale."""
+        if self._shares is None:
+            return
+        names = self.layer.layer.fused
+        if missing := [name for name in names if name not in self.fused]:
+            raise ValueError(
+                f"recipe.fused_scales: {', '.join(names)} share one scale, and {', '.join(missing)} is gathered "
+                f"otherwise: its rows do not divide over {self.ranks.size} shards; use parallel.gather=fp32"
+            )
+        self.amaxes[FUSED] = torch.stack([self.fused[name].amaxes[AMAX] for name in names]).amax()
 
     def enter(self, training: bool) -> None:
         """Take the delayed amax of the step; the weight's own enters its history."""
@@ -230,6 +228,9 @@ class WeightGather:
         if (made := self._made.get(part)) is None:
             key = self._key(part)
             amax = self.delayed if part.spec.delayed is not None else None if key is None else self.amaxes[key]
+            if self.shard.dim() == 3:
+                made = self._made[part] = self._make_group(part.spec, column=part.column)
+                return made
             w = self.shard.T if part.column else self.shard
             shard = quantizer(part.spec, w.device.type).codes(w, None, amax)
             if part.spec.has_outer_scale:  # the scales have all that the amax says
@@ -238,36 +239,64 @@ class WeightGather:
             made = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))  # holds its codes once
         return made
 
+    def _make_group(self, spec: QuantSpec, *, column: bool) -> Sent:
+        """This rank's weights of a group, which are whole: their codes, scales and amaxes, one after the other."""
+        make = quantizer(spec, self.shard.device.type).codes
+        each = [make(w_NK.T if column else w_NK, None, None) for w_NK in self.shard]
+        if spec.has_outer_scale:
+            each = [one._replace(amax=None) for one in each]
+        columns = [[part for part in one[2:] if part is not None] for one in each]
+        tensors = tuple(torch.stack(parts) for parts in zip(*columns, strict=True))
+        return Sent(tensors, each[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
+
     # -- what the layer takes -----------------------------------------------------------------------------------------
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """See `nn.weights.GatheredSource`."""
-        if form.spec is None:
-            return form.finish(Decoded(self.values(form.dtype), None))
-        part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
-        found = self._codes(part, call)
-        if found is not None and form.operand == DGRAD_W and not part.column:
-            found = _turned(found)
-        return None if found is None else form.finish(found)
+        return form_of(self, form, call)
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
         """See `nn.weights.GatheredSource`."""
-        if (found := self._codes(Payload(spec), call)) is None:
-            return None
-        values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
-        return (values if scale is None else values * scale).to(torch.bfloat16)
+        return rounded_from(self.codes(Payload(spec), call), spec)
 
-    def _codes(self, part: Payload, call: Call) -> Quantized | None:
+    def codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
-        sent = self._received.get(part)
-        if sent is None or sent.shard is None or self._received_at != (call.seed, call.step) or not _is_here(sent):
+        sent = self._arrived_codes(part, call)
+        if sent is None or sent.shard is None:
             return None
-        return joined(sent.shard, sent.tensors, self.ranks.size, columns=part.column)
+        rows = self.ranks.size * sent.shard.shape[1 if part.column else 0]
+        return joined(sent.shard, sent.tensors, rows, columns=part.column)
+
+    def codes_of(self, member: int, part: Payload, call: Call) -> Quantized | None:
+        """Of a group: one of its quantised weights, if they came in this step."""
+        sent = self._arrived_codes(part, call)
+        if sent is None or sent.shard is None:
+            return None
+        codes, scales, *amax = (tensor[member] for tensor in sent.tensors)
+        return sent.shard._replace(codes=codes, scales=scales, amax=amax[0] if amax else None)
+
+    def _arrived_codes(self, part: Payload, call: Call) -> Sent | None:
+        sent = self._received.get(part)
+        if sent is None or self._received_at != (call.seed, call.step) or not _is_here(sent):
+            return None
+        return sent
+
+    def member(self, index: int) -> MemberGather:
+        """See `nn.weights.GatheredSource`."""
+        return MemberGather(self, index)
+
+    def fused_amax(self, call: Call) -> Tensor | None:
+        """See `nn.weights.GatheredSource`."""
+        return self.amaxes.get(FUSED) if self.position == (call.seed, call.step) else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.weights.GatheredSource`."""
+        return self.arrived(dtype).to(dtype)
+
+    def arrived(self, dtype: torch.dtype) -> Tensor:
+        """The values as they came, in `dtype` if they came so."""
         found = self._arrived(dtype, torch.bfloat16 if self.rounds else torch.float32)
-        return (self.master() if found is None else found).to(dtype)
+        return self.master() if found is None else found
 
     def master(self) -> Tensor:
         """See `nn.weights.GatheredSource`."""
@@ -305,6 +334,7 @@ def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) 
             own = amaxes[key]
             amaxes[key] = whole[start : start + own.numel()].view(own.shape)
     for each in gathers:
+        each.join_fused()
         each.enter(training)
 
 
@@ -322,12 +352,15 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         WeightGather(parameter._module_info.module, parameter, ranks, mode)
         for block in blocks
         for parameter in _parameters(block)
-        if isinstance(parameter._module_info.module, Linear)
+        if isinstance(parameter._module_info.module, PlannedLayer)
         and not parameter._module_info.module.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % ranks.size == 0
     ]
+    by_name = {each.layer.layer.name: each for each in gathers}
+    for each in gathers:
+        each.fused = by_name
     alone = world.mesh.tensor == 1 or any(
         each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local" for each in gathers
     )
@@ -335,14 +368,6 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     largest = ranks.largest if alone else world.largest
     # Before FSDP's own hook, which gathers.
     model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
-
-
-def _turned(q: Quantized) -> Quantized:
-    """The quantised transpose, for square blocks."""
-    rows, columns = q.shape
-    codes = q.element_codes[:, :columns].T.contiguous()
-    packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
-    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax)
 
 
 def _parameters(block: nn.Module) -> Iterator[Any]:

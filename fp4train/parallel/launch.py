@@ -17,16 +17,17 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fp4train.errors import LostError, UserError
+from fp4train.worker import within
 
 _OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "PMIX_RANK": "mpirun", "MPI_LOCALNRANKS": "mpirun"}
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -148,8 +149,6 @@ def _number(
     return int(text)
 
 
-T = TypeVar("T")
-
 PATIENCE = 300.0
 """Seconds that ranks wait for each other before they meet, if `parallel.timeout` is not shorter."""
 GRACE = 4.0
@@ -213,7 +212,7 @@ class Meeting:
             found.store.wait(everyone, bound)
             found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
         except RuntimeError as error:
-            absent = found._named(_within(GRACE, lambda: found._without("here"), [0]))
+            absent = found._named(within(GRACE, lambda: found._without("here"), [0]))
             text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
             raise LostError(text, speaks=found.announce(LostError.exit_code, text)) from error
         found.store.set_timeout(timedelta(seconds=timeout))
@@ -222,7 +221,7 @@ class Meeting:
     def announce(self, code: int, word: str) -> bool:
         """Leave why this rank ends for the others; whether it is the first to do so, whose word is to be printed."""
         self._own = f"{code} {word}"
-        first = _within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
+        first = within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
         if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
             self._listener.join(GRACE)
             return self.heard is None and (self.place.rank == 1 or self.place.local_rank == 0)
@@ -239,7 +238,7 @@ class Meeting:
         if self.heard is not None:
             return None
         keeper: list[int] | None = [0]  # a store that does not answer is that of rank 0
-        silent = _within(2 * GRACE, self._silent, keeper)
+        silent = within(2 * GRACE, self._silent, keeper)
         return None if silent is None or self.heard is not None else self._named(silent)
 
     def leave(self, code: int) -> NoReturn:
@@ -277,17 +276,3 @@ class Meeting:
             if self.heard != self._own:
                 time.sleep(_UNWINDING)
                 self.leave(self.code)
-
-
-def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
-    """`ask()`, or `otherwise` if that fails or takes longer: a store whose keeper hangs does not answer."""
-    found: list[T] = []
-
-    def run() -> None:
-        with suppress(Exception):
-            found.append(ask())
-
-    asking = Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return found[0] if found else otherwise

@@ -1,10 +1,9 @@
 """Cut a converted model into the stages of a pipeline.
 
-Each block is one of equal ones, so each stage gets as many of them. Names stay those of the whole model: layers have
-been given theirs, with their positions, by `convert`, and a stage's list of blocks has the whole list's keys.
+Blocks are shared out by the weights that multiply each token, the head's included: see `share_blocks`. Names stay those
+of the whole model: layers have been given theirs, with their positions, by `convert`, and a stage's list of blocks has
+the whole list's keys.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
@@ -12,7 +11,8 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import Pipelined, Stage, StageCut
+from fp4train.models.common.cut import Pipelined, Stage, StageCut, share_blocks
+from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline, TiedWeight
@@ -23,7 +23,7 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
     """How `model` says that it is cut into stages.
 
     Raises:
-        ValueError: it does not say so, leaves weights out, or its blocks are not divisible by the stages.
+        ValueError: it does not say so, leaves weights out, or has fewer blocks than there are stages.
     """
     kind = type(model).__name__
     if not hasattr(model, "fp4train_stages") or not hasattr(model, "stage"):
@@ -41,15 +41,18 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
             "the last stage"
         )
     blocks, stages = len(_blocks(model, cut)), parallel.pp * parallel.chunks
-    if blocks % stages:
-        allowed = [str(n) for n in range(1, blocks + 1) if not blocks % (n * parallel.chunks)]
+    if blocks < stages:
         each = f" × parallel.pp_chunks={parallel.chunks}" if parallel.chunks > 1 else ""
+        most = blocks // parallel.chunks
         raise ValueError(
-            f"{blocks} blocks cannot be divided over parallel.pp={parallel.pp}{each} stages; "
+            f"{blocks} block{'s' * (blocks != 1)} cannot be divided over parallel.pp={parallel.pp}{each} stages, which "
+            "need one each; "
             + (
-                f"parallel.pp allowed: {', '.join(allowed)}"
-                if allowed
+                f"parallel.pp may be at most {most}"
+                if most > 1
                 else f"no parallel.pp goes with parallel.pp_chunks={parallel.pp_chunks}"
+                if parallel.chunks > 1
+                else "use parallel.pp=1"
             )
         )
     return cut
@@ -86,14 +89,15 @@ def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: 
         inventory: of it.
     """
     count = parallel.pp * parallel.chunks
-    blocks = list(_blocks(model, cut))
-    each = len(blocks) // count
+    blocks = _blocks(model, cut)
+    last_cost = sum(_cost(model.get_submodule(name)) for name in cut.last)
+    shares = share_blocks([_cost(block) for block in blocks.values()], last_cost, count)
     tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
 
     def part(indices: Iterable[int]) -> nn.Module:
         held = list(indices)
         first, last = 0 in held, count - 1 in held
-        names = {blocks[block] for index in held for block in range(index * each, (index + 1) * each)}
+        names = {name for index in held for name in list(blocks)[shares[index].start : shares[index].stop]}
         made = _copy(model)
         for name in (() if first else cut.first) + (() if last else cut.last):
             del made._modules[name]
@@ -141,6 +145,16 @@ def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
 
 def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
     return dict(model.get_submodule(cut.blocks).named_children())
+
+
+def _cost(module: nn.Module) -> int:
+    """Weights that multiply each token: of experts those to which it is routed."""
+    cost = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+    for each in module.modules():
+        if isinstance(each, PlannedLayer) and each.layer.experts:
+            idle = each.layer.experts - each.layer.per_token
+            cost -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.experts
+    return cost
 
 
 def _copy(module: nn.Module) -> nn.Module:

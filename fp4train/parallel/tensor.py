@@ -1,23 +1,24 @@
 """Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
 
 Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so that FSDP2 shards it
-further and a checkpoint knows its place. The layers compute on local shards; `nn.executors.cut` has the collectives.
+further and a checkpoint knows its place. A weight of several segments is cut in each of them: its DTensor holds the
+rows rank by rank (`shards.RowOrder`). The layers compute on local shards; `nn.executors.cut` has the collectives.
 
 Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
 from fp4train.nn.executors.cut import Cut, LayerShard
-from fp4train.nn.linear import Linear
+from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
+from fp4train.shards import RowOrder
 
 
 def cut_tensors(
@@ -47,22 +48,45 @@ def cut_tensors(
     parallel, cut = cast(TensorParallel, model), tensor_cut_of(model, ranks.size)
     _check(model, cut, ranks.size)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    for module, axis, along, _ in _sliced(model, cut):
-        _distribute(module, mesh, axis, own)
+    orders: dict[str, RowOrder] = {}
+    for module, axis, along, name in _sliced(model, cut):
+        segments = cut.segments.get(name, ())
+        order = RowOrder(segments, ranks.size) if segments else None
+        if order is not None:
+            orders |= {f"{name}.{each}": order for each, _ in module.named_parameters(recurse=False)}
+        _distribute(module, mesh, axis, own, order=order)
         if along is not None:
-            layer = cast(Linear, module)
-            first = ranks.rank * (layer.weight.shape[axis] // ranks.size)
+            layer = cast(PlannedLayer, module)
+            part = layer.weight.shape[axis] // ranks.size
+            runs = () if order is None else order.runs(ranks.rank * part, part)
             layer.shard(
-                LayerShard(tensor=ranks, cut=along, sequence=sequence, first=first, data=data, amax=amax, gather=gather)
+                LayerShard(
+                    tensor=ranks,
+                    cut=along,
+                    sequence=sequence,
+                    first=ranks.rank * part,
+                    runs=runs,
+                    data=data,
+                    amax=amax,
+                    gather=gather,
+                )
             )
+    for name in cut.rows:
+        path, _, attribute = name.rpartition(".")
+        if name in cut.segments:
+            orders[name] = RowOrder(cut.segments[name], ranks.size)
+        _distribute(model.get_submodule(path), mesh, 0, own, order=orders.get(name), only=attribute)
     for name, attribute, _ in cut.counts:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
     for module in model.modules():
         _distribute(module, mesh, None, own)
     parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
+    parallel.row_orders = orders
     for name in cut.tokens:
         model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
+    for name in cut.heads:  # other heads on each rank, as other tokens are with `sequence`
+        model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=True)  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)
     return model
 
@@ -84,7 +108,7 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
     """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.layer_shard is None and amax == "data" and data is not None:
+        if isinstance(module, PlannedLayer) and module.layer_shard is None and amax == "data" and data is not None:
             module.shard(LayerShard(amax=amax, data=data))
 
 
@@ -96,13 +120,29 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
             raise ValueError(
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
             )
+    for each in model.modules():
+        if isinstance(each, PlannedLayer) and each.layer.experts:
+            raise ValueError(
+                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
+                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
+            )
     for module, axis, along, name in _sliced(model, cut):
-        if along is not None and not isinstance(module, Linear):
+        if along is not None and not isinstance(module, PlannedLayer):
             raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
         weight, what = module.get_parameter("weight"), "rows" if along is None else f"{along}_features"
-        if weight.shape[axis] % size:
+        _check_rows(name, weight.shape[axis], cut.segments.get(name, ()), what, size)
+    for name in cut.rows:
+        _check_rows(name, model.get_parameter(name).shape[0], cut.segments.get(name, ()), "rows", size)
+
+
+def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, size: int) -> None:
+    if segments and sum(segments) != count:
+        raise ValueError(f"{name}: segments of {', '.join(map(str, segments))} rows do not make its {count} {what}")
+    for place, each in enumerate(segments or (count,), 1):
+        if each % size:
+            of = f"segment {place} of {len(segments)} has {each} {what}, which" if segments else f"{each} {what}"
             raise ValueError(
-                f"{name}: {weight.shape[axis]} {what} cannot be divided over parallel.tp={size} ranks; choose a "
+                f"{name}: {of} cannot be divided over parallel.tp={size} ranks; choose a "
                 f"multiple of {size}, or another parallel.tp"
             )
 
@@ -114,20 +154,35 @@ def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, 
     return ((model.get_submodule(name), axis, along, name) for names, axis, along in slices for name in names)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, axis: int | None, own: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on every rank."""
+def _distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    axis: int | None,
+    own: dict[nn.Parameter, nn.Parameter],
+    *,
+    order: RowOrder | None = None,
+    only: str | None = None,
+) -> None:
+    """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on every rank.
+
+    Args:
+        order: in which the rows are cut; None: one after another.
+        only: the name of the parameter; None: all of them.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) or only not in (None, name):
             continue
         if parameter not in own:
             local = parameter.detach()
             placement: Replicate | Shard = Replicate()
             if axis is not None and parameter.dim() > axis:
                 part = parameter.shape[axis] // mesh.size()
+                first = mesh.get_local_rank() * part
+                runs = ((first, part),) if order is None or axis else order.runs(first, part)
                 # A copy: a view would keep the memory of the whole parameter.
-                local = local.narrow(axis, mesh.get_local_rank() * part, part).clone()
+                local = torch.cat([local.narrow(axis, start, count) for start, count in runs], axis)
                 placement = Shard(axis)
             made = DTensor.from_local(local, mesh, [placement], run_check=False)
             own[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp4train.checkpoint import ALONE, CheckpointGroup
-from fp4train.errors import LostError, UserError
+from fp4train.errors import LostError, UserError, user_errors
 from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.launch import Meeting, ProcessRank
+from fp4train.text import first_line
 
 T = TypeVar("T")
 
@@ -80,10 +81,8 @@ class World:
         Raises:
             UserError: the mesh does not fit the ranks, or the others cannot be reached in time.
         """
-        try:
+        with user_errors(ValueError):
             mesh = parallel.mesh(place.size)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         if place.size == 1:
             return cls(place=place, device=device, mesh=mesh)
         timeout = timedelta(seconds=parallel.timeout)
@@ -111,10 +110,9 @@ class World:
             leads = place.rank % (mesh.data * mesh.tensor) == 0
             ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
         except (RuntimeError, dist.DistError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
             text = (
                 f"rank {place.rank} of {place.size} does not connect to the others within "
-                f"parallel.timeout={parallel.timeout:g} s: {said}"
+                f"parallel.timeout={parallel.timeout:g} s: {first_line(error)}"
             )
             raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from error
         return cls(

@@ -1,57 +1,32 @@
 """Precision as an object: recipes, the layer policy, phases, the plan, and the autocast context."""
 
-from fp4train.backends.table import GEMMS, Operands, Table
-from fp4train.precision.context import autocast, recompute, recompute_contexts
-from fp4train.precision.phases import Phase, Swap, Timeline
-from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import LossScaling, OutlierChannels, Recipe
-from fp4train.precision.recipes import (
-    BF16,
-    FP16,
-    FP32,
-    MXFP4,
-    MXFP6,
-    MXFP8,
-    NVFP4,
-    Custom,
-    FP8Block,
-    FP8Current,
-    FP8Delayed,
-    FP8Row,
-    Mixed,
-    QuartetII,
-    TetraJetV2,
-    TetraJetV2Outliers,
-)
-
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "GEMMS",
-    "MXFP4",
-    "MXFP6",
-    "MXFP8",
-    "NVFP4",
-    "Custom",
-    "FP8Block",
-    "FP8Current",
-    "FP8Delayed",
-    "FP8Row",
-    "LayerPolicy",
-    "LossScaling",
-    "Mixed",
-    "Operands",
-    "OutlierChannels",
-    "Phase",
-    "QuartetII",
-    "Recipe",
-    "Swap",
-    "Table",
-    "TetraJetV2",
-    "TetraJetV2Outliers",
-    "Timeline",
-    "autocast",
-    "recompute",
-    "recompute_contexts",
-]
+from fp4train.backends.table import GEMMS as GEMMS
+from fp4train.backends.table import Operands as Operands
+from fp4train.backends.table import Table as Table
+from fp4train.precision.context import autocast as autocast
+from fp4train.precision.context import recompute as recompute
+from fp4train.precision.context import recompute_contexts as recompute_contexts
+from fp4train.precision.phases import Phase as Phase
+from fp4train.precision.phases import Swap as Swap
+from fp4train.precision.phases import Timeline as Timeline
+from fp4train.precision.policy import LayerPolicy as LayerPolicy
+from fp4train.precision.policy import LayerRecipe as LayerRecipe
+from fp4train.precision.recipe import LossScaling as LossScaling
+from fp4train.precision.recipe import OutlierChannels as OutlierChannels
+from fp4train.precision.recipe import Recipe as Recipe
+from fp4train.precision.recipes import BF16 as BF16
+from fp4train.precision.recipes import FP16 as FP16
+from fp4train.precision.recipes import FP32 as FP32
+from fp4train.precision.recipes import MXFP4 as MXFP4
+from fp4train.precision.recipes import MXFP6 as MXFP6
+from fp4train.precision.recipes import MXFP8 as MXFP8
+from fp4train.precision.recipes import NVFP4 as NVFP4
+from fp4train.precision.recipes import Custom as Custom
+from fp4train.precision.recipes import FP8Block as FP8Block
+from fp4train.precision.recipes import FP8Current as FP8Current
+from fp4train.precision.recipes import FP8Delayed as FP8Delayed
+from fp4train.precision.recipes import FP8Row as FP8Row
+from fp4train.precision.recipes import Mixed as Mixed
+from fp4train.precision.recipes import QuartetII as QuartetII
+from fp4train.precision.recipes import TetraJetV2 as TetraJetV2
+from fp4train.precision.recipes import TetraJetV2Outliers as TetraJetV2Outliers

@@ -32,8 +32,8 @@ NAMED_BY = "fp4train_blocks"
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this is an nn.Linear, a subclass, a `Conv1D`, or a module marked as a linear layer
-    (`is_fp4train_linear`)."""
-    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_linear", False) or is_conv1d(module)
+    (`is_fp4train_layer`)."""
+    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_layer", False) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

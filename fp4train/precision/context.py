@@ -48,6 +48,8 @@ class Context(metaclass=GraphInput):
     seed: int = 0
     step: int | None = None
     token_offset: int | None = None
+    token_start: int = 0
+    """Index of this rank's first token in a step, where layers count their tokens."""
     counters: torch.Tensor | None = field(default=None, repr=False)
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """Cache for layers that read the same input in one forward pass; cleared on exit."""
@@ -57,6 +59,9 @@ class Context(metaclass=GraphInput):
     """Where the layers are watched: for each layer that was called, whether it quantises."""
     applied: bool = False
     """Whether the layers run a plan that was applied to them: another recipe or policy than the plan's is an error."""
+    auxiliary: float = 0.0
+    """In a pass of training, what losses that parts of the model have of their own are multiplied by before their
+    gradient is taken: the microbatch's share of the batch, times the loss scale. 0: they have none."""
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
@@ -75,6 +80,8 @@ class State(NamedTuple):
     """The backward pass (autograd's graph task) inside which the context was entered; -1: none."""
     recording: tuple[dict[object, list[object]], ...] = ()
     replaying: dict[object, Iterator[object]] | None = None
+    outer: State | None = None
+    """What `leave` restores; None: no `enter` is open."""
 
 
 _OUTSIDE = State()
@@ -134,6 +141,21 @@ def use(context: Context | None) -> Iterator[None]:
     """Run layers in `context`, without what `autocast` checks."""
     with _enter(state()._replace(context=context, backward=backward_pass())):
         yield
+
+
+def enter(context: Context | None) -> None:
+    """Run layers in `context` until `leave`: for hooks, which are two calls and no region."""
+    now = state()
+    _THREAD.state = now._replace(context=context, backward=backward_pass(), outer=now)
+
+
+def leave() -> None:
+    """Restore what was before the last `enter`."""
+    now = state()
+    if now.outer is not None:
+        _THREAD.state = now.outer
+        if now.context is not None and now.context is not now.outer.context:
+            now.context.shared.clear()
 
 
 @contextmanager
@@ -210,6 +232,12 @@ def activation_dtype(default: torch.dtype) -> torch.dtype:
     """The dtype in which a model carries its activations: that of the current recipe, or `default` outside autocast."""
     context = current()
     return default if context is None else context.activation_dtype()
+
+
+def auxiliary() -> float:
+    """What a loss that a part of a model has of its own counts in the current pass; 0: it is no pass of training."""
+    context = current()
+    return 0.0 if context is None else context.auxiliary
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

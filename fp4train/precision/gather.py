@@ -84,9 +84,11 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     if plan.layer.block is None:  # the head: it lies in a unit that stays whole between forward and backward
         return WireForm()
     row, column = plan.fprop.operands.second, plan.dgrad.operands.second
-    rows, rest = divmod(plan.layer.out_features, shards)
+    experts = plan.layer.experts
+    rows, rest = divmod(experts or plan.layer.out_features, shards)
     if rest:
-        return WireForm(why=f"{plan.layer.out_features} rows do not divide over {shards} shards")
+        what = f"{experts} experts" if experts else f"{plan.layer.out_features} rows"
+        return WireForm(why=f"{what} do not divide over {shards} shards")
     quantised = row is not None or column is not None
     if gather == "bf16":
         return WireForm(dtype=torch.bfloat16, rounds=quantised)
@@ -98,8 +100,12 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     again = None if column is None else column.requantises
     turned = column is not None and again is None and not column.transposable
     column = again or column
+    if experts and any(spec is not None and spec.delayed is not None for spec in (row, column)):
+        return WireForm(why="the history of each expert's amaxes is that of the whole group")
+    if experts and plan.fused:
+        return WireForm(why="an expert shares its scale with one of another layer")
     for spec, columns in ((row, False), (column, turned)):
-        if spec is not None and (why := why_not_cut(spec, rows, columns=columns)) is not None:
+        if spec is not None and not experts and (why := why_not_cut(spec, rows, columns=columns)) is not None:
             return WireForm(why=why)
     return WireForm(row=row, column=column, turned=turned, dtype=dtype)
 

@@ -8,18 +8,29 @@ and none is outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4train.backends.table import OPERANDS, Operands
+from fp4train.backends.table import Operands, named
 from fp4train.precision.blocks import block_paths, features, is_linear
 from fp4train.quantize import why_not_cut
 
-_BLOCK = 16
-"""Elements of the smallest block that shares a scale: that of NVFP4."""
+_TUNED = "base_layer"
+"""What peft's wrapper of a layer calls the layer itself."""
+
+FUSED_BY = "fp4train_fused"
+"""Attribute of a module of a model: groups of names of linear layers inside it, which serving software multiplies as
+one: `(("wq", "wk", "wv"),)`. Under `recipe.fused_scales` the weights of a group share one global scale."""
+
+CLASS = "class:"
+"""What a pattern of a policy begins with that is about the class of a layer, not about its name."""
+
+ELEMENTWISE_BY = "fp4train_elementwise"
+"""Attribute of a module of a model: names of its own parameters that are no factors of a matrix product, whatever their
+shape, such as filters of channels and biases of experts. They are not converted, and weight decay spares them."""
 
 _CUT_BLOCKS = {("x", "in"): "fprop", ("dy", "out"): "dgrad", ("w", "in"): "fprop", ("w", "out"): "dgrad"}
 """(operand, features that are cut) → the GEMM whose blocks of the operand lie along them; without one it is whole."""
@@ -41,11 +52,17 @@ class Layer:
         name: its module path in the model.
         block: index of the block it belongs to, or None outside the blocks.
         blocks: number of blocks in the model.
-        names: names of all linear layers of the model; a policy checks its patterns against them.
+        classes: its class and those of the modules inside its block that hold it: "class:Linear", "class:Attention".
+        names: names of all linear layers of the model, and their classes; a policy checks its patterns against them.
         unconverted: why `convert` does not replace it; None if it can be converted or is an fp4train layer.
         cut: the features along which tensor parallelism divides it, "in" or "out"; None: it is whole. in_features and
             out_features are those of the shard.
         parts: number of its shards.
+        segments: out features of the shard in each of the weight's segments; none: they are one.
+        experts: number of its weights, each of these sizes and for the tokens that are routed to it; 0: it has one
+            weight, for all tokens.
+        per_token: to how many of the experts a token is routed.
+        fused: names of the layers, this one included, that serving software multiplies with it as one; none: no other.
     """
 
     name: str
@@ -53,18 +70,43 @@ class Layer:
     out_features: int
     block: int | None
     blocks: int
+    classes: tuple[str, ...] = field(default=(), repr=False, compare=False)
     names: tuple[str, ...] = field(default=(), repr=False, compare=False)
     unconverted: str | None = field(default=None, repr=False, compare=False)
     cut: str | None = None
     parts: int = 1
+    segments: tuple[int, ...] = ()
+    experts: int = 0
+    per_token: int = 1
+    fused: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
-    def part(self, cut: str, parts: int) -> Layer:
-        """One of `parts` shards that divide the features `cut`, "in" or "out"."""
+    @property
+    def weights(self) -> int:
+        """The number of its weights: of all experts together."""
+        return max(1, self.experts) * self.in_features * self.out_features
+
+    @property
+    def active(self) -> int:
+        """The number of its weights that multiply one token."""
+        return (self.per_token if self.experts else 1) * self.in_features * self.out_features
+
+    @property
+    def label(self) -> str:
+        """Its name, and the number of its experts if it has some."""
+        return f"{self.name} ({self.experts} experts)" if self.experts else self.name
+
+    def part(self, cut: str, parts: int, segments: tuple[int, ...] = ()) -> Layer:
+        """One of `parts` shards that divide the features `cut`, "in" or "out".
+
+        Args:
+            segments: out features of each segment of the weight, each of which is divided; none: they are one.
+        """
         if parts == 1:
             return self
         key = f"{cut}_features"
         sizes = {key: math.ceil(getattr(self, key) / parts)}
-        return replace(self, cut=cut, parts=parts, **sizes)
+        shares = tuple(math.ceil(size / parts) for size in segments) if cut == "out" else ()
+        return replace(self, cut=cut, parts=parts, segments=shares, **sizes)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -76,7 +118,7 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     """Every linear layer of `model` by name, in the order of definition; a shared layer has its first name.
 
     Raises:
-        TypeError, ValueError: `fp4train_blocks` of the model is invalid.
+        TypeError, ValueError: `fp4train_blocks` of the model, or `fp4train_fused` of a part of it, is invalid.
     """
     paths = block_paths(model)
     block_of: dict[nn.Module, int] = {}
@@ -85,7 +127,10 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             block_of.setdefault(part, index)
     found = [(name, module) for name, module in model.named_modules() if is_linear(module)]
     names = tuple(name for name, _ in found)
-    bypassed = bypassed_linears(model.modules())
+    classes = {name: _classes(model, name, paths) for name in names}
+    known = (*names, *dict.fromkeys(each for name in names for each in classes[name]))
+    tuned = {path.removesuffix(f".{_TUNED}") for path, _ in model.named_modules() if path.endswith(f".{_TUNED}")}
+    bypassed, fused = bypassed_linears(model.modules()), _fused(model, names)
     return {
         name: Layer(
             name=name,
@@ -93,13 +138,51 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             out_features=features(module)[1],
             block=block_of.get(module) if paths else index,
             blocks=len(paths) or len(found),
-            names=names,
-            unconverted=bypassed.get(module) or _why_unconverted(name, module),
-            cut=module.layer.cut if getattr(module, "is_fp4train_linear", False) else None,
-            parts=module.layer.parts if getattr(module, "is_fp4train_linear", False) else 1,
+            classes=classes[name],
+            names=known,
+            unconverted=bypassed.get(module) or _why_unconverted(name, module, tuned),
+            cut=module.layer.cut if getattr(module, "is_fp4train_layer", False) else None,
+            parts=module.layer.parts if getattr(module, "is_fp4train_layer", False) else 1,
+            segments=module.layer.segments if getattr(module, "is_fp4train_layer", False) else (),
+            experts=module.layer.experts if getattr(module, "is_fp4train_layer", False) else 0,
+            per_token=module.layer.per_token if getattr(module, "is_fp4train_layer", False) else 1,
+            fused=fused.get(name, ()),
         )
         for index, (name, module) in enumerate(found)
     }
+
+
+def _classes(model: nn.Module, name: str, blocks: Collection[str]) -> tuple[str, ...]:
+    """The classes of a layer and of the modules that hold it, up to its block."""
+    parts, found = name.split(".") if name else [], []
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        if path in blocks and length < len(parts):
+            break
+        found.append(f"{CLASS}{type(model.get_submodule(path)).__name__}")
+    return tuple(found or [f"{CLASS}{type(model).__name__}"])
+
+
+def elementwise(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of `model` that its modules name as no factors of a matrix product (`fp4train_elementwise`)."""
+    return {getattr(each, name) for each in model.modules() for name in getattr(each, ELEMENTWISE_BY, ())} - {None}
+
+
+def _fused(model: nn.Module, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Layer → the layers that serving software multiplies with it as one, as the parts of `model` say."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for group in getattr(module, FUSED_BY, ()):
+            where = f"{FUSED_BY} of {path or type(module).__name__}"
+            if isinstance(group, str):
+                raise ValueError(f"{where} holds {group!r}: it must hold tuples of names of linear layers")
+            members = tuple(f"{path}.{name}" if path else name for name in group)
+            for name in members:
+                if name not in names or name in found:
+                    what = "no linear layer" if name not in names else f"in two groups, {found[name]} and {members}"
+                    raise ValueError(f"{where}: {name} is {what}")
+                found[name] = members
+    return found
 
 
 def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
@@ -111,9 +194,25 @@ def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     }
 
 
-def _why_unconverted(name: str, module: nn.Module) -> str | None:
-    """Why fp4train's layer cannot replace this linear layer; None if it can or already has."""
-    if getattr(module, "is_fp4train_linear", False):
+def _adapter(name: str, tuned: Collection[str]) -> str | None:
+    """The component of a layer's name that makes it an adapter of a layer beside it; None: it is none.
+
+    An adapter is known by its name and never by its rank: it is small, is trained with a few thousand tokens, and is
+    merged into the weight later. peft's wrapper of a layer holds the layer as `base_layer` and its adapters beside it.
+
+    Args:
+        tuned: paths of the modules that hold a `base_layer`.
+    """
+    parts = name.split(".")
+    if lora := next((part for part in parts if part.lower().startswith("lora")), None):
+        return lora
+    inner = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in tuned), None)
+    return None if inner is None or parts[inner] == _TUNED else parts[inner]
+
+
+def _why_unconverted(name: str, module: nn.Module, tuned: Collection[str]) -> str | None:
+    """Why fp4train's layer does not replace this linear layer; None if it can or already has."""
+    if getattr(module, "is_fp4train_layer", False):
         return None
     kind = type(module).__name__
     if is_uninitialised(module):
@@ -123,10 +222,8 @@ def _why_unconverted(name: str, module: nn.Module) -> str | None:
         return f"{kind} is a subclass of nn.Linear with a {changed} of its own"
     if "forward" in vars(module):
         return "its forward is replaced on the instance: convert the model before it is wrapped or dispatched"
-    rank = min(features(module))
-    if rank < _BLOCK and any(part.lower().startswith("lora") for part in name.split(".")):
-        return f"rank {rank} is below a block of {_BLOCK}"
-    return None
+    adapter = _adapter(name, tuned)
+    return None if adapter is None else f"adapter ({adapter}): kept in high precision by its name"
 
 
 def is_uninitialised(linear: nn.Module) -> bool:
@@ -152,12 +249,14 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
     found: dict[str, str] = {}
     if layer.cut is None:
         return found
-    extent = layer.out_features if layer.cut == "out" else layer.in_features
-    for gemm, operands in table.items():
-        for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
-            along = _CUT_BLOCKS.get((name, layer.cut))
-            reason = None if spec is None or along is None else why_not_cut(spec, extent, columns=gemm == along)
-            if reason is not None:
-                whole = f"{extent * layer.parts} {layer.cut} features"
-                found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
+    extents = layer.segments or (layer.out_features if layer.cut == "out" else layer.in_features,)
+    for gemm, name, spec in named(table):
+        along = _CUT_BLOCKS.get((name, layer.cut))
+        if spec is None or along is None:
+            continue
+        reasons = ((size, why_not_cut(spec, size, columns=gemm == along)) for size in extents)
+        extent, reason = next(((size, why) for size, why in reasons if why is not None), (0, None))
+        if reason is not None:
+            whole = f"{'a segment of ' if layer.segments else ''}{extent * layer.parts} {layer.cut} features"
+            found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
     return found

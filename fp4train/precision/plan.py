@@ -14,21 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose
+from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
 from fp4train.hardware import Device
+from fp4train.precision.fused import check_fused, fused_note, shares_scale
 from fp4train.precision.layers import Layer, find_layers, misaligned
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
-
-__all__ = [
-    *("Gemm", "LayerPlan", "Plan", "PlannedStretch", "Row"),
-    *("make_plan", "part_of", "plan", "resolve"),
-]
-
-
-APART = "outlier channels are multiplied apart, which emulate and reference do"
-"""Why other backends do not run a recipe that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +74,11 @@ class LayerPlan:
         return None if self.recipe.outliers is None else "its outlier channels are quantised apart"
 
     @property
+    def fused(self) -> tuple[str, ...]:
+        """The layers whose weights share a global scale with this one's, itself included; none: it has its own."""
+        return self.layer.fused if self.recipe.fused_scales else ()
+
+    @property
     def parts(self) -> tuple[LayerPlan, ...]:
         """The parts of the in features that are multiplied apart, as layers of their own: the outlier channels last."""
         if self.outliers is None:
@@ -92,6 +89,11 @@ class LayerPlan:
     @property
     def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
         return self.fprop, self.dgrad, self.wgrad
+
+    @property
+    def operands(self) -> dict[str, Operands]:
+        """GEMM → the operands that it runs."""
+        return {gemm.name: gemm.operands for gemm in self.gemms}
 
     @property
     def table(self) -> Table:
@@ -108,8 +110,9 @@ class LayerPlan:
         return any(gemm.operands.quantised for gemm in self.gemms)
 
     def size(self, gemm: str, tokens: int) -> tuple[int, int, int]:
-        """(rows, columns, contraction) of a product over `tokens` tokens."""
+        """(rows, columns, contraction) of a product over `tokens` tokens; of experts those of all together."""
         n, k = self.layer.out_features, self.layer.in_features
+        tokens *= self.layer.per_token
         return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
 
     def split_channels(self) -> LayerPlan:
@@ -146,17 +149,13 @@ def resolve(
         reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the layer is a
-            shard and the recipe has outlier channels.
+        ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the recipe has
+            outlier channels, and the layer is a shard or has experts.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
-    if own.outliers is not None and layer.cut is not None and own.quantised:
-        raise ValueError(
-            f"{own.name} has outlier channels, which are chosen among all input channels of a layer, and parallel.tp "
-            f"cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
-        )
+    own.check_splits(layer)
     divided = misaligned(layer, own.table())
     own = own.with_high_precision(*divided) if divided else own
     table = own.table()
@@ -165,33 +164,33 @@ def resolve(
         own = own.with_high_precision(*GEMMS)
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
-        why_apart = APART if own.outliers is not None else None
-        choices = choose(table, layer, backend, device, cut=layer.cut is not None, apart=why_apart)
+        cut, fused = layer.cut is not None, shares_scale(layer, own)
+        choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
     gemms = {}
     for name, (chosen, why) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
-        kept = policy.why_kept(layer, name) if policy is not None and recipe.quantised else None
+        kept = policy.why(layer, name) if policy is not None and recipe.quantised else None
         if unconverted is None and not operands.quantised and recipe.quantised:
             why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        gemms[name] = Gemm(
-            name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=name in divided
-        )
+        why += fused_note(layer, own, name) + sums_note(operands, name, chosen, device)
+        through = name in divided
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=through)
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 
-def part_of(plan: LayerPlan, cut: str, parts: int) -> LayerPlan:
+def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = ()) -> LayerPlan:
     """What one of `parts` tensor-parallel ranks runs of a whole layer: GEMMs whose blocks the cut divides stay in high
     precision. Backends are those of the whole layer.
 
     Args:
-        cut: the features that are divided, "in" or "out".
+        cut, parts, segments: as of `Layer.part`.
     """
     if parts == 1:
         return plan
-    layer = plan.layer.part(cut, parts)
-    divided = misaligned(layer, {gemm.name: gemm.operands for gemm in plan.gemms})
+    layer = plan.layer.part(cut, parts, segments)
+    divided = misaligned(layer, plan.operands)
     kept = {
         name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True)
         for name, why in divided.items()
@@ -343,7 +342,7 @@ def make_plan(
     """
     layers = list(layers)
     if policy is not None:
-        policy.check(layer.name for layer in layers)
+        policy.check(name for layer in layers for name in (layer.name, *layer.classes))
     stretches = []
     for stretch in timeline.stretches():
         found = {}
@@ -351,6 +350,7 @@ def make_plan(
             wanted = backend if isinstance(backend, str) else backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
             found[layer.name] = each.split_channels() if stretch.split else each
+        check_fused(stretch.recipe, found)
         why = {None: "", True: "; outlier channels are multiplied apart", False: "; outlier channels not chosen yet"}
         fields = vars(stretch) | {"reason": stretch.reason + why[stretch.split]}
         stretches.append(PlannedStretch(**fields, layers=found))

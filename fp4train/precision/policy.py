@@ -13,15 +13,40 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from fp4train.backends.table import GEMMS
-from fp4train.precision.layers import Layer
+from fp4train.precision.layers import CLASS, Layer
 from fp4train.precision.phases import in_gemms
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerRecipe:
+    """A recipe of its own for some layers, in the place of the run's.
+
+    Args:
+        layers: patterns of layers, as in `LayerPolicy.keep`, without GEMMs.
+        recipe: theirs while the run's recipe quantises; GEMMs that a phase leaves in high precision stay there.
+    """
+
+    layers: Sequence[str]
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", (self.layers,) if isinstance(self.layers, str) else tuple(self.layers))
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"policy.recipes: recipe={self.recipe!r} must be a recipe, for instance MXFP8()")
+        if not self.layers:
+            raise ValueError("policy.recipes: layers=[] names no layer: give patterns, for instance [class:Experts]")
+        if wrong := [pattern for pattern in self.layers if _parts(pattern)[1]]:
+            raise ValueError(
+                f"policy.recipes: layers={wrong[0]!r} names GEMMs, and a recipe here is that of a whole layer: give "
+                "Mixed as the recipe for one per GEMM, or policy.keep for GEMMs in recipe_for_kept"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """Keep the first and last blocks and named layers in high precision.
+    """Keep the first and last blocks and named layers in high precision; give other layers recipes of their own.
 
     Linear layers outside the model's blocks (the head) are always kept in high precision; embeddings, norms and
     attention products are never quantised.
@@ -30,15 +55,18 @@ class LayerPolicy:
         first, last: blocks kept at either end: a count (integer) or a share of all blocks (float in [0, 1], rounded
             up).
         keep: patterns of layer names, matched on whole name components: "mlp.down" matches "blocks.3.mlp.down", not
-            "blocks.3.mlp.down_norm"; "*" matches within one component. "mlp.down:fprop" or "mlp.down:fprop+dgrad" keeps
-            these GEMMs of a layer only.
+            "blocks.3.mlp.down_norm"; "*" matches within one component. "class:Experts" matches layers by class: their
+            own, or that of a module of the block which holds them ("class:*Attention"). "mlp.down:fprop" or
+            "mlp.down:fprop+dgrad" keeps these GEMMs of a layer only.
         recipe_for_kept: recipe of kept layers inside the blocks, BF16 or another such as MXFP8.
+        recipes: recipes of layers that are not kept, where it is not the run's; the first that matches counts.
     """
 
     first: int | float = 0
     last: int | float = 0.15
     keep: Sequence[str] = ()
     recipe_for_kept: Recipe = field(default_factory=BF16)
+    recipes: Sequence[LayerRecipe] = ()
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -52,6 +80,9 @@ class LayerPolicy:
         if not isinstance(self.recipe_for_kept, Recipe):
             raise TypeError(f"recipe_for_kept={self.recipe_for_kept!r} must be a recipe, for instance BF16()")
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        object.__setattr__(self, "recipes", tuple(self.recipes))
+        if strange := [each for each in self.recipes if not isinstance(each, LayerRecipe)]:
+            raise TypeError(f"recipes={strange[0]!r} must be LayerRecipe(layers=…, recipe=…)")
         for pattern in self.keep:
             if wrong := [gemm for gemm in _parts(pattern)[1] if gemm not in GEMMS]:
                 raise ValueError(
@@ -76,35 +107,70 @@ class LayerPolicy:
             return f"policy.last={self.last} ({last} of {layer.blocks} blocks)"
         for pattern in self.keep:
             name, gemms = _parts(pattern)
-            if (not gemms or gemm in gemms) and matches(name, layer.name):
+            if (not gemms or gemm in gemms) and _matches_layer(name, layer):
                 return f"policy.keep={pattern}"
         return None
+
+    def own_recipe(self, layer: Layer) -> tuple[Recipe, str] | None:
+        """The recipe that `recipes` has for `layer`, and its pattern as a reason; None: it follows the run's."""
+        for each in self.recipes:
+            for pattern in each.layers:
+                if _matches_layer(pattern, layer):
+                    return each.recipe, f"policy.recipes={pattern}"
+        return None
+
+    def why(self, layer: Layer, gemm: str) -> str | None:
+        """The reason why one GEMM of `layer` runs in another recipe than the run's; None if it does not."""
+        kept, own = self.why_kept(layer, gemm), self.own_recipe(layer)
+        return kept or (None if own is None else own[1])
 
     def recipe_for(self, layer: Layer, recipe: Recipe) -> Recipe:
         """The recipe of `layer` when the run's current recipe is `recipe`."""
         if not recipe.quantised:
             return recipe
         if self.why_kept(layer) is None:
+            if (own := self.own_recipe(layer)) is not None:
+                recipe = _with_exceptions_of(recipe, own[0])
             kept_gemms = [gemm for gemm in GEMMS if self.why_kept(layer, gemm) is not None]
             gemms = tuple(gemm for gemm in kept_gemms if gemm not in recipe.high_precision)
             return in_gemms(gemms, recipe, replace(self.recipe_for_kept, dtype=recipe.dtype)) if gemms else recipe
         kept = BF16() if layer.block is None else self.recipe_for_kept
-        return replace(kept, dtype=recipe.dtype, high_precision=(*kept.high_precision, *recipe.high_precision))
+        return _with_exceptions_of(recipe, kept)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern that matches none of these layers; it would have no effect."""
+        """Raise ValueError for a pattern that matches none of these layers; it would have no effect.
+
+        Args:
+            names: of layers, and of their classes as `Layer.classes` has them.
+        """
         names = list(names)
-        for pattern in self.keep:
+        patterns = [("keep", pattern) for pattern in self.keep]
+        patterns += [("recipes", pattern) for each in self.recipes for pattern in each.layers]
+        for key, pattern in patterns:
             name, _ = _parts(pattern)
-            if name not in names and not any(matches(name, each) for each in names):
-                some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-                raise ValueError(f"policy.keep={pattern!r} matches no linear layer; the model has: {some}")
+            alike = list(dict.fromkeys(each for each in names if each.startswith(CLASS) == name.startswith(CLASS)))
+            if name not in alike and not any(matches(name, each) for each in alike):
+                some = ", ".join(alike[:8]) + (", …" if len(alike) > 8 else "")
+                raise ValueError(f"policy.{key}={pattern!r} matches no linear layer; the model has: {some}")
+
+
+def _with_exceptions_of(recipe: Recipe, own: Recipe) -> Recipe:
+    """`own` in the place of `recipe`: with its dtype, and its GEMMs in high precision."""
+    return replace(own, dtype=recipe.dtype, high_precision=(*own.high_precision, *recipe.high_precision))
 
 
 def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """The part of a pattern that is about the layer's name, and the GEMMs that it names; none: the whole layer."""
-    name, colon, gemms = pattern.partition(":")
-    return name, tuple(gemms.split("+")) if colon else ()
+    """The part of a pattern that is about the layer, and the GEMMs that it names; none: the whole layer."""
+    before = CLASS if pattern.startswith(CLASS) else ""
+    name, colon, gemms = pattern.removeprefix(before).partition(":")
+    return before + name, tuple(gemms.split("+")) if colon else ()
+
+
+def _matches_layer(pattern: str, layer: Layer) -> bool:
+    """Whether a pattern without GEMMs is about this layer."""
+    if pattern.startswith(CLASS):
+        return any(fnmatchcase(each, pattern) for each in layer.classes)
+    return matches(pattern, layer.name)
 
 
 def matches(pattern: str, name: str) -> bool:

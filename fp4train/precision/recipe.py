@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe
-from fp4train.quantize import QuantSpec
+from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe, named
+from fp4train.quantize import QuantSpec, has_tensor_amax
 from fp4train.text import check_choice, tabulate
+
+if TYPE_CHECKING:
+    from fp4train.precision.layers import Layer
 
 
 def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
@@ -49,11 +53,15 @@ class Recipe:
         high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions from the recipe.
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
         outliers: input channels that are multiplied apart, in other operands; None: there are none.
+        fused_scales: whether the weights of layers that serving software multiplies as one (queries, keys and values;
+            gate and up: `fp4train_fused` of the model) share one global scale, from the largest |w| of all. Such
+            software takes one scale for them, so the codes that training used can be served as they are.
     """
 
     high_precision: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     outliers: OutlierChannels | None = None
+    fused_scales: bool = False
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -67,13 +75,14 @@ class Recipe:
         object.__setattr__(self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision))
         operands = self.operands()
         for gemm, pair in operands.items():
-            transforms = [spec and spec.hadamard for spec in (pair.first, pair.second)]
+            transforms = [spec and spec.hadamard for spec in pair.both]
             if transforms[0] != transforms[1]:
                 raise ValueError(
                     f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
                     f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have the same one"
                 )
         self._check_outliers(operands)
+        self._check_fused(operands["fprop"].second)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
 
@@ -88,8 +97,26 @@ class Recipe:
         if not any(pair.quantised for pair in operands.values()):
             raise ValueError(f"outliers: {type(self).__name__} quantises nothing, so no channel needs to be kept apart")
         pairs = [*operands.values(), *outliers.recipe.operands().values()]
-        if any(spec is not None and spec.delayed for pair in pairs for spec in (pair.first, pair.second)):
+        if any(spec is not None and spec.delayed for pair in pairs for spec in pair.both):
             raise ValueError("outliers: delayed scaling has one history per tensor, not one per part of its channels")
+
+    def _check_fused(self, w: QuantSpec | None) -> None:
+        if not self.fused_scales:
+            return
+        why = None
+        if w is None:
+            why = "quantises no weight in fprop"
+        elif w.delayed is not None:
+            why = "takes the scale of each weight from a history of its own"
+        elif not has_tensor_amax(w):
+            why = "has no scale of a whole weight, as it is, in fprop"
+        elif self.outliers is not None:
+            why = "quantises the outlier channels of each weight apart"
+        if why is not None:
+            raise ValueError(
+                f"fused_scales=True: {type(self).__name__} {why}, so there is none that several weights could share: "
+                "use recipe.fused_scales=false"
+            )
 
     def of_outliers(self) -> Recipe | None:
         """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None: there are none."""
@@ -98,10 +125,34 @@ class Recipe:
         part = self.outliers.recipe
         return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
+    def check_splits(self, layer: Layer) -> None:
+        """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels of a part of it, or
+        for weights that see other tokens each."""
+        if not self.splits:
+            return
+        if layer.cut is not None:
+            raise ValueError(
+                f"{self.name} has outlier channels, which are chosen among all input channels of a layer, and "
+                f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
+            )
+        if layer.experts:
+            raise ValueError(
+                f"{self.name} has outlier channels, which are chosen by the tokens that a weight sees, and "
+                f"{layer.name} has {layer.experts} experts with other tokens each: keep them by policy.keep, or take "
+                "recipe.outliers=null"
+            )
+
     @property
     def splits(self) -> bool:
         """Whether it multiplies some input channels apart."""
         return self.outliers is not None and self.quantised
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why backends other than emulation and the reference do not run it; None: they may."""
+        return (
+            None if self.outliers is None else "outlier channels are multiplied apart, which emulate and reference do"
+        )
 
     def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
         """`OutlierChannels.split_from` of its outlier channels."""
@@ -137,13 +188,15 @@ class Recipe:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            if f.name != "high_precision" and value != default:
+            if f.name not in ("high_precision", "fused_scales") and value != default:
                 changed.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
         return type(self).__name__ + (f"({', '.join(changed)})" if changed else "") + self._exceptions()
 
     def _exceptions(self) -> str:
-        """The last part of the name: the GEMMs in high precision."""
-        return f" with {'+'.join(self.high_precision)} in {SHORT[self.dtype]}" if self.high_precision else ""
+        """The last part of the name: scales that weights share, the GEMMs in high precision."""
+        fused = " with fused scales" if self.fused_scales else ""
+        kept = f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}" if self.high_precision else ""
+        return fused + (f"{' and' if fused else ' with'} {kept}" if kept else "")
 
     def with_high_precision(self, *gemms: str) -> Recipe:
         """The same recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the paper's cooldown."""
@@ -152,9 +205,8 @@ class Recipe:
     def __str__(self) -> str:
         """The table of the six operands, one line per operand."""
         rows: list[tuple[str, ...]] = [("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")]
-        for gemm, operands in self.table().items():
-            for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
-                rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
+        for gemm, name, spec in named(self.table()):
+            rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
         lines = [self.name, *tabulate(rows)]
         if self.outliers is not None:
             first, last = self.outliers.start, self.outliers.start + self.outliers.steps - 1

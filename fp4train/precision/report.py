@@ -35,7 +35,7 @@ def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table."""
     steps, size = f"{row.start}–{row.stop - 1}", "×".join(map(str, row.size))
-    return (steps, row.layer.name, row.gemm, size, row.elements, row.backend, row.why)
+    return (steps, row.layer.label, row.gemm, size, row.elements, row.backend, row.why)
 
 
 def render(plan: Plan, *, full: bool = False) -> str:
@@ -93,7 +93,7 @@ def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
     each = {
         f"{form.bytes(rows, columns, backward=backward) / (rows * columns):.3g}"
         for plan, form in group
-        for rows, columns in [(plan.layer.out_features, plan.layer.in_features)]
+        for rows, columns in [(max(1, plan.layer.experts) * plan.layer.out_features, plan.layer.in_features)]
         for backward in (False, True)
     }
     return " or ".join(sorted(each))
@@ -168,7 +168,7 @@ def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
     layers = list(dict.fromkeys(layers))
     numbers = {layer.block for layer in layers if layer.block is not None}
     if not numbers:
-        names = [layer.name for layer in layers]
+        names = [layer.label for layer in layers]
         return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     text = f"block{'s' * (len(numbers) > 1)} {ranges(numbers)}"
     kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
@@ -179,4 +179,4 @@ def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
 
 def _kind(layer: Layer) -> str:
     """The layer's name within its block."""
-    return layer.name.rpartition(f".{layer.block}.")[2]
+    return layer.label.rpartition(f".{layer.block}.")[2]

@@ -1,52 +1,29 @@
 """Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the kernel."""
 
-from fp4train.quantize.layout import (
-    HardwareTensor,
-    from_torch,
-    nvfp4_quantize,
-    swizzle_scales,
-    to_torch,
-    unswizzle_scales,
-)
-from fp4train.quantize.quantized import Decoded, Quantized
-from fp4train.quantize.quantizer import (
-    PairQuantizer,
-    Quantizer,
-    cast_to_representable,
-    quantize,
-    quantize_dequantize,
-    quantizer,
-)
-from fp4train.quantize.random import RandomKey, random_bits
-from fp4train.quantize.rotation import Rotation
-from fp4train.quantize.sharded import amax_extent, measure_amax, packed_bytes, requantised, why_not_cut
-from fp4train.quantize.spec import Delayed, QuantSpec
-from fp4train.quantize.transform import Hadamard
-
-__all__ = [
-    "Decoded",
-    "Delayed",
-    "Hadamard",
-    "HardwareTensor",
-    "PairQuantizer",
-    "QuantSpec",
-    "Quantized",
-    "Quantizer",
-    "RandomKey",
-    "Rotation",
-    "amax_extent",
-    "cast_to_representable",
-    "from_torch",
-    "measure_amax",
-    "nvfp4_quantize",
-    "packed_bytes",
-    "quantize",
-    "quantize_dequantize",
-    "quantizer",
-    "random_bits",
-    "requantised",
-    "swizzle_scales",
-    "to_torch",
-    "unswizzle_scales",
-    "why_not_cut",
-]
+from fp4train.quantize.layout import HardwareTensor as HardwareTensor
+from fp4train.quantize.layout import from_torch as from_torch
+from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
+from fp4train.quantize.layout import swizzle_scales as swizzle_scales
+from fp4train.quantize.layout import to_torch as to_torch
+from fp4train.quantize.layout import unswizzle_scales as unswizzle_scales
+from fp4train.quantize.quantized import Decoded as Decoded
+from fp4train.quantize.quantized import Quantized as Quantized
+from fp4train.quantize.quantizer import PairQuantizer as PairQuantizer
+from fp4train.quantize.quantizer import Quantizer as Quantizer
+from fp4train.quantize.quantizer import cast_to_representable as cast_to_representable
+from fp4train.quantize.quantizer import quantize as quantize
+from fp4train.quantize.quantizer import quantize_dequantize as quantize_dequantize
+from fp4train.quantize.quantizer import quantizer as quantizer
+from fp4train.quantize.random import RandomKey as RandomKey
+from fp4train.quantize.random import random_bits as random_bits
+from fp4train.quantize.rotation import Rotation as Rotation
+from fp4train.quantize.sharded import amax_extent as amax_extent
+from fp4train.quantize.sharded import has_tensor_amax as has_tensor_amax
+from fp4train.quantize.sharded import measure_amax as measure_amax
+from fp4train.quantize.sharded import packed_bytes as packed_bytes
+from fp4train.quantize.sharded import quantised_in_runs as quantised_in_runs
+from fp4train.quantize.sharded import requantised as requantised
+from fp4train.quantize.sharded import why_not_cut as why_not_cut
+from fp4train.quantize.spec import Delayed as Delayed
+from fp4train.quantize.spec import QuantSpec as QuantSpec
+from fp4train.quantize.transform import Hadamard as Hadamard

@@ -17,6 +17,7 @@ from fp4train.kernels import cpu
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
+from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.scaling import element_range
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -40,7 +41,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "formula": tuple(cpu.FORMULAS),
     "rounding": tuple(cpu.ROUNDINGS),
     "global_scale": tuple(cpu.EXTENTS),
-    "four_over_six": (None,),
+    "four_over_six": tuple(cpu.FOUR_OVER_SIX),
 }
 """The values of each spec field that the kernels support."""
 
@@ -59,14 +60,24 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
         return f"scale={spec.scale!r} with block={spec.block!r} has no C kernel"
     if cols is not None and cols not in cpu.ROW_BLOCKS:
         return f"block={spec.block!r}: kernels have blocks of {', '.join(map(str, cpu.ROW_BLOCKS))} columns"
-    if spec.hadamard is not None:
-        if not isinstance(spec.hadamard, Hadamard):
-            return f"hadamard={spec.hadamard!r} has no C kernel"
-        if spec.hadamard.size != 16:
-            return f"hadamard.size={spec.hadamard.size}: the kernel transforms 16"
-        if spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS:
-            return f"hadamard with block={spec.block!r}: the kernel has (1, 16) and (1, 32)"
+    if spec.hadamard is not None and (reason := _why_not_transform(spec.hadamard)):
+        return reason
+    if spec.hadamard is not None and (spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS):
+        return f"hadamard with block={spec.block!r}: the kernel has (1, 16) and (1, 32)"
+    if spec.four_over_six is not None and (spec.block[0] not in (1, 16) or cols not in cpu.COLUMN_BLOCKS):
+        return f"four_over_six with block={spec.block!r}: the kernel has 1 or 16 rows, and 16 or 32 columns"
     return None if spec.requantises is None else _why_not_first(spec, spec.requantises, device_type)
+
+
+def _why_not_transform(transform: Hadamard | Rotation) -> str | None:
+    """Why the kernels cannot transform groups of columns so, or None."""
+    if not isinstance(transform, Hadamard):
+        return f"hadamard={transform!r} has no C kernel"
+    if transform.size not in cpu.HADAMARD_SIZES:
+        return f"hadamard.size={transform.size}: the kernels transform {', '.join(map(str, cpu.HADAMARD_SIZES))}"
+    if transform.signs == "random" and transform.size > cpu.REPEATED_SIGNS:
+        return f"hadamard.signs='random' with size={transform.size}: the kernels take {cpu.REPEATED_SIGNS} such signs"
+    return None
 
 
 def _why_not_first(spec: QuantSpec, first: QuantSpec, device_type: str) -> str | None:
@@ -105,10 +116,11 @@ class CpuQuantizer(Quantizer):
         self._whole, self._measures = whole is not None, spec.delayed is None
         self._row_amax, self._outer, self._amax = extent == "row", extent == "block", extent in ("tensor", "row")
         self._packed = spec.element == "e2m1"
-        self._width = 1 if spec.hadamard is None else 16
+        self._width = 1 if spec.hadamard is None else spec.hadamard.size
         signs, drawn = 0, spec.hadamard is not None and spec.hadamard.signs == "step"
         if spec.hadamard is not None and not drawn:
-            signs = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
+            repeated = hadamard_signs(spec.hadamard)[: cpu.REPEATED_SIGNS] * 2
+            signs = sum(1 << i for i, sign in enumerate(repeated[: cpu.REPEATED_SIGNS]) if sign < 0)
         self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
         self._new_values = _new_float32 if float32 else _new_bfloat16
         self._new_scales = _new_uint8 if spec.scale_format.is_byte else _new_float32
@@ -119,12 +131,12 @@ class CpuQuantizer(Quantizer):
             cpu.ELEMENTS[spec.element],
             cpu.SCALES[spec.scale],
             cpu.SCALE_ROUNDINGS[spec.scale_rounding],
-            cpu.FORMULAS[spec.formula],
+            cpu.FOUR_OVER_SIX[spec.four_over_six] or cpu.FORMULAS[spec.formula],
             *block,
             cpu.EXTENTS[whole],
             cpu.EXTENTS[extent],
             cpu.ROUNDINGS[spec.rounding],
-            0 if spec.hadamard is None else 16,
+            0 if spec.hadamard is None else spec.hadamard.size,
             signs,
             drawn,
             float32,
@@ -275,7 +287,8 @@ class CpuQuantizer(Quantizer):
     def reads_with(self, column: CpuQuantizer) -> bool:
         """Whether the kernels make this form of x and `column`'s form of x.T from one read."""
         rows = self.spec.block[0] or 1
-        return self.spec.hadamard is None and column.reads_columns and cpu.PAIR_ROWS % rows == 0
+        alone = self.spec.hadamard is not None or self.spec.four_over_six is not None
+        return not alone and column.reads_columns and cpu.PAIR_ROWS % rows == 0
 
     def with_columns(
         self,

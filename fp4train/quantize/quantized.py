@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.formats import decode, unpack_fp4
+from fp4train.formats import decode, pack_fp4, unpack_fp4
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import global_scales, spread_outer
 from fp4train.quantize.spec import QuantSpec
@@ -98,6 +98,14 @@ class Quantized(NamedTuple):
         if self.spec.hadamard is not None:
             values = undo_transform(values, self.spec.hadamard, key)[:, : self.shape[1]]
         return values.to(dtype)
+
+
+def turned(q: Quantized) -> Quantized:
+    """The quantised transpose, of a spec that is `transposable`."""
+    rows, columns = q.shape
+    codes = q.element_codes[:, :columns].T.contiguous()
+    packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
+    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax)
 
 
 def operand_width(spec: QuantSpec, cols: int) -> int:

@@ -21,9 +21,9 @@ Elements rounded to nearest have half the squared error of stochastically rounde
 N(0, 1), as in the authors' notebook; docs/numerics.md says why not the 9.4e-3 of the paper. A block scale needs room to
 grow by S, hence `global_bound=256`.
 
-Sums run over the values themselves; the authors' kernels sum elements divided by their block scales, which gives large
-blocks of a group less weight. A block whose scale rounds to zero uncorrected (below 2^-19 of the amax) becomes
-zero, which is a bias.
+Sums add the elements of a block, then the blocks of a group, in sequence, as the kernels do. They run over the values
+themselves; the authors' kernels sum elements divided by their block scales, which gives large blocks of a group less
+weight. A block whose scale rounds to zero uncorrected (below 2^-19 of the amax) becomes zero, which is a bias.
 """
 
 import torch
@@ -79,9 +79,17 @@ def corrected_scales(t: Tensor, scale: Tensor, fmt: ElementFormat, size: int, bi
     per_group = size // t.shape[3]
 
     def by_group(per_element: Tensor) -> Tensor:
-        per_block = per_element.sum(dim=(1, 3)) * weight
-        return per_block.reshape(rows, blocks // per_group, per_group).sum(dim=2)
+        per_block = _in_sequence(per_element[:, 0]) * weight
+        return _in_sequence(per_block.reshape(rows, blocks // per_group, per_group))
 
     energy, overlap = by_group(t * t), by_group(t * q)
     factor = torch.where(overlap == 0, 1.0, energy / overlap).repeat_interleave(per_group, dim=1)
     return round_to_codes(scale * factor, E4M3, bits)
+
+
+def _in_sequence(x: Tensor) -> Tensor:
+    """The sums over the last axis, first element first, as kernels add them."""
+    total = x[..., 0].clone()
+    for at in range(1, x.shape[-1]):
+        total.add_(x[..., at])
+    return total

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import quantizer
 from fp4train.quantize.random import LANES, RandomKey
 from fp4train.quantize.spec import OUTER_COLUMNS, QuantSpec
-from fp4train.quantize.transform import transform
+from fp4train.shards import Runs
 
 
 def amax_extent(spec: QuantSpec) -> str | None:
@@ -32,6 +33,11 @@ def amax_extent(spec: QuantSpec) -> str | None:
     return "tensor" if spec.block[0] is None else "row"
 
 
+def has_tensor_amax(spec: QuantSpec) -> bool:
+    """Whether it has one global amax, that of the tensor as it is: not transformed, rounded before, or of a history."""
+    return amax_extent(spec) == "tensor" and spec.hadamard is None and spec.requantises is None
+
+
 def measure_amax(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
     """The global amax of x as `quantize` measures it, after the Hadamard transform: float32, 0-d or [R, 1].
 
@@ -42,10 +48,8 @@ def measure_amax(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) ->
     x_RC = x_RC.detach()
     if x_RC.numel() == 0:
         return x_RC.new_zeros((x_RC.shape[0], 1) if rows else (), dtype=torch.float32)
-    if spec.hadamard is not None:
-        x_RC = transform(x_RC, spec.hadamard, key)
-    amax = x_RC.abs().amax(dim=1, keepdim=True) if rows else x_RC.abs().amax()
-    return amax.float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    measures = quantizer(spec if spec.requantises is None else replace(spec, requantises=None), x_RC.device.type)
+    return measures.amax(x_RC, key, per_row=rows).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def requantised(x_RC: Tensor, spec: QuantSpec, amax: Tensor) -> Tensor:
@@ -87,17 +91,47 @@ def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
     return tuple((each.T if columns else each).contiguous() for each in parts)
 
 
-def joined(shard: Quantized, tensors: Sequence[Tensor], shards: int, *, columns: bool) -> Quantized:
+def quantised_in_runs(
+    x_RC: Tensor,
+    spec: QuantSpec,
+    key: RandomKey,
+    runs: Runs,
+    amax: Tensor | None,
+    *,
+    columns: bool,
+) -> Quantized:
+    """x [R, C] quantised run by run along rows or columns, each with the random bits of its own place.
+
+    Args:
+        key: of the first element but for its row or column, which is a run's first.
+        runs: first row or column, and number of them, which are whole blocks.
+        amax: of the whole tensor; None: that of x.
+        columns: whether the runs are of columns.
+    """
+    if amax is None and amax_extent(spec) is not None:
+        amax = measure_amax(x_RC, spec, key)
+    make, found, start = quantizer(spec, x_RC.device.type).codes, [], 0
+    for first, size in runs:
+        at = replace(key, col_offset=first) if columns else replace(key, row_offset=first)
+        own = amax if amax is None or amax.ndim < 2 or columns else amax[start : start + size]
+        found.append(make(x_RC.narrow(1 if columns else 0, start, size), at, own))
+        start += size
+    parts = (divided_tensors(each, columns=columns) for each in found)
+    return joined(found[0], [torch.cat(each) for each in zip(*parts, strict=True)], start, columns=columns)
+
+
+def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns: bool) -> Quantized:
     """The whole matrix.
 
     Args:
         shard: one of its shards; what `divided_tensors` does not give is the same in all.
-        tensors: the `divided_tensors` of so many shards, joined along their first axis.
+        tensors: the `divided_tensors` of the shards, joined along their first axis.
+        extent: rows or columns of the whole.
     """
     (rows, cols), found = shard.shape, [each.T.contiguous() if columns else each for each in tensors]
     codes = found.pop(0)
     scales = shard.scales if shard.spec.block[1 if columns else 0] is None else found.pop(0)
-    shape = (rows, cols * shards) if columns else (rows * shards, cols)
+    shape = (rows, extent) if columns else (extent, cols)
     return Quantized(shard.spec, shape, codes, scales, found.pop(0) if found else shard.amax)
 
 

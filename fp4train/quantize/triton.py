@@ -23,24 +23,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp4train.quantize import triton_launch
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
-from fp4train.quantize.quantizer import Quantizer, check_input
+from fp4train.quantize.quantizer import Quantizer, check_input, own_memory
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
-from fp4train.quantize.triton_launch import (
-    COLUMN_BLOCKS,
-    NAN_ABOVE,
-    AmaxPlan,
-    Launch,
-    QuantizePlan,
-    interpreted,
-    plan_amax,
-    plan_decode,
-    plan_quantize,
-    random_words,
-    values_dtype,
-)
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
@@ -54,7 +42,7 @@ Kind = tuple[object, ...]
 _HERE: Final = nullcontext()
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "element": tuple(NAN_ABOVE),
+    "element": tuple(triton_launch.NAN_ABOVE),
     "scale": tuple(SCALE_DTYPES),
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
     "formula": ("te2.14", "te2.13"),
@@ -68,15 +56,20 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
     """Why these kernels cannot quantise by spec there, in words; None if they can."""
+    return why_not_here(device_type) or why_not_spec(spec)
+
+
+def why_not_here(device_type: str) -> str | None:
+    """Why no Triton kernel runs on this device type; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'fp4train[triton]')"
-    if device_type != "cuda" and not interpreted():
+    if device_type != "cuda" and not triton_launch.interpreted():
         return f"x is on {device_type}, Triton kernels run on CUDA devices"
     if device_type == "cuda" and torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs"
-    if interpreted() and (reason := why_not_interpreted(version("triton"), version("numpy"))):
+    if triton_launch.interpreted() and (reason := why_not_interpreted(version("triton"), version("numpy"))):
         return reason
-    return why_not_spec(spec)
+    return None
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
@@ -111,7 +104,8 @@ def why_not_spec(spec: QuantSpec) -> str | None:
         return f"hadamard={spec.hadamard!r} has no Triton kernel"
     if spec.hadamard is not None and spec.hadamard.signs == "step":
         return "hadamard.signs='step' has no Triton kernel"
-    if spec.hadamard is not None and (rows != 1 or cols not in COLUMN_BLOCKS or spec.hadamard.size > cols):
+    by_columns = rows == 1 and cols in triton_launch.COLUMN_BLOCKS
+    if spec.hadamard is not None and (not by_columns or spec.hadamard.size > cols):
         size = spec.hadamard.size
         return f"hadamard size {size} with block={spec.block!r}: the kernels take sizes up to a 1x16 or 1x32 block"
     return None
@@ -177,17 +171,25 @@ class TritonQuantizer(Quantizer):
             return quantized.decoded()
         (rows, _), groups = quantized.codes.shape, quantized.scales.shape[1]
         codes = quantized.codes.view(torch.int32) if spec.element == "e2m1" else quantized.codes
-        out = torch.empty(rows, operand_width(spec, quantized.shape[1]), dtype=values_dtype(spec), device=codes.device)
-        sizes = (rows, groups, out.shape[1], codes.stride(0))
-        launch: Launch = self._planned(("decode", *sizes), plan_decode, *sizes)
+        width, dtype = operand_width(spec, quantized.shape[1]), triton_launch.values_dtype(spec)
+        out = torch.empty(rows, width, dtype=dtype, device=codes.device)
+        sizes = (rows, groups, width, codes.stride(0))
+        launch: triton_launch.Launch = self._planned(("decode", *sizes), triton_launch.plan_decode, *sizes)
         with _on(codes):
             launch(codes, quantized.scales, out)
         return Decoded(out, quantized.global_decode(), spec.transposable)
 
-    def amax(self, x_RC: Tensor, *, per_row: bool = False) -> Tensor:
-        """Largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]. NaN if x holds one."""
+    def amax(self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False) -> Tensor:
+        """See `Quantizer.amax`: one kernel, which reads x once."""
+        x_RC = own_memory(x_RC)
+        if why_not_tensor(x_RC) is not None:
+            return super().amax(x_RC, key, per_row=per_row)
+        with _on(x_RC):
+            return self._amax(x_RC, per_row)
+
+    def _amax(self, x_RC: Tensor, per_row: bool) -> Tensor:
         kind = ("amax", per_row, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
-        plan: AmaxPlan = self._planned(kind, plan_amax, x_RC, per_row)
+        plan: triton_launch.AmaxPlan = self._planned(kind, triton_launch.plan_amax, x_RC, per_row)
         out = torch.zeros(plan.results, dtype=torch.float32, device=x_RC.device)
         if plan.turned:
             x_RC = x_RC.T
@@ -200,11 +202,11 @@ class TritonQuantizer(Quantizer):
         """(codes or values, stored scales, amax, the scale that is applied to the product)."""
         given = self._whole and amax is not None
         kind = (values, given, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
-        plan: QuantizePlan = self._planned(kind, plan_quantize, x_RC, values, given)
+        plan: triton_launch.QuantizePlan = self._planned(kind, triton_launch.plan_quantize, x_RC, values, given)
         if not self._whole and self.spec.global_scale is None:
             amax = None
         elif amax is None:
-            amax = self.amax(x_RC, per_row=self._row_amax)
+            amax = self._amax(x_RC, self._row_amax)
         else:
             amax = amax.to(torch.float32).reshape((-1, 1) if self._row_amax else ()).contiguous()
         if plan.contiguous:
@@ -217,7 +219,7 @@ class TritonQuantizer(Quantizer):
         stored = out if plan.words is None else out.view(plan.words)
         unused = scales  # where a kernel reads no amax or writes no S_dec
         pointers = (x_RC, unused if amax is None else amax, stored, scales, unused if outer is None else outer)
-        plan.launch(*pointers, words=random_words(key))
+        plan.launch(*pointers, words=triton_launch.random_words(key))
         return out, scales, amax, outer
 
     def _planned(self, kind: Kind, plan: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.kernels.triton.variant import Variant
 from fp4train.quantize.quantized import operand_width
 from fp4train.quantize.random import LANES, MASK, RandomKey
 from fp4train.quantize.spec import QuantSpec
@@ -24,6 +24,63 @@ from fp4train.quantize.transform import hadamard_signs
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
 NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a kernel is compiled for, as one compile-time argument V: one spec, one dtype of x, one kind of output.
+
+    Kernels read its fields while they are compiled.
+
+    Only plain values, and no properties: Triton's caches know a variant by its `repr`. What a kernel does not read
+    keeps its default, so that specs which differ only there share a compiled kernel.
+
+    blocks: which function quantises: "rows", "rows16", "squares", "whole", "columns".
+    output: "codes" (one per byte), "packed" (E2M1: two per byte, stored as words) or "values" (element * block scale).
+    n: columns of a block; height: its rows. tile_rows, tile_blocks: rows, and blocks of each, of a program.
+    mantissa, min_exponent, max_exponent, code_bits: of the element format, code_bits without the sign.
+    largest, nan_code: its largest value and the code of NaN; nan_value: what rounds to that code; nan_above: larger
+        codes are NaN.
+    stochastic: rounding by random bits.
+    scale: "e4m3" (TE >= 2.14's formula), "e4m3_te2.13", "e8m0_rceil", "e8m0_floor", "e8m0_even", "e8m0_ceil", "fp32",
+        "pow2".
+    signed_zero: whether a negative zero keeps its sign; TE codes it as zero under E4M3 scales.
+    outer: extent of the global scale of blocks, or of the one float32 scale: "none", "tensor", "row".
+    bound: S_enc = bound / amax. range, inverse_range: the magnitude that a block's amax is scaled to.
+    if_infinite: a float32 scale where (largest / amax) / 2^margin is infinite; inverse_margin: 2^-margin.
+    given: whether the amax of a float32 scale came from elsewhere, so that x may exceed it.
+    size: of the Hadamard transform, 0 for none; bit i of negative: sign i is -1; factor: 1/sqrt(size).
+    hardware: whether the kernel is compiled; the interpreter rounds float32 to BF16 otherwise than GPUs do.
+    """
+
+    n: int
+    tile_rows: int
+    tile_blocks: int
+    hardware: bool
+    blocks: str = "rows"
+    output: str = "values"
+    height: int = 1
+    mantissa: int = 0
+    min_exponent: int = 0
+    max_exponent: int = 0
+    code_bits: int = 0
+    largest: float = 0.0
+    nan_code: int = 0
+    nan_value: float = 0.0
+    nan_above: int = 0
+    stochastic: bool = False
+    scale: str = "fp32"
+    signed_zero: bool = True
+    outer: str = "none"
+    bound: float = 0.0
+    range: float = 0.0
+    inverse_range: float = 0.0
+    if_infinite: float = 0.0
+    inverse_margin: float = 1.0
+    given: bool = False
+    size: int = 0
+    negative: int = 0
+    factor: float = 1.0
 
 
 class Launch(NamedTuple):
@@ -103,16 +160,12 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
         wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
         words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (None, 1)
         stored = (shape[1] // per_word, 1)
-    made = Variant(
-        **_elements(spec),
-        **_hadamard(spec),
-        n=n,
-        tile_rows=tile_rows,
-        tile_blocks=tile_blocks,
-        hardware=not interpreted(),
+    made = _variant(
+        n,
+        (tile_rows, tile_blocks),
+        **(_elements(spec) | _hadamard(spec) | _scales(spec, x_RC.dtype)),
         blocks=blocks,
         output="values" if values else "packed" if packed else "codes",
-        **_scales(spec, x_RC.dtype),
         given=given,
     )
     tiles, strips = _cdiv(groups, tile_blocks), _cdiv(n_rows, tile_rows)
@@ -125,20 +178,12 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
 
 def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int) -> Launch:
     """Decoding codes of `groups` blocks per row, whose row stride is `stride`, to `width` columns."""
-    from fp4train.kernels.triton.rows import decode_blocks
+    from fp4train.kernels.triton.quantize import decode_blocks
 
     n = spec.block[1] or LANES
-    tile_rows, tile_blocks = tile(groups, TILE // n)
-    made = Variant(
-        **_elements(spec) | {"stochastic": False},
-        n=n,
-        tile_rows=tile_rows,
-        tile_blocks=tile_blocks,
-        hardware=not interpreted(),
-        height=spec.block[0] or 1,
-        nan_above=NAN_ABOVE[spec.element],
-        scale=spec.scale,
-    )
+    tile_rows, tile_blocks = place = tile(groups, TILE // n)
+    elements = _elements(spec) | {"stochastic": False, "nan_above": NAN_ABOVE[spec.element]}
+    made = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
     tiles = _cdiv(groups, tile_blocks)
     return Launch(
         decode_blocks, _cdiv(rows, tile_rows) * tiles, (rows, groups, tiles, width, stride, width), {"V": made}
@@ -146,30 +191,23 @@ def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int
 
 
 def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
-    from fp4train.kernels.triton import amax, columns
+    from fp4train.kernels.triton.columns import amax_columns
+    from fp4train.kernels.triton.quantize import amax_rows, amax_tensor
 
     rows, cols = x_RC.shape
     results = (rows, 1) if per_row else ()
     if spec.hadamard is not None:
         n = spec.block[1] or 16
-        tile_rows, tile_blocks = column_tile(n, spec)
-        outer = "row" if per_row else "tensor"
-        made = Variant(
-            **_hadamard(spec),
-            n=n,
-            tile_rows=tile_rows,
-            tile_blocks=tile_blocks,
-            hardware=not interpreted(),
-            outer=outer,
-        )
+        tile_rows, tile_blocks = place = column_tile(n, spec)
+        made = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
         tiles = _cdiv(rows, tile_rows)
         programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
-        launch = Launch(columns.amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made})
+        launch = Launch(amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made})
         return AmaxPlan(launch, False, False, results)
     if per_row:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
-        launch = Launch(amax.amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
+        launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
         return AmaxPlan(launch, False, False, results)
     turned = x_RC.stride(0) == 1 and rows > 1
     if turned:
@@ -182,8 +220,13 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     steps = max(1, tiles * strips // (32 * _processors(x_RC.device)))
     sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
     constants = {"ROWS": tile_rows, "COLS": tile_cols}
-    launch = Launch(amax.amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
+    launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
     return AmaxPlan(launch, turned, contiguous, results)
+
+
+def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
+    """A variant of blocks of `n` columns; place: rows, and blocks of each, of a program."""
+    return Variant(n=n, tile_rows=place[0], tile_blocks=place[1], hardware=not interpreted(), **its)
 
 
 def values_dtype(spec: QuantSpec) -> torch.dtype:

@@ -1,8 +1,6 @@
 """Where a run begins or goes on: from which checkpoint, whether its directory is of the same configuration, and what is
 written: configuration, journal, metrics, plan. The lead writes it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,20 +18,10 @@ from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
 from fp4train.precision.plan import Plan
 from fp4train.run.host import environment
+from fp4train.run.initial import InitialWeights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.journal import (
-    Journal,
-    RecipeChoice,
-    Record,
-    changes,
-    configuration,
-    flat,
-    plan_text,
-    read_journal,
-    recorded_swaps,
-    swaps,
-    swaps_file,
-)
+from fp4train.run.record import journal
+from fp4train.run.record.journal import Record
 from fp4train.run.record.trust import lost_records, write_config
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import Rewind
@@ -60,7 +48,7 @@ class RunStart:
     config: Config
     cfg: DictConfig
     checkpoint: Checkpoint | None = None
-    swap: RecipeChoice | None = None
+    swap: journal.RecipeChoice | None = None
     rewind: Rewind | None = None
 
     @property
@@ -165,7 +153,7 @@ def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool
     gone = set(unknown_keys(plain(saved), Config))
     changed = [
         f"{key}: {was} → {'no longer an option' if key in gone else now}"
-        for key, (was, now) in changes(flat(plain(saved)), flat(plain(cfg))).items()
+        for key, (was, now) in journal.changes(journal.flat(plain(saved)), journal.flat(plain(cfg))).items()
         if not key.startswith(allowed)
     ]
     if changed:
@@ -179,13 +167,13 @@ def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool
 
 def _check_edits(run: Path, saved: DictConfig) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
-    recorded = configuration(read_journal(run))
+    recorded = journal.configuration(journal.read_journal(run))
     if recorded is None:
         if run_directory.identity(run) is not None:
             missing = run / run_directory.HISTORY
             _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
         return
-    edits = changes(recorded, flat(plain(saved)))
+    edits = journal.changes(recorded, journal.flat(plain(saved)))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
         if (name := key.removeprefix("parallel.")) in DROPPED:
@@ -199,14 +187,14 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def begin(run: Run, begun: RunStart, init: Checkpoint | None) -> None:
+def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     """Write that the run begins or goes on: configuration, journal, metrics.
 
     Args:
-        init: the checkpoint whose weights it begins with.
+        init: the weights that it begins with.
     """
     directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
-    swapped, told = recorded_swaps(source), read_journal(source)
+    swapped, told = journal.recorded_swaps(source), journal.read_journal(source)
     write_config(directory, begun.cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
     if begun.branching:
@@ -214,9 +202,9 @@ def begin(run: Run, begun: RunStart, init: Checkpoint | None) -> None:
         run_directory.copy_files(
             source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
         )
-    run.journal = Journal.read(run.folder, run.identity)
+    run.journal = journal.Journal.read(run.folder, run.identity)
     for at in run.journal.set_swaps(swapped, run.step):
-        _log.warning("%s: the swap at step %d is not on record: taken over", swaps_file(source), at)
+        _log.warning("%s: the swap at step %d is not on record: taken over", journal.swaps_file(source), at)
     record = _start_record(begun, init, told)
     if start is not None:
         for at in (each["step"] for each in swapped if each["step"] > start.step):
@@ -241,7 +229,7 @@ def begin(run: Run, begun: RunStart, init: Checkpoint | None) -> None:
     if run.folder.status(run_directory.SWAPS) is not None:  # of an older version: the journal has them now
         run.folder.remove(run_directory.SWAPS)
         run.folder.sync()  # or a power cut would bring back what is no longer true
-    run.swaps = swaps(run.journal.records)
+    run.swaps = journal.swaps(run.journal.records)
     run.tracker = run.config.track.build(
         directory, run.config.run.name, plain(begun.cfg), resume_step=None if start is None else start.step
     )
@@ -292,7 +280,7 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
             raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
 
 
-def _start_record(begun: RunStart, init: Checkpoint | None, told: Sequence[Record]) -> dict[str, Any]:
+def _start_record(begun: RunStart, init: InitialWeights | None, told: Sequence[Record]) -> dict[str, Any]:
     """What the journal says of this start: event, step, where from, what changed since `told`. Logs the changes."""
     cfg, start = plain(begun.cfg), begun.checkpoint
     if start is None:
@@ -301,10 +289,10 @@ def _start_record(begun: RunStart, init: Checkpoint | None, told: Sequence[Recor
     record = {"event": "resume", "step": start.step, "from": start.path.name}
     if begun.branching:
         record |= {"event": "branch", "from": str(start.path)}
-    before = configuration(told)
+    before = journal.configuration(told)
     if before is None:
         return record | {"config": cfg}
-    changed = changes(before, flat(cfg))
+    changed = journal.changes(before, journal.flat(cfg))
     for key, (old, new) in changed.items():
         if key not in ("run.name", "run.dir"):
             _log.info("changed: %s: %s → %s", key, old, new)
@@ -318,7 +306,7 @@ def write_plan(directory: Path, records: Sequence[Record], plan: Plan, step: int
         gathers: what ranks send each other of the weights, in words.
     """
     try:
-        text = "\n\n".join((plan_text(records, plan, step), *gathers))
+        text = "\n\n".join((journal.plan_text(records, plan, step), *gathers))
         run_directory.write_text(directory / run_directory.PLAN, printable(text) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

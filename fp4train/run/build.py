@@ -1,7 +1,5 @@
 """From a configuration to a run that is ready: data, model, plan, optimizer, checkpoint, tracker, run directory."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time
@@ -19,12 +17,14 @@ from tqdm import tqdm
 
 from fp4train.config import Config
 from fp4train.data import Loader
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
-from fp4train.nn import Linear, convert
+from fp4train.nn import convert
+from fp4train.nn.planned import PlannedLayer
+from fp4train.optim import keep_bounds
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
@@ -35,26 +35,17 @@ from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
+from fp4train.run import checks
 from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
-from fp4train.run.checks import (
-    Counted,
-    check_cut,
-    check_memory,
-    check_oscillation,
-    divided_blocks,
-    never_chosen,
-    nothing_quantised,
-    short,
-    warn_of_schedule,
-)
 from fp4train.run.device import choose_device
+from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
-from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import take_over
+from fp4train.run.teacher import load_teacher
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
@@ -80,12 +71,13 @@ class _Undrawn(TorchFunctionMode):
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     if device.type != "meta":
-        check_memory(config.model, vocab_size)
+        checks.check_memory(config.model, vocab_size)
     with torch.random.fork_rng(devices=[]), _logging_progress("building the model", config.model, vocab_size):
         torch.manual_seed(config.run.seed)
         # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
         drawing = _Undrawn() if device.type == "meta" else nullcontext()
-        with torch.device("meta" if device.type == "meta" else "cpu"), drawing:
+        refused = user_errors(ValueError, before="the model cannot be built: ")
+        with refused, torch.device("meta" if device.type == "meta" else "cpu"), drawing:
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
     with _logging_progress("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
@@ -101,7 +93,7 @@ def _logging_progress(doing: str, shape: object, vocab_size: int) -> Iterator[No
     Args:
         doing: "building the model".
     """
-    whole = shape.parameter_count(vocab_size=vocab_size) if isinstance(shape, Counted) else None
+    whole = shape.parameter_count(vocab_size=vocab_size) if isinstance(shape, checks.Counted) else None
     began = last = time.monotonic()
     done = 0
 
@@ -113,8 +105,8 @@ def _logging_progress(doing: str, shape: object, vocab_size: int) -> Iterator[No
         last, rest = now, ""
         if whole and done:
             left = (now - began) * max(0.0, whole / done - 1)
-            rest = f" of {short(whole)}, about {tqdm.format_interval(left)} left"
-        _log.info("%s: %s parameters%s", doing, short(done), rest)
+            rest = f" of {checks.short(whole)}, about {tqdm.format_interval(left)} left"
+        _log.info("%s: %s parameters%s", doing, checks.short(done), rest)
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -155,7 +147,7 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
         step = phase.step(steps, cooldown)
         return steps if step is None else step
 
-    try:
+    with user_errors(ValueError):
         return Timeline(
             recipe=config.recipe,
             steps=steps,
@@ -163,8 +155,6 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
             phases=tuple(sorted(config.phases.values(), key=order)),
             swaps=tuple(read_swaps(directory)) if directory else (),
         )
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def build_plan(
@@ -187,15 +177,13 @@ def build_plan(
         UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device` or over so many
             stages, or steps are to be recorded and a recipe depends on the host.
     """
-    tokens = (config.train.microbatch or config.train.batch_size // data_ranks) * config.train.seq_len
-    try:
+    tokens = config.train.rows(data_ranks) * config.train.seq_len
+    with user_errors(ValueError):
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
         plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
             check_plan(plan)
         return plan
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def build(begun: RunStart, world: World | None = None) -> Run:
@@ -212,7 +200,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     config, start, source, branching = begun.config, begun.checkpoint, begun.source, begun.branching
     directory, world = config.run.dir, world or World(device=choose_device(config.device))
     with world.together():  # all that is only read
-        check_cut(config, world.mesh)
+        checks.check_cut(config, world.mesh)
         config_text(begun.cfg)
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
@@ -225,23 +213,23 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             else:
                 timeline = with_swap(timeline, wanted)
         init = load_init(config, world.ranks) if start is None else None
-        warn_of_schedule(config)
+        checks.warn_of_schedule(config)
         overwriting = config.run.overwrite and (start is None or branching)
         identity = None if overwriting else run_directory.identity(directory)
         if start is None and not overwriting:
             run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
-    origin = source if init is None else init.path.parent.parent
+    origin = source if init is None else init.run
     place = directory / run_directory.ASIDE if overwriting or init is not None else directory
     with ExitStack() as stack:
         with world.together():
             if world.lead:
                 if place != directory:
                     stack.enter_context(run_directory.folder_aside(directory))
-                if branching or init is not None:
+                if origin is not None and (branching or init is not None):
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
-        run = assemble(config, place, timeline, world)
+        run = assemble(config, place, timeline, world, drawn=init is None)
         with world.together():
             if config.train.cuda_graph:
                 check_graph(run)
@@ -258,8 +246,9 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    for warning in filter(None, (nothing_quantised(run.plan), never_chosen(run.plan), divided_blocks(run.plan))):
-        _log.warning("%s", warning)
+    for check in (checks.nothing_quantised, checks.never_chosen, checks.divided_blocks):
+        if warning := check(run.plan):
+            _log.warning("%s", warning)
     with world.together():
         if world.lead:
             run.identity = identity or run_directory.new_identity()
@@ -273,8 +262,11 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     return run
 
 
-def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> Run:
+def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, drawn: bool = True) -> Run:
     """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
+
+    Args:
+        drawn: whether it needs its initial weights; the caller loads others if not.
 
     Raises:
         UserError: data, model or plan are not possible.
@@ -284,21 +276,23 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     check_same(world, {"the data": data.fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model, born = _unborn(config, data.vocab_size, world)
+        model, born = _unborn(config, data.vocab_size, world, drawn)
+        checks.set_masks(model, config, data.tokenizer)
         share_tensors(model, world, config.parallel)
+        teacher = load_teacher(config, data, model, world)
         layers = find_layers(model)
         mesh = world.mesh
         plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
-        check_oscillation(config, plan)
+        checks.check_oscillation(config, plan)
         cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
         loaders = {
             name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    rows = config.train.microbatch or config.train.batch_size // world.mesh.data
+    rows = config.train.rows(world.mesh.data)
     for each in model.modules():
-        if isinstance(each, Linear):
+        if isinstance(each, PlannedLayer):
             each.sum_gradients(rows < config.train.batch_size)
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
@@ -307,16 +301,12 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
     for part in (model,) if pipeline is None else pipeline.stages.values():
         distribute(part, world, gather, config.parallel.reduce)
     if born:
-        with world.together():
-            try:
-                draw = getattr(config.model, "draw", "torch")
-                materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
-            except ValueError as error:
-                raise UserError(f"the weights cannot be drawn: {error}") from error
-    try:
+        with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
+            draw = getattr(config.model, "draw", "torch") if drawn else None
+            materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
+    with user_errors(ValueError):
         optimizer = config.optim.build(model)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    keep_bounds(optimizer, model, getattr(whole, "fp4train_bounds", dict)())
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
@@ -338,6 +328,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World) -> R
         fingerprint=data.fingerprint,
         folder=Folder.open(config.run.dir, create=True),
         pipeline=pipeline,
+        teacher=teacher,
         world=world,
     )
 
@@ -348,26 +339,29 @@ def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tu
     Raises:
         UserError: it cannot be cut into the stages of the configuration.
     """
-    try:
+    with user_errors(ValueError):
         cut = cut_of(model, config.parallel)
         return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
-def _unborn(config: Config, vocab_size: int, world: World) -> tuple[nn.Module, bool]:
-    """The model before it is cut over the ranks, and whether its weights are to be drawn after that.
+def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple[nn.Module, bool]:
+    """The model before it is cut over the ranks, and whether it gets memory and weights after that.
 
     On several ranks a model is cut first and drawn then, so that none ever holds all of it; one that cannot be drawn in
-    parts is drawn whole.
+    parts is drawn whole. One whose weights are not `drawn` gets its memory then, too. What counters draw has the same
+    bits on every device, and is drawn on the GPU where there is one.
     """
-    if world.size > 1:
+    on_a_gpu = world.device.type == "cuda" and getattr(config.model, "draw", "torch") == "counter"
+    if world.size > 1 or not drawn or on_a_gpu:
+        if world.size == 1:
+            checks.check_memory(config.model, vocab_size)
         model = build_model(config, vocab_size, torch.device("meta"))
         if (reason := why_not_born(model)) is None:
             if config.train.compile:
                 _compile(model, world.device)
             return model, True
-        _log.warning("every rank draws the whole model in main memory first: %s", reason)
+        if world.size > 1:
+            _log.warning("every rank draws the whole model in main memory first: %s", reason)
     return build_model(config, vocab_size, world.device), False
 
 
@@ -377,7 +371,5 @@ def with_swap(timeline: Timeline, swap: Swap) -> Timeline:
     Raises:
         UserError: it does not go with the rest.
     """
-    try:
+    with user_errors(ValueError):
         return timeline.with_swap(swap)
-    except ValueError as error:
-        raise UserError(str(error)) from error

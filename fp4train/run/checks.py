@@ -1,16 +1,15 @@
 """Checks of a configuration and its plan before a run begins: errors where it is impossible, and warnings about valid
 but probably unintended settings."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from fp4train import checkpoint
 from fp4train.config import Config
-from fp4train.errors import UserError
+from fp4train.data.tokens import Tokenizer
+from fp4train.errors import UserError, user_errors
 from fp4train.optim.oscillation import why_not
 from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import check_microbatches
@@ -46,6 +45,28 @@ def check_memory(shape: object, vocab_size: int) -> None:
         )
 
 
+def set_masks(model: Any, config: Config, tokenizer: Tokenizer | None) -> None:
+    """Let `model` attend within documents, and leave out targets that do not count, where this is asked for.
+
+    Args:
+        tokenizer: says which id ends a document; None: there is none.
+
+    Raises:
+        UserError: the model cannot do that, or there is no such id.
+    """
+    answers = getattr(config.data, "answers_only", False)
+    if not config.train.document_mask and not answers:
+        return
+    what = "data=chat" if answers else "train.document_mask=true"
+    if not hasattr(model, "documents") or not hasattr(model, "masked"):
+        raise UserError(
+            f"{what}: {type(model).__name__} has no `documents` and `masked` (fp4train.models.common.decoder)"
+        )
+    if tokenizer is None:
+        raise UserError(f"{what}: token files without a tokenizer do not say which id ends a document")
+    model.documents, model.masked = tokenizer.end_of_document, answers
+
+
 def check_cut(config: Config, mesh: Mesh) -> None:
     """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline, or
     where something needs whole what the ranks share."""
@@ -56,11 +77,16 @@ def check_cut(config: Config, mesh: Mesh) -> None:
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
             "number of sequences and microbatches"
         )
-    sequences = rows or batch // ranks
+    sequences = config.train.rows(ranks)
     if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:
         raise UserError(
             f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
             f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
+        )
+    if (config.train.document_mask or getattr(config.data, "answers_only", False)) and mesh.pipeline > 1:
+        raise UserError(
+            "train.document_mask and data=chat: later stages of a pipeline see no tokens, so they know no documents: "
+            f"parallel.pp={mesh.pipeline} is not possible with it"
         )
     if config.eval.errors_every and mesh.tensor > 1:
         raise UserError(
@@ -74,10 +100,8 @@ def check_cut(config: Config, mesh: Mesh) -> None:
         )
     if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
         raise UserError(reason)
-    try:
+    with user_errors(ValueError):
         check_microbatches(batch // ranks // sequences, config.parallel)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def check_oscillation(config: Config, plan: Plan) -> None:

@@ -8,8 +8,6 @@ what PyTorch's notes on reproducibility and torchtitan (distributed/utils.py) se
 their only atomic is an integer maximum.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

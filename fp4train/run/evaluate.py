@@ -1,7 +1,5 @@
 """Validation: the same sequences in high precision and in the recipe, each computed by one rank."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -58,8 +56,9 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
     """
     found = torch.zeros(len(starts), device=run.device)
     own = range(run.world.data_rank, len(starts), run.world.mesh.data)
+    factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
     rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
     for number, loss in zip(own, losses(run, rows), strict=False):
-        found[number] = loss
+        found[number] = loss * factor
     each: list[float] = run.world.summed(found).tolist()
     return each

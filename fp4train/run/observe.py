@@ -1,4 +1,5 @@
-"""What a run observes of its steps: statistics of operands in measured steps, and weights that oscillate.
+"""What a run observes of its steps: layers that the first step calls, statistics of operands in measured steps, and
+weights that oscillate.
 
 "FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the norm of the gradient
 falls below √3 times the norm of its quantisation noise. Both are in the statistics by layer; a run says so the first
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,10 +21,13 @@ from torch import nn
 from fp4train.data.loader import Rows
 from fp4train.measure.statistics import NAMES, RAW, Measured
 from fp4train.measure.statistics import watch as watch_operands
+from fp4train.nn.called import check_called
+from fp4train.nn.planned import PlannedLayer
 from fp4train.optim.oscillation import Watched, follow, why_not
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.step import Queued, Scaling, seed_model, step_rows, train_losses
+from fp4train.run.experts import Routed
+from fp4train.run.step import Queued, Scaling, microbatch_share, seed_model, step_rows, train_losses
 from fp4train.run.supervise.ledger import Numbers, Step, Values
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
 
@@ -58,11 +61,13 @@ class MeasuredSteps:
                 queued = run.runner.step(recipe, rows)
             else:
                 scaling = run.scaling()
-                for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * run.rows / config.batch_size):
+                for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)):
                     pass
         if config.compile:
             run.optimizer.zero_grad(set_to_none=True)
             run.load_scaling(scaling)
+            if isinstance(run.model, Routed):
+                run.model.fp4train_routed()  # of the eager pass
             seed_model(run)
             queued = run.runner.step(recipe, rows)
         norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
@@ -72,59 +77,47 @@ class MeasuredSteps:
         measured = watched.measure(run.plan.at(run.step).layers, key)
         by_name, absent = dict(zip(queued.names, norms, strict=True)), norms.new_full((), math.nan)
         gradients = torch.stack([by_name.get(f"{name}.weight", absent) for name in measured.layers] or [norms[:0]])
-        pending = Pending(
-            step=run.step + 1,
-            recipe=recipe.name,
-            measured=measured,
-            numbers=Numbers(torch.cat((measured.values.flatten(), measured.noise, gradients.flatten()))),
-            scale=math.sqrt(config.tokens / max(measured.tokens, 1)) / run.loss_scale,
+        pending = Numbers(torch.cat((measured.values.flatten(), measured.noise, gradients.flatten())))
+        scale = math.sqrt(config.tokens / max(measured.tokens, 1)) / run.loss_scale
+        step, name = run.step + 1, recipe.name
+        return queued._replace(
+            statistics=lambda: log_statistics(run, statistics_of(measured, pending, scale, step=step, recipe=name))
         )
-        return queued._replace(statistics=lambda: log_statistics(run, pending.read()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """Statistics whose numbers are not read yet.
+def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: int, recipe: str) -> Statistics:
+    """The statistics of a measured step; waits for the device.
 
     Args:
-        step: optimizer steps done with it; recipe: its name.
-        measured: where they belong; numbers: its values and noises, and the gradient norm of each layer.
+        measured: where the numbers belong; pending: its values and noises, and the gradient norm of each layer.
         scale: from the noise of the sampled tokens to that of the step's gradient.
+        step: optimizer steps done with it; recipe: its name.
     """
-
-    step: int
-    recipe: str
-    measured: Measured
-    numbers: Numbers
-    scale: float
-
-    def read(self) -> Statistics:
-        """The statistics of the step; waits for the device."""
-        numbers = np.array(self.numbers.read())
-        count, layers = len(self.measured.at), len(self.measured.layers)
-        raw = dict(zip(RAW, numbers[: count * len(RAW)].reshape(count, len(RAW)).T, strict=True))
-        operands, gradients = np.zeros(count, OPERAND), np.zeros(layers, GRADIENT)
-        if count:
-            operands["layer"], operands["operand"] = np.array(self.measured.at).T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            operands["amax"] = raw["amax"]
-            operands["sqnr_db"] = 10 * np.log10(raw["signal"] / raw["error"])
-            operands["underflow"] = np.where(raw["nonzero"] > 0, raw["lost"] / raw["nonzero"], 0)
-            operands["saturation"] = raw["clipped"] / raw["elements"]
-            operands["kurtosis"] = np.where(raw["variance"] > 0, raw["fourth"] / raw["variance"] ** 2, 0)
-            operands["scale_codes"] = raw["scales"] / 256
-            operands["scale_min"], operands["scale_max"] = np.log2(raw["smallest_scale"]), np.log2(raw["largest_scale"])
-        gradients["layer"] = np.arange(layers)
-        gradients["noise"] = numbers[count * len(RAW) :][:layers] * self.scale
-        gradients["gradient"] = numbers[count * len(RAW) + layers :]
-        return Statistics(
-            step=self.step,
-            recipe=self.recipe,
-            layers=tuple(self.measured.layers),
-            names=NAMES,
-            operands=operands,
-            gradients=gradients,
-        )
+    numbers = np.array(pending.read())
+    count, layers = len(measured.at), len(measured.layers)
+    raw = dict(zip(RAW, numbers[: count * len(RAW)].reshape(count, len(RAW)).T, strict=True))
+    operands, gradients = np.zeros(count, OPERAND), np.zeros(layers, GRADIENT)
+    if count:
+        operands["layer"], operands["operand"] = np.array(measured.at).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        operands["amax"] = raw["amax"]
+        operands["sqnr_db"] = 10 * np.log10(raw["signal"] / raw["error"])
+        operands["underflow"] = np.where(raw["nonzero"] > 0, raw["lost"] / raw["nonzero"], 0)
+        operands["saturation"] = raw["clipped"] / raw["elements"]
+        operands["kurtosis"] = np.where(raw["variance"] > 0, raw["fourth"] / raw["variance"] ** 2, 0)
+        operands["scale_codes"] = raw["scales"] / 256
+        operands["scale_min"], operands["scale_max"] = np.log2(raw["smallest_scale"]), np.log2(raw["largest_scale"])
+    gradients["layer"] = np.arange(layers)
+    gradients["noise"] = numbers[count * len(RAW) :][:layers] * scale
+    gradients["gradient"] = numbers[count * len(RAW) + layers :]
+    return Statistics(
+        step=step,
+        recipe=recipe,
+        layers=tuple(measured.layers),
+        names=NAMES,
+        operands=operands,
+        gradients=gradients,
+    )
 
 
 def summary(statistics: Statistics) -> Values:
@@ -170,6 +163,20 @@ def _norm(each: NDArray[Any]) -> float:
     return float(np.sqrt(np.square(each.astype(np.float64)).sum()))
 
 
+def check_layers(run: Run, step: Step) -> None:
+    """After the first step: each layer that the plan quantises was called in it (`nn.called`).
+
+    Raises:
+        UserError: other code multiplies the weight of a planned layer; on every rank.
+    """
+    if run.called is None:
+        return
+    called, run.called = {module.layer.name for module in run.called if isinstance(module, PlannedLayer)}, None
+    trained = {id(p) for name, p in run.model.named_parameters() if name in frozenset(step.names)}
+    with run.world.together():
+        check_called(run.plan, run.linears, called, lambda layer: id(layer.weight) in trained)
+
+
 def reset_oscillating(run: Run, step: Step) -> None:
     """After an optimizer step: watch the weights, and reset those that oscillate where that is due."""
     assert run.failed is not None
@@ -180,8 +187,8 @@ def reset_oscillating(run: Run, step: Step) -> None:
 
 def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
     """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers that
-    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) are
-    left alone.
+    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) and
+    those of experts are left alone.
 
     Args:
         trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
@@ -191,6 +198,8 @@ def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
     stepped = {id(parameters[name]) for name in trained}
     for module in run.linears:
         spec = layers[module.layer.name].fprop.operands.second
+        if module.layer.experts:
+            continue
         if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
             assert isinstance(module.weight, nn.Parameter)
             yield module.weight, spec, module.channels

@@ -6,24 +6,18 @@ theirs, and one of another dtype would be taken in silence. Shapes are those of 
 those that it holds, without a collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp4train.checkpoint import Checkpoint, CheckpointGroup, StoredTensors, escaped, load, unflatten
-from fp4train.config import Config
-from fp4train.errors import UserError
+from fp4train.checkpoint import Checkpoint, StoredTensors, escaped, unflatten
 from fp4train.nn.executors import STATE_TENSORS
 from fp4train.parallel.held import Inventory
-from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.guard import first_non_finite
-from fp4train.shards import local
+from fp4train.shards import RowOrder, local, order_of, row_orders
 
 Tensors = Mapping[str, Tensor]
 
@@ -50,7 +44,8 @@ def restored(
     }
     elsewhere = set() if inventory is None else {f"model/{escaped(n)}" for n in inventory.away(model)}
     if optimizer is None:
-        state = unflatten(_Placed(found.tensors, layout, {}, elsewhere), {"model": found.state["model"]})
+        placed = _Placed(found.tensors, layout, {}, elsewhere, state_orders(model))
+        state = unflatten(placed, {"model": found.state["model"]})
         return state if inventory is None else {"model": inventory.own_weights(state["model"], model)}
     numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -59,8 +54,31 @@ def restored(
         numbers = [of_whole[number] for number in numbers]
         elsewhere |= {f"optimizer/state/{n}" for n in set(inventory.numbers.values()) - set(numbers)}
     moments = {f"optimizer/state/{escaped(n)}": p for n, p in zip(numbers, parameters, strict=True)}
-    state = unflatten(_Placed(found.tensors, layout, moments, elsewhere), found.state)
+    orders = state_orders(model, optimizer, inventory)
+    state = unflatten(_Placed(found.tensors, layout, moments, elsewhere, orders), found.state)
     return state if inventory is None else inventory.own(state, model, optimizer)
+
+
+def state_orders(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inventory: Inventory | None = None
+) -> dict[str, RowOrder]:
+    """The orders of rows (`shards.order_of`) in what `Run.state` gives: of weights, and of all moments of a parameter.
+
+    Args:
+        inventory: as for `restored`.
+    """
+    by_name = row_orders(model)
+    orders = {f"model/{escaped(name)}": order for name, order in by_name.items()}
+    if optimizer is None or not by_name:
+        return orders
+    of_parameter = {id(parameter): by_name.get(name) for name, parameter in model.named_parameters()}
+    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    of_whole = {} if inventory is None else inventory.numbers_of(model, optimizer)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if (order := of_parameter.get(id(parameter))) is not None:
+            orders[f"optimizer/state/{escaped(of_whole.get(number, number))}"] = order
+    return orders
 
 
 class _Placed(Mapping[str, Tensor]):
@@ -73,8 +91,10 @@ class _Placed(Mapping[str, Tensor]):
         layout: Mapping[str, Tensor],
         moments: Mapping[str, Tensor],
         elsewhere: Collection[str],
+        orders: Mapping[str, RowOrder],
     ) -> None:
         self.stored, self.layout, self.moments, self.elsewhere = stored, layout, moments, elsewhere
+        self.orders = orders
 
     def __getitem__(self, name: str) -> Tensor:
         own, above = self.layout.get(name), name.rpartition("/")[0]
@@ -84,7 +104,7 @@ class _Placed(Mapping[str, Tensor]):
             own = self.moments.get(above)
         if own is None or tuple(own.shape) != self.stored.shape(name):
             return self.stored[name]
-        return self.stored.read_like(name, own)
+        return self.stored.read_like(name, own, order_of(name, own, self.orders))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -137,7 +157,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
             what = f"{name} of parameter {number}"
             if adam:
                 _check(what, tensor, torch.Size() if name == "step" else parameter.shape, None)
-                if tensor.dtype not in (parameter.dtype, torch.float32):
+                if tensor.dtype not in (parameter.dtype, torch.float32) and (
+                    name == "step" or tensor.dtype != torch.bfloat16
+                ):
                     raise ValueError(f"{what} has dtype {tensor.dtype}, not {parameter.dtype}")
             elif any(group.get("fused") for group in optimizer.param_groups) and tensor.numel() != 1:
                 _check(what, tensor, parameter.shape, None)
@@ -185,58 +207,3 @@ def _check(name: str, found: Any, shape: torch.Size, dtype: torch.dtype | None) 
         raise ValueError(f"{name} has shape {list(found.shape)}, not {list(shape)}")
     if dtype is not None and found.dtype != dtype:
         raise ValueError(f"{name} has dtype {found.dtype}, not {dtype}")
-
-
-# -- the weights that a new run begins with ----------------------------------------------------------------------------
-
-
-def load_init(config: Config, ranks: CheckpointGroup) -> Checkpoint | None:
-    """The checkpoint whose weights a new run begins with; None: it draws its own.
-
-    Raises:
-        UserError: `init` is no run directory, or has no usable checkpoint.
-    """
-    if config.init is None:
-        return None
-    source = run_directory.require_run(Path(config.init))
-    return load(source / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
-
-
-def load_weights(model: nn.Module, found: Checkpoint, inventory: Inventory | None = None) -> None:
-    """Give `model` the weights of a checkpoint of another run.
-
-    Args:
-        inventory: of the whole model, of which `model` is a part.
-
-    Raises:
-        UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
-    """
-    try:
-        saved = restored(found, model, inventory=inventory)["model"]
-        if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
-            raise TypeError("they are no tensors by name")
-    except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError) as error:
-        raise UserError(f"init: {found.path} holds no weights: {error}") from error
-    own = model.state_dict()
-    problems = [
-        f"{name} is {_shape(saved[name])} there and {_shape(own[name])} here"
-        for name in own
-        if name in saved and saved[name].shape != own[name].shape
-    ]
-    problems += [f"{name} is missing there" for name in own if name not in saved]
-    problems += [f"{name} has no place here" for name in saved if name not in own]
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"init: the weights of {found.path} do not fit this model: {'; '.join(problems[:3])}{more}. Give the "
-            "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
-        )
-    try:
-        check_model(model, saved)
-    except ValueError as error:
-        raise UserError(f"init: the weights of {found.path} do not fit this model: {error}") from error
-    model.load_state_dict(saved)
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "×".join(map(str, tensor.shape)) or "a number"

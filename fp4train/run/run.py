@@ -22,7 +22,7 @@ from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
-from fp4train.nn import Linear
+from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
@@ -30,14 +30,26 @@ from fp4train.precision import Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.precision.report import gathers
-from fp4train.run.observe import reset_oscillating
+from fp4train.run.experts import Routed, even_out
+from fp4train.run.observe import check_layers, reset_oscillating
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Entry, Journal
-from fp4train.run.restored import check_model, check_optimizer, check_scaling, checked_count, checked_scale, restored
+from fp4train.run.restored import (
+    check_model,
+    check_optimizer,
+    check_scaling,
+    checked_count,
+    checked_scale,
+    restored,
+    state_orders,
+)
 from fp4train.run.step import EagerSteps, StepRunner
 from fp4train.run.supervise.divergence import Divergence
 from fp4train.run.supervise.ledger import Step
 from fp4train.run.supervise.saving import Saver
+from fp4train.run.teacher import Teacher
+from fp4train.shards import RowOrder
+from fp4train.text import first_line
 from fp4train.track import Tracker
 
 
@@ -56,7 +68,9 @@ class Run:
         weak_gradient: it was said that the gradient is lost in quantisation noise.
         saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
+        teacher: whose distribution it learns; None: the targets alone.
         counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
+        called: the layers that were called in the first step; None after it.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
     """
 
@@ -82,7 +96,9 @@ class Run:
     weak_gradient: bool = False
     saved_config: bytes | None = None
     pipeline: Pipeline | None = None
+    teacher: Teacher | None = None
     counters: torch.Tensor | None = None
+    called: dict[object, bool] | None = field(default_factory=dict)
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
@@ -97,8 +113,10 @@ class Run:
 
     @cached_property
     def hooks(self) -> list[Callable[[Run, Step], None]]:
-        """What is called with each step after it is queued, for what the configuration turns on."""
-        return [reset_oscillating] if self.config.oscillation.every else []
+        """What is called with each step after it is queued: a check of the first one, and what the configuration turns
+        on."""
+        routed, watched = isinstance(self.model, Routed), self.config.oscillation.every > 0
+        return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
 
     @property
     def share(self) -> int:
@@ -108,7 +126,7 @@ class Run:
     @property
     def rows(self) -> int:
         """Sequences of a microbatch."""
-        return self.config.train.microbatch or self.share
+        return self.config.train.rows(self.world.mesh.data)
 
     @property
     def batch(self) -> int:
@@ -144,10 +162,11 @@ class Run:
         self._regions = [(backend, each) for backend, each in tables if each]
 
     def region(self) -> AbstractContextManager[object]:
-        """What the backends of the stretch that is applied need around a forward pass."""
+        """What the backends of the stretch that is applied need around the passes of a step, or one of an evaluation;
+        within itself it does nothing."""
         stack = ExitStack()
         for backend, tables in self._regions:
-            stack.enter_context(backend.region(tables))
+            stack.enter_context(backend.region(tables, self.world.peers))
         return stack
 
     @contextmanager
@@ -171,19 +190,19 @@ class Run:
         return order.index(module) if module in order else len(order)
 
     @cached_property
-    def linears(self) -> list[Linear]:
+    def linears(self) -> list[PlannedLayer]:
         """The converted layers that this rank holds."""
-        return [m for m in self.model.modules() if isinstance(m, Linear)]
+        return [m for m in self.model.modules() if isinstance(m, PlannedLayer)]
 
     def peak_tokens_per_s(self) -> float | None:
         """Tokens per second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
 
         The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
-        recipes compare; 6 FLOP per weight and token, attention products and recomputation not counted.
+        recipes compare; 6 FLOP per token and weight that multiplies it; attention products, recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         layers = [layer for layer in self.layers.values() if layer.unconverted is None]
-        flops = 6 * sum(layer.in_features * layer.out_features for layer in layers)
+        flops = 6 * sum(layer.active for layer in layers)
         return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -214,13 +233,19 @@ class Run:
             "history": self.journal.last,
             "swaps": self.swaps,
             "divergence": asdict(self.divergence),
+            **({} if self.teacher is None else {"teacher": self.teacher.fingerprint}),
         }
+
+    def row_orders(self) -> dict[str, RowOrder]:
+        """The orders of rows in `state`, where tensor parallelism cuts weights in segments."""
+        return state_orders(self.model, self.optimizer, None if self.pipeline is None else self.pipeline.inventory)
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            UserError: a tensor of it does not fit or is not finite, or it was trained on other data.
+            UserError: a tensor of it does not fit or is not finite, or it was trained on other data or by another
+                teacher.
         """
         try:
             inventory = None if self.pipeline is None else self.pipeline.inventory
@@ -240,13 +265,17 @@ class Run:
             self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
             data = state["data"]
         except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError, RecursionError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            said = f"{said} is missing" if isinstance(error, LookupError) else said
+            said = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             raise UserError(f"{found.path} does not fit this model: {said}") from error
         if not same_data(data, self.fingerprint):
             raise UserError(
                 f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"
+            )
+        if self.teacher is not None and state.get("teacher", self.teacher.fingerprint) != self.teacher.fingerprint:
+            raise UserError(
+                f"{found.path} was trained with a teacher of other weights than teacher={self.config.teacher} has: "
+                "name the weights that the run began with (teacher=FOLDER, or of a run teacher_step=STEP)"
             )
 
 

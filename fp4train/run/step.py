@@ -83,7 +83,7 @@ class EagerSteps:
         What is queued depends on the step only through device memory and `run.step`, as `step_graph.py` says.
         """
         run, clip_at, divided = self.run, self.run.config.optim.clip, self.run.world.size > 1
-        loss, share = torch.zeros((), device=run.device), run.rows / run.config.train.batch_size
+        loss, share = torch.zeros((), device=run.device), microbatch_share(run)
         for each in train_losses(run, recipe, rows, run.loss_scale * share):
             loss += each * share
         loss = run.world.summed(loss)
@@ -95,12 +95,23 @@ class EagerSteps:
         norm, norms = gradient_norms(gradients, run.world, alike)
         failed = ~(loss.isfinite() & norm.isfinite())
         run.failed = failed if run.failed is None else failed | run.failed
-        if clip_at is not None:
-            clip(gradients, clip_at, norm)
+        divisor = None if clip_at is None else clip(run.optimizer, gradients, clip_at, norm)
         run.mid_update = True
-        step_unless(run.optimizer, run.failed)
+        step_unless(run.optimizer, run.failed, divisor)
         run.optimizer.zero_grad(set_to_none=True)
         return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)))
+
+
+def due(step: int, every: int, steps: int) -> bool:
+    """Whether something done every `every` steps (0: never) and at the end is due after `step` steps."""
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def microbatch_share(run: Run) -> float:
+    """What the loss of a microbatch is multiplied by in the current step: the loss of the step is the mean over the
+    targets of the whole batch that count, wherever they lie."""
+    size = run.config.train.batch_size
+    return run.rows / size * run.train_data.loss_factor(run.batch * size, size)
 
 
 def seed_model(run: Run) -> None:
@@ -124,10 +135,11 @@ def step_rows(run: Run) -> Iterator[Rows]:
 def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
     """The microbatches of `rows`, with the place of each in the whole batch."""
     own = run.world.data_rank * run.share
+    share = run.loss_scale * run.rows / run.config.train.batch_size
     for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
         offset = first * run.config.train.seq_len
-        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True)
+        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True, auxiliary=share)
 
 
 def microbatch(
@@ -139,8 +151,14 @@ def microbatch(
     token_offset: int = 0,
     last: bool = True,
     applied: bool = False,
+    auxiliary: float = 0.0,
 ) -> Microbatch:
-    """Rows to be run in `recipe`; `applied`: its plan is that of the model's layers, else they resolve it."""
+    """Rows to be run in `recipe`.
+
+    Args:
+        applied: its plan is that of the model's layers, else they resolve it.
+        auxiliary: in a pass of training, what losses beside the returned one count (`Context.auxiliary`).
+    """
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -151,7 +169,9 @@ def microbatch(
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
+            met=run.called if applied else None,
             applied=applied,
+            auxiliary=auxiliary,
         )
         with use(now), run.region():
             yield
@@ -171,16 +191,18 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
     Of a pipeline the ranks of the last stage get them, the others nothing.
     """
     divided = run.world.size > 1
-    if run.pipeline is not None:
-        yield from run.pipeline.train(list(microbatches(run, recipe, rows)), weight)
-    else:
-        for each in microbatches(run, recipe, rows):
-            if divided:
-                synchronise(run.model, last=each.last)
-            with each.context():
-                loss: Tensor = run.model(each.tokens_BT, each.targets_BT)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-            yield loss.detach()
+    with run.region():
+        if run.pipeline is not None:
+            yield from run.pipeline.train(list(microbatches(run, recipe, rows)), weight)
+        else:
+            for each in microbatches(run, recipe, rows):
+                if divided:
+                    synchronise(run.model, last=each.last)
+                taught = {} if run.teacher is None else {"teacher": run.teacher(each.tokens_BT)}
+                with each.context():
+                    loss: Tensor = run.model(each.tokens_BT, each.targets_BT, **taught)
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
+                yield loss.detach()
     if divided:
         join_scales(run.model, run.world)
 
@@ -226,13 +248,25 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
 
 
-def clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-    """Scale this rank's parts of the gradients, in place, so that their norm is at most `most`."""
+def clip(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], most: float, norm: Tensor) -> Tensor | None:
+    """Scale this rank's parts of the gradients, of norm `norm`, so that it is at most `most`.
+
+    Returns:
+        What `optimizer` has to divide them by, a float32 [], where its kernel can. None: they are scaled in place.
+
+    A pass of its own reads and writes each gradient, 8 bytes. torch's fused kernels for GPUs divide in their own pass
+    and write the quotient, 4 bytes more; on CPUs the pass of its own stays, whose products have other bits than
+    quotients. `RoundedAdamW` divides everywhere and writes no gradient.
+    """
+    in_kernel = getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
+    if in_kernel or getattr(optimizer, "scales_gradients", False):
+        return torch.clamp((norm + 1e-6) / most, min=1.0)
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(list(gradients), factor)
+    return None
 
 
-def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
+def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor, divisor: Tensor | None = None) -> None:
     """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step counts stay as they are.
 
     torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`. For others the host
@@ -241,13 +275,17 @@ def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor) -> None:
     Args:
         optimizer: whose gradients are ready.
         failed: bool [], on the device of the parameters.
+        divisor: of the gradients, float32 [], as `clip` gives it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if not bool(failed):
             optimizer.step()
         return
-    optimizer.found_inf = failed.float()  # type: ignore[attr-defined]
+    given = {"found_inf": failed.float()} | ({} if divisor is None else {"grad_scale": divisor})
+    for name, value in given.items():
+        setattr(optimizer, name, value)
     try:
         optimizer.step()
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        for name in given:
+            delattr(optimizer, name)

@@ -34,6 +34,7 @@ from fp4train.precision import Recipe
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.quantize.random import write_step_counters
 from fp4train.run.step import EagerSteps, Queued, Scaling
+from fp4train.text import first_line
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -171,7 +172,7 @@ class RecordedSteps:
             run.mid_update, run.failed = False, failed  # nothing has run
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            said = first_line(error).rstrip(".")
             raise UserError(
                 f"train.cuda_graph=true: step {run.step} cannot be recorded: {said}. Go on with train.cuda_graph=false"
             ) from error
@@ -237,6 +238,10 @@ def check_graph(run: Run) -> None:
         reason = f"it records the work of a GPU, and the run is on device={run.device.type}"
     elif run.world.size > 1:
         reason = f"steps of {run.world.size} ranks are not recorded: their collectives wait for each other on the host"
+    elif run.teacher is not None:
+        reason = "a teacher runs beside the model in every microbatch, and its passes are not recorded"
+    elif run.train_data.tokens.scored is not None:
+        reason = "the loss is divided by the answers of each batch, which the host counts"
     elif config.train.compile:
         reason = "train.compile=true queues blocks in graphs of its own; choose one of the two"
     elif getattr(config.model, "recompute", False):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import files
-from fp4train.errors import UserError
+from fp4train.errors import UserError, reason, user_errors
 from fp4train.files import Folder
 from fp4train.sealed import Appended, Chain, Gap, Scanned, cut, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
@@ -61,17 +61,15 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
-        try:
-            with files.parent(self.path, create=True) as (folder, name):
-                self._chain, known = Chain(identity(folder) or ""), _whole(folder, name, REMEDY)
 
-                def keep(line: dict[str, Any]) -> bool:
-                    return resume_step is None or line["step"] <= resume_step
+        def keep(line: dict[str, Any]) -> bool:
+            return resume_step is None or line["step"] <= resume_step
 
-                self._all, _ = cut(folder, name, known, lambda each: self._chain.again(each.raw), keep)
-                self._file = Appended(folder, name, self._all.size)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error}") from error
+        refused = user_errors(OSError, before=f"{self.path} cannot be written: ")
+        with refused, files.parent(self.path, create=True) as (folder, name):
+            self._chain, known = Chain(identity(folder) or ""), _whole(folder, name, REMEDY)
+            self._all, _ = cut(folder, name, known, lambda each: self._chain.again(each.raw), keep)
+            self._file = Appended(folder, name, self._all.size)
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
         self._behind = self._full = False
@@ -178,11 +176,9 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
             warning is given.
     """
     path = Path(path)
-    try:
-        with files.parent(path) as (folder, name):
-            return [each.value for each in _whole(folder, name, remedy)]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    refused = user_errors(OSError, before=f"{path} cannot be read: ", told=reason)
+    with refused, files.parent(path) as (folder, name):
+        return [each.value for each in _whole(folder, name, remedy)]
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
@@ -208,14 +204,11 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         steps.update([line["step"]] if "event" not in line else ())
         return True
 
-    try:
-        with files.parent(path) as (folder, name):
-            changed = unlike(folder, name, mark, LIMIT)
-            # The lines may be those of the run that this one is a branch of: the first one may follow any.
-            known, anew = _scan(folder, name, Chain()), Chain(identity(folder) or "")
-            _, wrong = cut(folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    with user_errors(OSError, before=f"{path} cannot be read: "), files.parent(path) as (folder, name):
+        changed = unlike(folder, name, mark, LIMIT)
+        # The lines may be those of the run that this one is a branch of: the first one may follow any.
+        known, anew = _scan(folder, name, Chain()), Chain(identity(folder) or "")
+        _, wrong = cut(folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged")
     found = [
         f"line {each.number} was damaged and is left out"
         if each.value is None

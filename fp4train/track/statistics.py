@@ -15,8 +15,6 @@ checksum (`fp4train.sealed`). A resumed run drops the blocks of later steps and 
 columns; it needs nothing but this file, also while the run goes on.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -31,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train import files
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.sealed import Appended, Scanned, cut, identity
 
 _log = logging.getLogger(__name__)
@@ -43,14 +41,8 @@ OPERAND: Final = np.dtype(
     [
         ("layer", "<u2"),
         ("operand", "u1"),
-        ("amax", "<f4"),
-        ("sqnr_db", "<f4"),
-        ("underflow", "<f4"),
-        ("saturation", "<f4"),
-        ("kurtosis", "<f4"),
-        ("scale_codes", "<f4"),
-        ("scale_min", "<f4"),
-        ("scale_max", "<f4"),
+        *((name, "<f4") for name in ("amax", "sqnr_db", "underflow", "saturation", "kurtosis")),
+        *((name, "<f4") for name in ("scale_codes", "scale_min", "scale_max")),
     ]
 )
 """A quantised operand. layer, operand: indices of names. amax of the tensor. sqnr_db: 10 log10(|x|²/|y-x|²). underflow:
@@ -139,15 +131,12 @@ class StatisticsLog:
         def keep(block: Statistics) -> bool:
             return resume_step is None or block.step <= resume_step
 
-        try:
-            with files.parent(self.path, create=True) as (folder, name):
-                self._last = zlib.crc32((identity(folder) or "").encode())
-                data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
-                self._all, wrong = cut(folder, name, _blocks(data, None), again, keep)
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written: {error}; move it away to go on without what was measured"
-            ) from error
+        remedy = "; move it away to go on without what was measured"
+        refused = user_errors(OSError, before=f"{self.path} cannot be written: ", after=remedy)
+        with refused, files.parent(self.path, create=True) as (folder, name):
+            self._last = zlib.crc32((identity(folder) or "").encode())
+            data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
+            self._all, wrong = cut(folder, name, _blocks(data, None), again, keep)
         for each in wrong:
             _log.warning("%s: %s", self.path, each.why)
         self.mark = self._all.mark()

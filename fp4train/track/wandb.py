@@ -13,7 +13,6 @@ import netrc
 import os
 import secrets
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ import numpy as np
 from fp4train import files
 from fp4train.track.statistics import Statistics
 from fp4train.track.tracker import SPREAD, spreads
+from fp4train.worker import within
 
 _log = logging.getLogger(__name__)
 
@@ -174,23 +174,20 @@ def logged_in(settings: Any) -> bool:
 
 def _why_unreachable(url: str) -> str | None:
     """Any HTTP answer counts. In a thread of its own, because looking up a name cannot be given a time limit."""
-    answers: list[str | None] = []
 
-    def ask() -> None:
+    def ask() -> str | None:
         try:
             request = urllib.request.Request(url.rstrip("/") + "/healthz", method="HEAD")
             with urllib.request.urlopen(request, timeout=PROBE_SECONDS):
-                answers.append(None)
+                return None
         except urllib.error.HTTPError as answer:
             answer.close()
-            answers.append(None)
+            return None
         except (OSError, http.client.HTTPException) as error:
-            answers.append(f"{url} is unreachable: {getattr(error, 'reason', error)}")
+            return f"{url} is unreachable: {getattr(error, 'reason', error)}"
 
-    thread = threading.Thread(target=ask, name="wandb-probe", daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return answers[0] if answers else f"{url} did not answer within {PROBE_SECONDS:g} s"
+    late: str | None = f"{url} did not answer within {PROBE_SECONDS:g} s"
+    return within(PROBE_SECONDS, ask, late)
 
 
 def _run_id(folder: files.Folder, resumed: bool) -> str:

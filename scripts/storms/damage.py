@@ -13,12 +13,13 @@ from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, loss
 
 FILES = (
     *("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin", "plan.txt", "heartbeat.json"),
-    *("checkpoints/*/state.json", "checkpoints/*/tensors.safetensors", "cache/*.bin", "cache/*.json"),
+    *("checkpoints/*/state.json", "checkpoints/*/tensors.safetensors", "checkpoints/*/weights.safetensors"),
+    *("cache/*.bin", "cache/*.json"),
 )
 RANK, SENSITIVITY = "studies/rank/rank.json", "studies/sensitivity/sensitivity.json"
 READ = {
     **{name: name for name in ("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin")},
-    **{"state.json": "checkpoints/*/state.json", "tensors.safetensors": "checkpoints/*/tensors.safetensors"},
+    **{name: f"checkpoints/*/{name}" for name in ("state.json", "tensors.safetensors", "weights.safetensors")},
     **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
     **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
     "measurements.jsonl": "studies/rank/measurements.jsonl",

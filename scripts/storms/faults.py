@@ -69,7 +69,7 @@ def counted(into: Path) -> Iterator[None]:
 
 def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A whole command with a fault, then the same one without."""
-    name, kind = draw.choice(TRAINING), draw.choice(KINDS)
+    name, kind = draw.choice((*TRAINING, "export")), draw.choice(KINDS)
 
     def count() -> dict[str, int]:
         there, into = ground.copy(ground.folder / f"counted_{name}"), ground.folder / f"{name}.counts"
@@ -162,7 +162,22 @@ def _metrics(place: Path, faulty: Callable[[], Any]) -> str:
     return "" if found == wanted or (said.lines and found == wanted[: len(found)]) else f"{found}, said {said.lines}"
 
 
-PARTS = {"checkpoint": _checkpoint, "write": _write, "append": _append, "metrics": _metrics}
+def _folder(place: Path, faulty: Callable[[], Any]) -> str:
+    from fp4train import files
+
+    raised = False
+    try:
+        with faulty(), files.new_folder(place / "out") as folder:
+            for name in ("one", "two"):
+                folder.write(name, name.encode())
+    except OSError:
+        raised = True
+    found = {str(path.relative_to(place)): path.read_text() for path in place.rglob("*") if path.is_file()}
+    wanted = {} if raised else {"out/one": "one", "out/two": "two"}
+    return "" if found == wanted and (place / "out").exists() != raised else f"raised {raised}: {found}"
+
+
+PARTS = {"checkpoint": _checkpoint, "write": _write, "folder": _folder, "append": _append, "metrics": _metrics}
 
 
 def part_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:

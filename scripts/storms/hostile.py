@@ -19,7 +19,8 @@ NAMES = (
     *(".lock", "metrics.jsonl", "config.yaml", "swaps.json", "plan.txt", "curves.png", "heartbeat.json"),
     *("history.jsonl", "metrics.jsonl.damaged", "statistics.bin", "studies", "studies/x", "studies/x/rank.json"),
     *("checkpoints", "swap_requests", "swap_requests/1.json", "checkpoints/step_00000004"),
-    *("checkpoints/step_00000004/state.json", "checkpoints/step_00000004/tensors.safetensors", "wandb", ".new"),
+    *(f"checkpoints/step_00000004/{name}" for name in ("state.json", "tensors.safetensors", "weights.safetensors")),
+    *("wandb", ".new"),
     *(".metrics.jsonl.tmp", ".curves.png.tmp", ".config.yaml.1"),
 )
 ACTS = (
@@ -29,6 +30,7 @@ ACTS = (
     ("report", "runs/a"),
     ("compare", "runs/a", "runs/a"),
     ("plan", "runs/a"),
+    ("export", "runs/a", "to=hf", "out=out"),
 )
 SECRET = "my-own-secret-words "
 
@@ -103,6 +105,7 @@ READERS = (
     ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=1", "forks=1", "batches=1"),
     ("sensitivity", "runs/a", "recipe=mxfp8", "batches=1"),
     *(("report", "runs/a"), ("compare", "runs/a", "runs/a"), ("plan", "runs/a"), ("swap", "runs/a", "recipe=bf16")),
+    ("export", "runs/a", "to=hf", "out=out"),
 )
 
 
@@ -141,6 +144,8 @@ ESCAPES = ("\x1b[31mred", "\x1b]0;title\x07", "a\x9b2Jb", "x\rcovered", "\x1b[2J
 
 def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """Names of a run, a recipe or a swap that hold terminal escapes; none reaches the terminal."""
+    from fp4train.run.record.journal import read_journal, swaps
+
     run, text = ground.copy(place) / "runs/a", draw.choice(ESCAPES)
     kind = draw.choice(("run.name", "metrics", "history", "swaps", "recipe"))
     if kind in ("run.name", "recipe"):
@@ -151,6 +156,8 @@ def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
         resealed(run, change)
     else:
         path = run / {"metrics": "metrics.jsonl", "history": "history.jsonl", "swaps": "swaps.json"}[kind]
+        if kind == "swaps":  # as older versions kept them
+            path.write_text(json.dumps(swaps(read_journal(run))))
         path.write_text(
             path.read_text().replace("mxfp8", json.dumps(text)[1:-1]).replace("MXFP8", json.dumps(text)[1:-1])
         )

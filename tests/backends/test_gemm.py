@@ -1,15 +1,20 @@
 """Products of operands: exact for representable numbers, rounded once, and on the requested backend."""
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from prepared import prepared
+from torch import nn
 
 from fp4train.backends import BACKENDS, Operands, Table, choose, matmul, native
 from fp4train.hardware import Device, find_gpu
+from fp4train.nn import convert
 from fp4train.precision import MXFP8, FP8Current, FP8Row
+from fp4train.precision.context import autocast
 from fp4train.precision.layers import Layer
+from fp4train.precision.plan import resolve
 from fp4train.quantize import Decoded, QuantSpec, quantize
 
 FP8 = FP8Current().table()["fprop"].first
@@ -94,6 +99,48 @@ def test_codes_and_decoded_operands_give_the_same_product(spec: QuantSpec) -> No
     decoded = emulate.product(prepared(emulate, x, spec), prepared(emulate, w, spec), out_dtype=torch.bfloat16)
     stored = emulate.product(quantize(x, spec), quantize(w, spec), out_dtype=torch.bfloat16)
     assert torch.equal(decoded, stored)
+
+
+@pytest.mark.parametrize("accumulator", ["auto", "fast", "exact"])
+def test_native_sums_in_the_accumulator_that_the_recipe_names_for_fprop(
+    monkeypatch: pytest.MonkeyPatch, accumulator: str
+) -> None:
+    asked: list[bool] = []
+    multiply = torch._scaled_mm
+
+    def noted(*arguments: Any, use_fast_accum: bool, **options: Any) -> Any:
+        asked.append(use_fast_accum)
+        return multiply(*arguments, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    layer = convert(nn.Sequential(nn.Linear(32, 16)), backend="native")
+    with autocast(FP8Current(accumulator=accumulator)):
+        y = layer(torch.randn(32, 32).bfloat16().requires_grad_())
+    y.sum().backward()
+    assert asked == [accumulator == "fast", False, False]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend", "accumulator", "fast"),
+    [
+        *[("H100", "te", "auto", True), ("H100", "te", "exact", False), ("H100", "native", "auto", False)],
+        *[("H100", "native", "fast", True), ("H100", "emulate", "fast", False), ("B200", "te", "auto", False)],
+    ],
+)
+def test_the_plan_says_which_products_are_summed_in_14_bits(
+    gpu: str, backend: str, accumulator: str, fast: bool
+) -> None:
+    device = Device.elsewhere(find_gpu(gpu))
+    found = resolve(LAYER, FP8Current(accumulator=accumulator), None, backend, device)
+    assert ["14 bits" in gemm.why for gemm in found.gemms] == [fast, False, False]
+
+
+def test_an_accumulator_of_products_that_have_one_kind_of_sums_is_refused() -> None:
+    with pytest.raises(ValueError, match="others are summed in one way: use accumulator='auto'"):
+        Operands(first=QuantSpec(), second=QuantSpec(), accumulator="fast")
+    with pytest.raises(ValueError, match="accumulator"):
+        FP8Current(accumulator="slow")
+    assert FP8Current(accumulator="fast").with_high_precision("fprop").table()["fprop"].accumulator == "auto"
 
 
 CPU = Device(type="cpu")

@@ -11,8 +11,7 @@ from recorded_products import Recorder
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from fp4train.backends import BACKENDS, Operands, Table, choose
-from fp4train.backends.native import blocks
+from fp4train.backends import BACKENDS, Operands, Table, choose, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Linear
 from fp4train.precision import MXFP8, NVFP4, FP8Block, Recipe, autocast
@@ -30,7 +29,7 @@ MX, LONG, SQUARE = (ScalingType.BlockWise1x32,), (ScalingType.BlockWise1x128,), 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     found = Recorder()
-    monkeypatch.setattr(blocks.F, "scaled_mm", found)
+    monkeypatch.setattr(native.F, "scaled_mm", found)
     yield found
 
 
@@ -86,7 +85,7 @@ def test_the_three_gemms_of_a_layer_are_what_tensor_cores_take_and_multiply_to_t
     tokens: int,
 ) -> None:
     wanted = run(recipe, "reference", tokens)
-    monkeypatch.setattr(blocks, "why_not", lambda *arguments: None)
+    monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
     found = run(recipe, "native", tokens)
     assert all(close(a, b, torch.bfloat16) for a, b in zip(found, wanted, strict=True))
     rows, contracted = tokens + -tokens % 16, tokens + -tokens % multiple
@@ -196,7 +195,7 @@ def test_what_cublas_refuses_names_the_product_and_what_computes_it(monkeypatch:
     def refuse(*arguments: object, **options: object) -> Tensor:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`")
 
-    monkeypatch.setattr(blocks.F, "scaled_mm", refuse)
+    monkeypatch.setattr(native.F, "scaled_mm", refuse)
     a, b = quantize(normal(32, 64, seed=0), QuantSpec()), quantize(normal(48, 64, seed=1), QuantSpec())
     with pytest.raises(RuntimeError, match=r"\[32, 64\] by \[48, 64\]ᵀ of E2M1·E2M1 .*NOT_SUPPORTED.* backend=emulate"):
         BACKENDS["native"].product(a, b, out_dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from command_line import as_before
 from forked import forked
 from torch import Tensor
 
@@ -73,6 +74,40 @@ def test_tied_weights_are_stored_once_and_views_come_apart(tmp_path: Path) -> No
     assert set(back) == {"embed", "head", "row", "transposed"} and len(back) == 4 and "nothing" not in back
 
 
+BOTH = {
+    "model/w": torch.arange(6.0),
+    "optimizer/state/0/exp_avg": torch.ones(6),
+    "rng": torch.arange(3, dtype=torch.uint8),
+}
+
+
+def test_weights_lie_apart_and_are_read_without_the_rest(tmp_path: Path) -> None:
+    """Tied weights stay weights, and a moment that is a weight's memory is stored as what it is."""
+    tied = {"model/head": BOTH["model/w"], "optimizer/state/1/master": BOTH["model/w"]}
+    path = save(tmp_path, 1, BOTH | tied, {"n": 1}, keep=1)
+    assert sorted(os.listdir(path)) == ["state.json", "tensors.safetensors", "weights.safetensors"]
+    assert set(safetensors.torch.load_file(path / "weights.safetensors")) == {"model/w"}
+    assert dict(load(tmp_path).tensors).keys() == (BOTH | tied).keys()
+    (path / "tensors.safetensors").write_bytes(b"damaged")
+    found = load(tmp_path, weights=True)
+    assert found.state == {"n": 1} and set(found.tensors) == {"model/w", "model/head"}
+    assert torch.equal(found.tensors["model/head"], BOTH["model/w"])
+    with pytest.raises(UserError, match=r"tensors\.safetensors has 7 bytes"):
+        load(tmp_path)
+    flip(path / "weights.safetensors")
+    with pytest.raises(UserError, match=r"weights\.safetensors is damaged"):
+        load(tmp_path, weights=True)
+
+
+def test_a_checkpoint_from_before_weights_lay_apart_is_read_whole(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, BOTH | {"model/head": BOTH["model/w"]}, {"n": 1}, keep=1)
+    as_before(path)
+    assert sorted(os.listdir(path)) == ["state.json", "tensors.safetensors"]
+    for found in (load(tmp_path), load(tmp_path, weights=True)):
+        assert found.state == {"n": 1} and set(found.tensors) == {*BOTH, "model/head"}
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in BOTH.items())
+
+
 def test_an_optimiser_with_numbered_parameters_and_tuples_survives_the_tree(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -111,7 +146,7 @@ def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
         raise AssertionError(token)
 
     body = json.loads((path / "state.json").read_text(), parse_constant=refuse)
-    assert body["version"] == 1 and body["step"] == 1
+    assert body["version"] == 2 and body["step"] == 1
 
 
 def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
@@ -127,8 +162,8 @@ def test_files_of_the_format_written_by_its_library_are_read(tmp_path: Path) -> 
     path = save(tmp_path, 1, ONE, {}, keep=1)
     file = path / "tensors.safetensors"
     safetensors.torch.save_file({"w": torch.ones(3), "b": torch.zeros(2, dtype=torch.uint8)}, file)
-    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
-    reseal(path / "state.json", lambda body: body.update(tensors=described))
+    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    reseal(path / "state.json", lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}))
     assert torch.equal(load(tmp_path).tensors["w"], torch.ones(3))
 
 
@@ -154,8 +189,8 @@ def test_a_crafted_tensor_file_is_unusable_and_nothing_worse(tmp_path: Path, hea
     if (not header.startswith(b"\xff") and len(header) < 10) or header.startswith(b"{"):
         header = len(header).to_bytes(8, "little") + header
     file.write_bytes(header + bytes(4))
-    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "aliases": {}}
-    reseal(path / "state.json", lambda body: body.update(tensors=described))
+    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    reseal(path / "state.json", lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}))
     with pytest.raises(UserError, match=r"no usable checkpoint in .*: step_00000001: tensors\.safetensors is damaged"):
         load(tmp_path)
 
@@ -250,7 +285,7 @@ def reseal(file: Path, change: Callable[[Any], None]) -> None:
 def boxes(*places: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 2)) -> dict[str, File]:
     """A file for each (offsets, sizes) of a tensor w."""
     made = (Box(dtype=torch.float32, shape=shape, offsets=at, sizes=sizes, start=0) for at, sizes in places)
-    return {str(number): File(status=(0, 0, 0, 0), boxes={"w": box}) for number, box in enumerate(made)}
+    return {str(number): File(status=(0, 0, 0, 0), boxes={"w": [box]}) for number, box in enumerate(made)}
 
 
 def test_parts_of_a_tensor_tile_it(tmp_path: Path) -> None:
@@ -344,7 +379,7 @@ def test_a_newer_format_is_refused_instead_of_skipped(tmp_path: Path) -> None:
 def test_a_damaged_version_digit_is_damage_and_no_newer_fp4train(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     file = tmp_path / "step_00000020" / "state.json"
-    file.write_text(file.read_text().replace('"version": 1', '"version": 3'))
+    file.write_text(file.read_text().replace('"version": 2', '"version": 3'))
     found = load(tmp_path)
     assert found.step == 10 and "damaged (checksum differs)" in found.skipped[0][1]
 

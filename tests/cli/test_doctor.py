@@ -1,6 +1,7 @@
 """`fp4train doctor` as people run it: its screen, its JSON, its exit code on machines that lack something."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,19 @@ def test_other_words_than_json_are_refused(capsys: pytest.CaptureFixture[str]) -
     code, _, error = doctor(capsys, "recipe=nvfp4")
     assert code == 1
     assert error.strip() == "fp4train: doctor takes --json only, not recipe=nvfp4"
+
+
+@pytest.mark.long
+def test_recipes_tried_in_several_processes_are_the_same_and_a_crash_is_a_problem() -> None:
+    """As on a GPU, where each compiles kernels."""
+    here, few = Device.of("cpu"), {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
+    assert recipes.check_all(few, here, processes=2) == recipes.check_all(few, here)
+    (found,) = recipes.check_all({"crash": Crash()}, here, processes=2)  # type: ignore[dict-item]
+    assert found.problem == "a process that tried recipes crashed"
+
+
+class Crash:
+    """Ends the process that gets it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (1,)

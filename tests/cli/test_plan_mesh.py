@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp4train.cli import main
-from fp4train.cli.mesh import OPTIONS, asks_for_mesh
+from fp4train.cli.plan import OPTIONS, asks_for_mesh
 from fp4train.config.overrides import read_options
 from fp4train.models.llama.model import LlamaModel
 from fp4train.parallel.config import SCHEDULES, Mesh, Parallel
@@ -33,12 +33,12 @@ def test_commands_of_the_document_print_what_it_shows(
     assert run(*shlex.split(command)) == 0
     printed = capsys.readouterr().out
     assert shown in printed
-    assert len(printed.splitlines()) < 60, "one screen"
+    assert "parallel" not in command or len(printed.splitlines()) < 60, "a mesh is one screen"
 
 
-def test_the_document_shows_a_mesh_and_a_search() -> None:
-    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [True, True]
-    assert COMMANDS[0][1]
+def test_the_document_shows_a_step_a_mesh_and_a_search() -> None:
+    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [False, True, True]
+    assert COMMANDS[0][1] and COMMANDS[1][1]
 
 
 def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,10 @@ def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.Ca
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
         (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
-        (INTERLEAVED, "parallel.pp=2 × parallel.pp_chunks=2 does not divide the 6 blocks: parallel.pp may be 1, 3"),
+        (
+            (*INTERLEAVED, "model.layers=3"),
+            "parallel.pp=2 × parallel.pp_chunks=2 exceeds the 3 blocks: no parallel.pp does",
+        ),
         (("parallel.pp=2", "train.batch_size=4", "train.microbatch=4"), "1 microbatch per rank cannot fill"),
         (
             (*INTERLEAVED, "model.layers=4", "train.batch_size=7", "train.microbatch=1"),
@@ -202,7 +205,7 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
         (["gpus=100", "parallel.tp=8"], "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96"),
         (["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"], "parallel.dp_shard=8 fills it, or gpus=32"),
         (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 3, 4, 6, 12"),
-        (["parallel.pp=5"], "parallel.pp=5 does not divide the 12 blocks: parallel.pp may be 1, 2, 3, 4, 6, 12"),
+        (["parallel.pp=13"], "parallel.pp=13 exceeds the 12 blocks: parallel.pp may be at most 12"),
         (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
         (["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"], "train.microbatch may be 1, 2"),
         (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
@@ -235,8 +238,8 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
 def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
     sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
     found = read_options([*sizes, "gpus=64"], OPTIONS)
-    assert found.options == {"gpus": 64, "parallel": None} and found.words == sizes
-    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {"gpus": 64, "parallel": True}
+    assert found.options == {"full": False, "gpus": 64, "parallel": None} and found.words == sizes
+    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {"full": False, "gpus": 64, "parallel": True}
 
 
 def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:

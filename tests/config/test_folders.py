@@ -40,7 +40,7 @@ def test_a_folder_of_the_users_adds_groups_and_options_and_builds_on_ours(tmp_pa
     )
     assert overrides.groups([tmp_path])["recipe"] == [*overrides.groups()["recipe"], "house"]
     arguments = ["--config-dir", str(tmp_path), "experiment=mine"]
-    composition.check(arguments)
+    list(composition.composed(arguments))
     found = plain(composition.compose(["experiment=mine", "run.name=x"], [tmp_path]))
     assert found["recipe"]["hadamard"] is False and found["recipe"]["stochastic_rounding"] is True
     assert found["train"]["steps"] == 7
@@ -50,9 +50,9 @@ def test_a_folder_with_neither_options_nor_plugins_is_refused_with_what_is_expec
     (tmp_path / "sysctl.d").mkdir()
     (tmp_path / "sysctl.d/10.yaml").write_text("{}")
     with pytest.raises(UserError, match=r"no options and no plugins: .*recipe/NAME.yaml, in folders named data"):
-        composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
+        list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
     (tmp_path / "mylab.py").touch()
-    composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
+    list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
 
 
 @pytest.mark.parametrize("option", ["recipe/nvfp4", "model/llama_tiny", "data/tokenizer/bytes"])
@@ -63,7 +63,7 @@ def test_an_option_of_our_name_is_refused_and_not_ignored(tmp_path: Path, option
     with pytest.raises(
         UserError, match=rf"{option}.yaml: fp4train has a {group}={name} already; give the file another"
     ):
-        composition.check(["--config-dir", str(tmp_path), "train.steps=2"])
+        list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
 
 
 @pytest.mark.parametrize(

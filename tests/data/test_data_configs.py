@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from fp4train.data import HuggingFace, Stdlib, Text, Tokens
+from fp4train.data import Chat, Dna, HuggingFace, Stdlib, Text, Tokens
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
@@ -17,6 +17,8 @@ SOURCES: dict[str, tuple[type, list[str]]] = {
     "stdlib": (Stdlib, []),
     "text": (Text, ["data.path=a"]),
     "hf": (HuggingFace, ["data.path=a.jsonl"]),
+    "chat": (Chat, ["data.path=a.jsonl"]),
+    "dna": (Dna, ["data.path=a.fa"]),
     "tokens": (Tokens, ["data.path=a.bin", "data.vocab_size=50304"]),
 }
 TOKENIZERS: dict[str, tuple[type, list[str]]] = {

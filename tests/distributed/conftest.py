@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from command_line import besides
 
 from fp4train import checkpoint
 
@@ -76,7 +78,7 @@ class Ranks:
         given = {each.partition("=")[0] for each in arguments}
         data = (f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}")
         base = () if "resume" in given else (*TINY, *data)
-        return [*(each for each in base if each.partition("=")[0] not in given), *arguments]
+        return [*besides(base, given), *arguments]
 
     def answer(self) -> str:
         assert self.server.stdout is not None
@@ -106,9 +108,10 @@ class Ranks:
         return self.start(count, *arguments, patch=patch, **environment).wait()
 
     def train(self, count: int, name: str, *arguments: str, **options: str) -> None:
-        """A run that must succeed."""
+        """A run that must succeed, with each planned layer called on the rank that holds it."""
         ended = self(count, f"run.name={name}", *arguments, **options)
         assert ended.codes == [0] * count, ended.err
+        assert "in the first step" not in ended.err
 
     def reference(self, *arguments: str) -> Path:
         """The run of one rank with these arguments, which is trained once for all tests that compare with it."""
@@ -128,13 +131,13 @@ class Ranks:
     def losses(self, name: str | Path) -> list[dict[str, Any]]:
         """Every logged number of every step but for speeds and for statistics, which are those of the lead's layers."""
         lines = [json.loads(line) for line in (self.run(name) / "metrics.jsonl").read_text().splitlines()]
-        kept = ("step", "train/", "val/", "precision/")
+        kept = ("step", "train/", "val/", "precision/", "experts/")
         return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines if "train/loss" in line]
 
     def state(self, name: str | Path) -> dict[str, bytes]:
         """The newest checkpoint: the bytes of every tensor."""
         tensors = checkpoint.load(self.run(name) / "checkpoints").tensors
-        return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
+        return {key: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
 
     def same(self, one: str | Path, other: str | Path) -> None:
         """Assert that two runs are equal in every bit: losses, norms, weights, moments, scales."""

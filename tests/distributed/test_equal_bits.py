@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from patches import DIES_AT_4
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 Ranks = Any
@@ -12,6 +13,13 @@ Ranks = Any
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
 def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     options = (f"recipe={recipe}", "policy=all")
+    ranks.train(2, "two", *options)
+    ranks.same(ranks.reference("train.microbatch=2", *options), "two")
+
+
+@pytest.mark.long
+def test_two_ranks_round_moments_of_bf16_as_two_microbatches_do(ranks: Ranks) -> None:
+    options = ("recipe=bf16", "optim.moments=bfloat16", "optim.clip=1.0", "train.steps=4")
     ranks.train(2, "two", *options)
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
@@ -57,18 +65,6 @@ def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> 
     ranks.train(2, "parts", *options, "checkpoint.every=3", patch=DIES_AT_4)
     ranks.train(2, "parts", *options, "checkpoint.every=3")
     ranks.same("whole", "parts")
-
-
-DIES_AT_4 = """
-import fp4train.train as loop
-original = loop.train_step
-def train_step(run, recipe):
-    if run.step == 4:
-        import os
-        run.saver.wait(); run.world.wait(); os._exit(0)
-    return original(run, recipe)
-loop.train_step = train_step
-"""
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,20 @@ BYTES = {
 
 
 @pytest.mark.parametrize(
+    ("recipe", "hidden"),
+    [("nvfp4", 128), pytest.param("nvfp4", 80, marks=LONG), pytest.param("quartet_ii", 128, marks=LONG)],
+)
+def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(ranks: Ranks, recipe: str, hidden: int) -> None:
+    """From shards that are whole blocks, and from those that are not (40 rows), of which the masters are sent."""
+    options = (*WIDE, f"recipe={recipe}", "recipe.fused_scales=true", f"model.hidden={hidden}")
+    ranks.train(1, "one", "train.microbatch=2", *options)
+    ranks.train(2, "two", *options)
+    ranks.same("one", "two")
+    ranks.train(1, "apart", "train.microbatch=2", *options, "recipe.fused_scales=false")
+    assert ranks.losses("apart") != ranks.losses("one")
+
+
+@pytest.mark.parametrize(
     "recipe",
     [each if each in ("nvfp4", "fp8_delayed", "quartet_ii") else pytest.param(each, marks=LONG) for each in BYTES],
 )

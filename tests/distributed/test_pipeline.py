@@ -3,22 +3,12 @@
 from typing import Any
 
 import pytest
+from patches import DIES_AT_4
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 SMALL = ("model.layers=4", "train.microbatch=1")
 Ranks = Any
 Cut = tuple[str, ...]
-
-DIES_AT_4 = """
-import fp4train.train as loop
-original = loop.train_step
-def train_step(run, recipe):
-    if run.step == 4:
-        import os
-        run.saver.wait(); run.world.wait(); os._exit(0)
-    return original(run, recipe)
-loop.train_step = train_step
-"""
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
@@ -36,8 +26,10 @@ def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
         (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved")),
         (4, ("parallel.pp=4", "model.tied=false")),
         (4, ("parallel.pp=4",)),
+        (2, ("parallel.pp=2", "model.layers=3", "model.vocab_multiple=2048")),
+        (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=7")),
     ],
-    ids=["gpipe", "interleaved", "four stages", "four stages, tied"],
+    ids=["gpipe", "interleaved", "four stages", "four stages, tied", "unequal stages", "unequal, interleaved"],
 )
 def test_schedules_and_four_stages_are_one_stage(ranks: Ranks, count: int, options: tuple[str, ...]) -> None:
     """With the default policy, which counts blocks of the whole model, recomputed blocks and measured errors."""
@@ -113,13 +105,13 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", [1, 2])
-def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, block: int) -> None:
+@pytest.mark.parametrize(("stage", "block"), [(0, 1), (1, 3)])
+def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, stage: int, block: int) -> None:
     poison = f"""
 import fp4train.train as loop
 original = loop.train_step
 def step(run, recipe):
-    if run.step == 3 and rank == {block // 2}:
+    if run.step == 3 and rank == {stage}:
         layer = run.model.get_submodule("blocks.{block}.mlp.down")
         layer.register_forward_hook(lambda m, a, y: y * float("nan"))
     return original(run, recipe)
@@ -150,13 +142,13 @@ loop.train_step = step
 
 def test_an_error_inside_a_stage_is_told_as_it_is(ranks: Ranks) -> None:
     fails = """
-import fp4train.models.llama.model as llama
-original = llama.Block.forward
+from fp4train.models.common.rotary import RotaryBlock
+original = RotaryBlock.forward
 def forward(self, *args):
     if rank == 1:
         raise ValueError("a bad block")
     return original(self, *args)
-llama.Block.forward = forward
+RotaryBlock.forward = forward
 """
     ended = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=fails)
     told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
@@ -174,10 +166,10 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
 @pytest.mark.parametrize(
     ("count", "arguments", "patch", "said"),
     [
-        (2, ("parallel.pp=2", "model.layers=3"), "", "3 blocks cannot be divided over parallel.pp=2 stages"),
+        (2, ("parallel.pp=2", "model.layers=1"), "", "1 block cannot be divided over parallel.pp=2 stages, which need"),
         (
             *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"), ""),
-            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages; parallel.pp allowed: 1",
+            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; no",
         ),
         (2, ("parallel.pp=2", "train.microbatch=null"), "", "1 microbatch per rank cannot fill parallel.pp=2 stages"),
         (

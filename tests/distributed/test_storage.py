@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fp4train import checkpoint, shards
+from fp4train.checkpoint.layout import file_name
 from fp4train.errors import UserError
 
 Ranks = Any
-LAST = "tensors-00001-of-00002.safetensors"
+LAST = "weights-00001-of-00002.safetensors"
 PROGRAM = "import storage_ranks\nreport(storage_ranks.run(*arguments))"
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
 KILLED = "; import os; os._exit(0)"
@@ -29,8 +30,8 @@ def told(ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, .
 
 
 def test_the_documentation_names_the_files_that_two_ranks_write() -> None:
-    named = re.findall(r"tensors-\S+\.safetensors", SCALE.read_text(encoding="utf-8"))
-    assert named == [LAST.replace("00001-of", "00000-of"), LAST]
+    named = re.findall(r"(?:weights|tensors)-\S+\.safetensors", SCALE.read_text(encoding="utf-8"))
+    assert named == [file_name(kind, rank, 2) for kind in ("weights", "tensors") for rank in (0, 1)] and LAST in named
 
 
 @pytest.fixture(scope="module")

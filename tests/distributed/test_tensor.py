@@ -86,7 +86,7 @@ def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(ranks: Ranks, 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world: int) -> None:
-    recipes = ["bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_row", "fp8_delayed", "mxfp8_fp32"]
+    recipes = ["bf16", "nvfp4", "nvfp4_fused", "mxfp8", "fp8_current", "fp8_row", "fp8_delayed", "mxfp8_fp32"]
     recipes = recipes if world == 2 else ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
     for ours, one in trained(ranks, world, recipes):
         losses = RARE if ours["recipe"].endswith("fp32") else 1e-6

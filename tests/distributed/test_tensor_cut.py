@@ -1,6 +1,7 @@
 """What tensor parallelism makes of a model, without other ranks: shards, plan, refusals."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import llama_steps
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fp4train as f4
+from fp4train.checkpoint.tensors import read_header, write_parts
+from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import copies, cut_tensors
@@ -18,6 +21,7 @@ from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
 from fp4train.precision.recipes.quartet import QuartetII
 from fp4train.run.checks import divided_blocks
+from fp4train.shards import RowOrder, TensorShard, row_orders, shard_of
 
 
 @pytest.fixture
@@ -107,6 +111,81 @@ def test_parameters_are_dtensors_with_the_shapes_of_the_whole_model(mesh: Device
     assert cut["blocks.0.attention.wq.weight"].to_local().shape == (32, 128)  # type: ignore[attr-defined]
     assert cut["blocks.0.mlp.down.weight"].to_local().shape == (128, 64)  # type: ignore[attr-defined]
     assert cut["norm.weight"].to_local().shape == (128,)  # type: ignore[attr-defined]
+
+
+def hybrid(**scan: int) -> nn.Module:
+    shape = ScanShape(**{"heads": 64, "head_dim": 4, "state": 16, "groups": 4, **scan})  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return f4.convert(Hybrid(width=64, pattern="M-", scan=shape).build(vocab_size=256, seq_len=16))
+
+
+def test_a_rank_has_its_part_of_each_segment(mesh: DeviceMesh) -> None:
+    """z, x, B, C and dt of whole heads and groups; rows and channels of the convolution with them."""
+    whole = {name: p.detach() for name, p in hybrid().named_parameters()}
+    model = cut_tensors(hybrid(), mesh)
+    orders, names = row_orders(model), dict(model.named_parameters())
+    assert sorted(orders) == [f"blocks.0.mixer.{name}" for name in ("conv1d.bias", "conv1d.weight", "in_proj.weight")]
+    shard = shard_of(names["blocks.0.mixer.in_proj.weight"], orders["blocks.0.mixer.in_proj.weight"])
+    assert shard.runs == ((0, 64), (256, 64), (512, 16), (576, 16), (640, 16))
+    for name, parameter in names.items():
+        for box in shard_of(parameter, orders.get(name)).boxes():
+            place = [slice(at, at + size) for at, size in zip(box.offsets, box.tensor.shape, strict=True)]
+            assert torch.equal(box.tensor, whole[name][tuple(place)]), name
+    assert names["blocks.0.mixer.A_log"].to_local().shape == (16,)  # type: ignore[attr-defined]
+
+
+def test_a_segment_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=r"model.scan.groups=2 cannot be divided over parallel.tp=4 .* allowed: 1, 2"):
+        cut_tensors(hybrid(groups=2), mesh)
+    cut = replace(hybrid().fp4train_tensor_cut(), segments={"blocks.1.mixer.up": (510, 2)})  # type: ignore[operator]
+    model = hybrid()
+    model.fp4train_tensor_cut = lambda: cut  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"up: segment 1 of 2 has 510 out_features, which cannot be divided"):
+        cut_tensors(model, mesh)
+
+
+def test_a_segment_whose_share_is_not_whole_blocks_keeps_its_gemm_in_high_precision(mesh: DeviceMesh) -> None:
+    model = cut_tensors(hybrid(heads=32), mesh)
+    rows = {(row.layer.name, row.gemm): row for row in plan(model, NVFP4()).rows}
+    own = rows["blocks.0.mixer.in_proj", "dgrad"]
+    assert own.why == "a segment of 32 out features over 4 ranks: a shard of 8 is not whole blocks of 16 (dy)"
+    assert rows["blocks.0.mixer.in_proj", "wgrad"].elements == "E2M1·E2M1"
+
+
+def test_runs_of_rows_cover_a_weight_once_and_are_read_from_a_file(tmp_path: Path) -> None:
+    """Of ranks whose parts are cut further, as FSDP does, at places that are none of the segments."""
+    whole, order = torch.arange(48.0).view(24, 2), RowOrder((12, 4, 8), 2)
+    assert order.runs(0, 24) == ((0, 6), (12, 2), (16, 4), (6, 6), (14, 2), (20, 4))
+    for number, (first, count) in enumerate(((0, 7), (7, 5), (12, 12))):
+        runs = order.runs(first, count)
+        rows = torch.cat([whole[at : at + n] for at, n in runs])
+        part = TensorShard(shape=(24, 2), offsets=(runs[0][0], 0), tensor=rows, runs=runs)
+        with open(tmp_path / f"{number}", "wb") as file:
+            size, _ = write_parts(file.fileno(), {"w": part})
+        with open(tmp_path / f"{number}", "rb") as file:
+            boxes = read_header(file.fileno(), size)["w"]
+        assert [(box.offsets, box.sizes) for box in boxes] == [((at, 0), (n, 2)) for at, n in runs]
+    with pytest.raises(ValueError, match="are not the rows of a part"):
+        TensorShard(shape=(24, 2), offsets=(0, 0), tensor=whole[:3], runs=((0, 2), (4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        (b"[[0,1],[3,1]]", "does not lie in a tensor of"),
+        (b"[[0,9],[1,1]]", "are not the rows of a part"),
+        (b"[[0,1],[2.1]]", "are no runs of rows"),
+    ],
+)
+def test_runs_in_a_file_that_are_no_rows_are_refused(tmp_path: Path, runs: bytes, said: str) -> None:
+    part = TensorShard(shape=(3, 2), offsets=(0, 0), tensor=torch.zeros(2, 2), runs=((0, 1), (2, 1)))
+    with open(tmp_path / "w", "wb") as file:
+        size, _ = write_parts(file.fileno(), {"w": part})
+    data = (tmp_path / "w").read_bytes()
+    assert data.count(b"[[0,1],[2,1]]") == 1
+    (tmp_path / "w").write_bytes(data.replace(b"[[0,1],[2,1]]", runs))
+    with open(tmp_path / "w", "rb") as file, pytest.raises(ValueError, match=said):
+        read_header(file.fileno(), size)
 
 
 def test_an_optimizer_takes_parameters_of_a_mesh_and_plain_ones(mesh: DeviceMesh) -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shown import blocks, write_shown
 
 from fp4train import backends
 from fp4train.cli import main
 from fp4train.config import composition
 from fp4train.config.binding import bind
 from fp4train.config.folders import own_options
+from fp4train.data.chat import Chat
+from fp4train.data.dna import Dna
 from fp4train.data.huggingface import HuggingFace
 from fp4train.data.stdlib import Stdlib
 from fp4train.data.text import Text
@@ -32,10 +35,6 @@ SMALL = ["train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batche
 
 def text(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
 
 
 def commands(page: str) -> list[list[str]]:
@@ -80,7 +79,7 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
     found = [words for words in commands(page) if not words[0].startswith("--")]
     assert found
     for words in found:
-        composition.check(words)
+        list(composition.composed(words))
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
@@ -92,14 +91,20 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
     choices = re.search(r"^\| `backend=` \|.*$", page, re.MULTILINE)
     assert choices and set(backends.CHOICES) <= set(re.findall(r"\w+", choices[0]))
     keys = [key for key in first_cells("configuration.md", "key") if re.fullmatch(r"[\w.]+=", key)]
-    composition.check([f"{key}null" for key in keys if "." in key])
+    list(composition.composed([f"{key}null" for key in keys if "." in key]))
 
 
 def test_data_names_every_key_of_a_source_and_every_source() -> None:
     keys = {name.removeprefix("data.") for name in first_cells("data.md", "key")}
-    sources = {f.name for source in (HuggingFace, Stdlib, Text, Tokens) for f in fields(source)}
+    sources = {f.name for source in (Chat, Dna, HuggingFace, Stdlib, Text, Tokens) for f in fields(source)}
     assert keys == sources - {"tokenizer"}
-    assert {name.split()[0] for name in first_cells("data.md", "`data=`")} - {"hf"} >= {"stdlib", "text", "tokens"}
+    assert {name.split()[0] for name in first_cells("data.md", "`data=`")} - {"hf"} >= {
+        "stdlib",
+        "text",
+        "tokens",
+        "chat",
+        "dna",
+    }
     assert {f"data.tokenizer.{f.name}" for f in fields(BytePairs)} <= set(re.findall(r"`([\w.]+)`", text("data.md")))
 
 
@@ -108,9 +113,10 @@ def test_the_columns_of_doctor_are_explained() -> None:
 
 
 def test_the_parts_of_the_check_of_gpus_are_those_of_the_script() -> None:
-    script = (ROOT / "scripts" / "gpu_check.sh").read_text(encoding="utf-8")
-    parts = re.findall(r"^#   (\w+)  +\w", script, re.MULTILINE)
-    assert first_cells("gpus.md", "part of `gpu_check.sh`") == parts
+    from gpu_check import PARTS
+
+    (table,) = re.findall(r"^\| part of `gpu_check.sh` .*\n(?:\|.*\n)+", text("gpus.md"), re.MULTILINE)
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == PARTS
 
 
 def test_every_place_in_the_tree_exists_and_every_folder_is_in_it() -> None:
@@ -136,11 +142,7 @@ def test_the_files_on_the_path_of_a_step_exist() -> None:
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a file."""
-    for block in [*blocks("plugins.md", "python"), *blocks("plugins.md", "yaml")]:
-        for path, content in re.findall(r"^# (mine/[\w/.]+).*\n((?:(?!# mine/).*\n)*)", block, re.MULTILINE):
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            with (tmp_path / path).open("a") as file:
-                file.write(content)
+    write_shown(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -156,11 +158,15 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     assert shown == [
         "data/counting.yaml",
         "model/shift.yaml",
+        "model/shifted_tiny.yaml",
         "mylab.py",
         "optim/momentum.yaml",
         "recipe/four_bit_gradients.yaml",
         "recipe/house.yaml",
         "schedule/inverse_root.yaml",
+        "shifted/__init__.py",
+        "shifted/hf.py",
+        "shifted/model.py",
     ]
     monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     first, again = commands("plugins.md")

@@ -8,7 +8,7 @@ import pytest
 
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
-from fp4train.lab.studies.bases import RankRequest
+from fp4train.lab.studies.rank import RankRequest
 from fp4train.lab.studies.sequential import ALPHA, needed, share
 from fp4train.lab.studies.statistics import quantile
 

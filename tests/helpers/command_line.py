@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,12 @@ TINY = (
     *("train.steps=6", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "data=text", "track=jsonl"),
 )
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
+
+
+def besides(base: Iterable[str], given: Container[str]) -> list[str]:
+    """The arguments of `base` whose keys are not given; sizes of a model only of the model that they belong to."""
+    own = "model" in given
+    return [a for a in base if a.partition("=")[0] not in given and not (own and a.startswith("model."))]
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Cli:
         given = {a.partition("=")[0] for a in rest}
         resumed = "resume" in given
         base = () if resumed else (*TINY, *self.paths)
-        return [*verb, *(a for a in base if a.partition("=")[0] not in given), *rest]
+        return [*verb, *besides(base, given), *rest]
 
     def raw(self, *arguments: str) -> Outcome:
         """Run a command as it is."""
@@ -89,9 +94,6 @@ class Cli:
                 main(list(arguments))
             except SystemExit as ended:
                 code = ended.code
-            except Exception:  # nobody explained it: Python shows where it came from, and exits with 1
-                traceback.print_exc()
-                code = 1
         shown = self.capture.readouterr()
         assert isinstance(code, int)
         return Outcome(code, shown.out, shown.err)
@@ -154,6 +156,12 @@ def events(run: Path | str, name: str) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line.get("event") == name]
 
 
+def evaluations(run: Path | str) -> list[dict[str, Any]]:
+    """The results of evaluations that a run keeps: step, task, recipe and values, without what chains the lines."""
+    kept = ("event", "after", "crc")
+    return [{k: v for k, v in line.items() if k not in kept} for line in events(run, "evaluation")]
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until `condition` holds."""
     deadline = time.monotonic() + PATIENCE
@@ -188,15 +196,36 @@ def everything(folder: Path) -> dict[Path, bytes]:
 def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callable[[dict[str, Any]], None]) -> None:
     """Change a checkpoint as an attacker would: with checksums that fit."""
     body = json.loads((path / "state.json").read_text())
-    held = safetensors.torch.load_file(path / "tensors.safetensors")
+    files = {file: safetensors.torch.load_file(path / file) for file in body["tensors"]["files"]}
+    held = {name: tensor for each in files.values() for name, tensor in each.items()}
     tensors(held)
     state(body["state"])
-    (path / "tensors.safetensors").unlink()
-    descriptor = os.open(path / "tensors.safetensors", os.O_WRONLY | os.O_CREAT)
+    described = {file: _written(path / file, {name: held[name] for name in each}) for file, each in files.items()}
+    _write_state(path, body, {"files": described, "aliases": body["tensors"]["aliases"]})
+
+
+def as_before(path: Path) -> None:
+    """Give a checkpoint the layout it had before weights and moments got files of their own."""
+    body = json.loads((path / "state.json").read_text())
+    held: dict[str, Any] = {}
+    for file in body["tensors"]["files"]:
+        held |= safetensors.torch.load_file(path / file)
+        (path / file).unlink()
+    described = _written(path / "tensors.safetensors", held)
+    _write_state(path, {**body, "version": 1}, {**described, "aliases": body["tensors"]["aliases"]})
+
+
+def _written(path: Path, held: dict[str, Any]) -> dict[str, Any]:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     size, checksum = write_parts(descriptor, {name: shard_of(tensor) for name, tensor in held.items()})
     os.close(descriptor)
-    body["tensors"].update(bytes=size, sha256=checksum)
+    return {"bytes": size, "sha256": checksum}
+
+
+def _write_state(path: Path, body: dict[str, Any], tensors: dict[str, Any]) -> None:
     del body["sha256"]
+    body["tensors"] = tensors
     (path / "state.json").write_text(json.dumps({**body, "sha256": checksum_of(body)}))
 
 

@@ -20,6 +20,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "bf16": BF16,
     "nvfp4": NVFP4,
     "nvfp4_fp32": lambda: NVFP4(dtype="float32"),
+    "nvfp4_fused": lambda: NVFP4(fused_scales=True),
     "mxfp8": MXFP8,
     "mxfp8_fp32": lambda: MXFP8(dtype="float32"),
     "fp8_current": FP8Current,

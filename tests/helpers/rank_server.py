@@ -93,7 +93,7 @@ def main() -> None:
     curves.draw_curves = lambda run: run / "curves.png"
     for module in FOR_THE_FORKS:
         importlib.import_module(module)
-    composition.check(["data=text", "train.steps=1"])
+    list(composition.composed(["data=text", "train.steps=1"]))
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     print("ready", flush=True)
     for line in sys.stdin:

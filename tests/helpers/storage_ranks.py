@@ -268,6 +268,7 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         journal=None,
     )
     run.state = lambda: state(model, optimizer)
+    run.row_orders = dict
     settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
     parts = {"run": SimpleNamespace(name="a"), "train": SimpleNamespace(steps=9), "schedule": Constant()}
     run.config = SimpleNamespace(checkpoint=settings, **parts)
@@ -301,6 +302,7 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
 def task_born(folder: Path, ranks: CheckpointGroup) -> Any:
     """Checksums of the weights that ranks drew as shards, by how they are drawn and cut; and the first loss."""
     grid = init_device_mesh("cpu", (ranks.size // 2 or 1, min(2, ranks.size)), mesh_dim_names=("dp", "tp"))
+    meshes = {"sharded": init_device_mesh("cpu", (ranks.size,)), "hybrid": grid, "both": grid["dp"]}
     told: dict[str, Any] = {}
     for draw in ("torch", "counter"):
         for cut in ("sharded", "hybrid", "both") if ranks.size > 1 else ("sharded",):
@@ -311,10 +313,9 @@ def task_born(folder: Path, ranks: CheckpointGroup) -> Any:
                 for block in model.blocks:
                     plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
                     parallelize_module(block, grid["tp"], plan)
-            mesh = {"sharded": init_device_mesh("cpu", (ranks.size,)), "hybrid": grid, "both": grid["dp"]}[cut]
             for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=meshes[cut])
+            fully_shard(model, mesh=meshes[cut])
             materialise(model, torch.device("cpu"), seed=5, draw=draw)
             assert model.head.weight is model.embed.weight
             digest = hashlib.sha256()

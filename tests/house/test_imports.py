@@ -17,6 +17,8 @@ STAGES = {
     "fp4train.run.build": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
     "fp4train.train": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
     "fp4train.cli": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
+    "fp4train.cli.export": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
+    "fp4train.integrations.loop": "transformers accelerate lightning peft",
 }
 """Modules in the order in which one process imports them, and what is not loaded by then."""
 

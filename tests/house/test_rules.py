@@ -231,3 +231,17 @@ def test_no_public_class_name_stands_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(source.path)
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_outlier_channels_stand_in_at_most_ten_files() -> None:
+    """The feature of one recipe is an executor, not a case of every file: words of docstrings and comments aside."""
+    spelled = {source.path for source in SOURCES for name in identifiers(source) if "outlier" in name.lower()}
+    assert 0 < len(spelled) <= 10, sorted(spelled)
+
+
+def identifiers(source: Source) -> Iterator[str]:
+    """Of variables, attributes, arguments, imports and definitions."""
+    for node in ast.walk(source.tree):
+        for key in ("id", "attr", "arg", "name", "asname"):
+            if isinstance(name := getattr(node, key, None), str):
+                yield name

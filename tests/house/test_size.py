@@ -6,14 +6,45 @@ from count_code import code_lines, counts
 
 import fp4train
 
-LINES, FILES = 24_830, 243
-"""A capability that is added raises them by what it needs, and says so where it is described."""
+BUDGET = {
+    "one scale for fused weights": (160, 1),
+    "Transformer Engine over microbatches and shards": (80, 0),
+    "FP8 with one scale per tensor, quantised once": (35, 0),
+    "accumulators of FP8": (62, 0),
+    "CPU kernels for every recipe": (19, 0),
+    "recipes tried at once by doctor": (20, 0),
+    "where a step on one GPU goes": (76, 1),
+    "training": (23_524, 232),
+    "Hugging Face families": (310, 2),
+    "start from Hugging Face folders": (296, 3),
+    "text from a model": (425, 5),
+    "export to folders of Hugging Face": (560, 7),
+    "evaluation": (410, 4),
+    "packed codes, and their verification": (835, 7),
+    "attention within documents": (35, 0),
+    "conversations": (364, 2),
+    "distillation": (194, 2),
+    "guard of the first step": (76, 1),
+    "other people's loops": (383, 5),
+    "stages of unequal size": (45, 0),
+    "DNA": (212, 1),
+    "hybrid models": (450, 5),
+    "mixtures of experts": (600, 6),
+    "experts": (478, 4),
+    "tensor parallelism by segments": (291, 1),
+    "Mamba-2 of Hugging Face": (83, 1),
+    "families of plugins, read from folders": (13, 0),
+    "StripedHyena 2": (613, 5),
+    "moments in BF16": (282, 2),
+}
+"""Code lines and files of the package by capability: each has an entry of its own."""
 
 
 def test_the_package_keeps_its_budget_of_code() -> None:
     found = counts(Path(fp4train.__file__).parent)
-    assert sum(found.values()) <= LINES
-    assert len(found) <= FILES
+    lines, files = (sum(column) for column in zip(*BUDGET.values(), strict=True))
+    assert sum(found.values()) <= lines
+    assert len(found) <= files
 
 
 def test_blanks_comments_and_docstrings_are_no_code() -> None:

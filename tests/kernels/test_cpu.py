@@ -157,10 +157,10 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 
 def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
-    for layout in (None, (cpu.LAYOUT + 1, JOB_BYTES, DECODE_BYTES)):
+    layout = cpu.LAYOUT, JOB_BYTES, DECODE_BYTES
+    for built in ({}, {"layout": (cpu.LAYOUT + 1, *layout[1:]), "version": cpu.VERSION}, {"layout": layout}):
         stale = ModuleType("_cpu")
-        if layout is not None:
-            stale.layout = layout
+        vars(stale).update(built)
         assert "built from other sources" in str(cpu._stale(stale)) and "rebuild it" in str(cpu._stale(stale))
 
 

@@ -93,7 +93,7 @@ def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: 
     found = {"triton": "3.6.0", "numpy": "2.4.6"}
     monkeypatch.setattr(backend, "version", found.__getitem__)
     for interpreted, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
-        monkeypatch.setattr(backend, "interpreted", lambda on=interpreted: on)
+        monkeypatch.setattr(triton_launch, "interpreted", lambda on=interpreted: on)
         assert said in str(backend.why_not(QuantSpec(), "cpu"))
     monkeypatch.setattr(torch.version, "hip", None)
     assert backend.why_not(QuantSpec(), "cuda") is None
@@ -189,7 +189,7 @@ def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: 
             made.append(name)
             return plan(*arguments)
 
-        monkeypatch.setattr(backend, name, noted)
+        monkeypatch.setattr(triton_launch, name, noted)
     key = RandomKey(seed=1, step=2, layer=3, operand=0)
     x = torch.zeros(64, 48, dtype=torch.bfloat16)
     for step in range(3):
@@ -225,3 +225,74 @@ print("equal")
 """
     run = interpreted("-c", code)
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+ONE_SCALE = """
+import json
+import torch
+from fp4train.nn import convert, operands, scaling, weights
+from fp4train.precision.context import autocast
+from fp4train.precision.recipes import NVFP4, FP8Current, FP8Delayed
+from fp4train.quantize import quantizer, sharded, triton_launch
+
+launched, launch = [], triton_launch.Launch.__call__
+def noted(self, *pointers, **words):
+    launched.append(self.kernel.fn.__name__)
+    return launch(self, *pointers, **words)
+triton_launch.Launch.__call__ = noted
+
+def choose(kernel):
+    for module in (operands, scaling, sharded, weights):
+        module.quantizer = lambda spec, device: quantizer(spec, device, kernel)
+
+def trained(recipe):
+    torch.manual_seed(0)
+    model = convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), backend="native")
+    x, found = torch.randn(48, 64).bfloat16().requires_grad_(), []
+    for step in range(2):
+        x.grad = None
+        launched.clear()
+        with autocast(recipe, step=step):
+            y = model(x)
+        y.backward(torch.randn(48, 32).bfloat16())
+        found += [y, x.grad, model[0].weight.grad]
+    return [each.detach().clone() for each in found], sorted(launched)
+
+told = {}
+for recipe in (FP8Current(), FP8Delayed(history=4)):
+    choose("triton")
+    ours, kernels = trained(recipe)
+    choose("reference")
+    theirs, _ = trained(recipe)
+    told[type(recipe).__name__] = [kernels, all(torch.equal(a, b) for a, b in zip(ours, theirs))]
+x, spec = torch.randn(48, 64).bfloat16(), NVFP4().table()["wgrad"].second
+x[3, 5] = torch.inf
+launched.clear()
+for each in (x[4:].T, x.T):
+    choose("triton")
+    ours = sharded.measure_amax(each, spec)
+    choose("reference")
+    assert torch.equal(ours, sharded.measure_amax(each, spec))
+told["transformed"] = launched
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def one_scale() -> Any:
+    """What is launched for a step of a layer with one scale per tensor, and for an amax that ranks share."""
+    run = interpreted("-c", ONE_SCALE)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", ["FP8Current", "FP8Delayed"])
+def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(one_scale: Any, recipe: str) -> None:
+    """Of x, w and dy; for backward they are transposed, as one-byte codes. Histories take the same kernel's amax."""
+    assert one_scale[recipe] == [["amax_tensor"] * 3 + ["quantize"] * 3, True]
+
+
+@needs_triton
+def test_an_amax_that_ranks_share_is_one_kernel_also_after_the_hadamard_transform(one_scale: Any) -> None:
+    assert one_scale["transformed"] == ["amax_columns"] * 2

@@ -1,6 +1,7 @@
 """Llama: causal, rotary positions against a direct formula, grouped queries, published sizes and initialisation."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,37 @@ def test_it_is_an_architecture() -> None:
 def test_the_default_hidden_width_is_8_3_of_the_width_in_multiples_of_32() -> None:
     assert Llama(width=128, heads=4, kv_heads=2).mlp_width == 352
     assert Llama(width=96, heads=4, kv_heads=2).mlp_width == 256
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab", "message"),
+    [
+        ({"vocab_size": 59}, 60, "the tokenizer has 60 ids, and model.vocab_size=59 rows are fewer"),
+        ({"max_positions": 15}, 59, "train.seq_len=16 exceeds model.max_positions=15"),
+    ],
+)
+def test_what_the_model_is_not_made_for_is_refused(shape: dict[str, Any], vocab: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama(**SMALL, **shape).build(vocab_size=vocab, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"head_dim": 7}, "model.head_dim=7: rotary embedding needs an even number"),
+        ({"head_dim": 0}, "model.head_dim=0 must be at least 1, or null"),
+        ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1, or null"),
+        ({"max_positions": -1}, "model.max_positions=-1 must be at least 1, or null"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama(**SMALL, **shape)
+
+
+def test_the_rows_of_the_vocabulary_can_be_chosen() -> None:
+    """More than the tokenizer has ids, and no multiple of anything: as the weights of others have them."""
+    shape = Llama(**SMALL, vocab_size=77)
+    model = shape.build(vocab_size=60, seq_len=16)
+    assert model.embed.weight.shape[0] == 77
+    assert sum(p.numel() for p in model.parameters()) == shape.parameter_count(vocab_size=60)

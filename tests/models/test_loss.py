@@ -1,5 +1,7 @@
 """The chunked cross-entropy is torch's cross_entropy, without all logits at once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,17 +126,47 @@ def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
 
 
 def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
-    """A BF16 product per chunk would round once per chunk; the call is recorded on tensors without data."""
-    asked: list[torch.dtype] = []
+    """A BF16 product per chunk would round once per chunk, and a sum of its own would read and write dw once more. The
+    call is recorded on tensors without data: the one operator writes into dw itself."""
+    asked: list[tuple[Any, bool]] = []
 
     class Recorded(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            made = function(*args, **(kwargs or {}))
-            if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype):
-                asked.append(made.dtype)
-            return made
+            if function is torch.ops.aten.addmm.dtype_out:
+                made = torch.ops.aten.addmm.dtype(*args)  # the same sum in new memory: its shape and dtype
+                asked.append(
+                    (function, args[0] is kwargs["out"] is dw and (made.shape, made.dtype) == (dw.shape, dw.dtype))
+                )
+                return dw
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.add, torch.ops.aten.add_):
+                asked.append((function, False))
+            return function(*args, **(kwargs or {}))
 
     with FakeTensorMode(), Recorded():
         grad, h = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (32, 16))
-        assert loss_module._share_of_dw(grad, h).dtype == torch.float32
-    assert asked == [torch.float32]
+        dw = torch.empty(32, 16, device="cuda")
+        loss_module.add_share_of_dw(dw, grad, h)
+    assert asked == [(torch.ops.aten.addmm.dtype_out, True)]
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_targets_without_a_loss_have_no_gradient(dtype: torch.dtype) -> None:
+    """The sum is divided by all tokens, so that the parts of a batch add up."""
+    h, w, targets = inputs(dtype)
+    targets[::3] = -100
+    counted = int((targets >= 0).sum())
+    expected = cross_entropy(h.float() @ w.T.to(dtype).float(), targets, ignore_index=-100) * counted / TOKENS
+    found = chunked_cross_entropy(h, w, targets, masked=True)
+    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    dh, _ = torch.autograd.grad(found, (h, w))
+    assert bool((dh[::3] == 0).all()) and bool((dh[1::3] != 0).any())
+
+
+@pytest.mark.usefixtures("chunks")
+def test_where_all_targets_count_nothing_changes_in_any_bit() -> None:
+    h, w, targets = inputs(torch.bfloat16)
+    plain, masked = (chunked_cross_entropy(h, w, targets, masked=each) for each in (False, True))
+    assert torch.equal(plain, masked)
+    for a, b in zip(torch.autograd.grad(plain, (h, w)), torch.autograd.grad(masked, (h, w)), strict=True):
+        assert torch.equal(a, b)

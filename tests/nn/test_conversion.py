@@ -123,12 +123,24 @@ def matrix(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.startswith(("norm", "embed"))
 
 
-def test_adapters_of_low_rank_stay_and_are_named() -> None:
-    adapter = nn.ModuleDict({"lora_A": nn.Linear(64, 8, bias=False), "lora_B": nn.Linear(8, 64, bias=False)})
+@pytest.mark.parametrize("rank", [8, 16])
+def test_adapters_stay_by_name_whatever_their_rank(rank: int) -> None:
+    adapter = nn.ModuleDict({"lora_A": nn.Linear(64, rank, bias=False), "lora_B": nn.Linear(rank, 64, bias=False)})
     found = report(f4.convert(nn.ModuleDict({"base_layer": nn.Linear(64, 64), "adapter": adapter})))
     assert [layer.name for layer in found.layers] == ["base_layer"]
-    assert {weight.why for weight in found.left} == {"rank 8 is below a block of 16"}
-    assert found.share == pytest.approx(64 * 64 / (64 * 64 + 2 * 8 * 64))
+    why = "adapter (lora_{}): kept in high precision by its name"
+    assert [weight.why for weight in found.left] == [why.format("A"), why.format("B")]
+    assert found.share == pytest.approx(64 * 64 / (64 * 64 + 2 * rank * 64))
+
+
+def test_every_layer_beside_a_base_layer_is_an_adapter() -> None:
+    """peft's other methods name their layers as they like (lily_A, peanut_encoders)."""
+    wrapper = nn.ModuleDict({"base_layer": nn.Linear(64, 64), "lily_A": nn.ModuleList([nn.Linear(64, 32)])})
+    found = report(f4.convert(nn.ModuleDict({"plain": nn.Linear(64, 64), "wrapped": wrapper})))
+    assert [layer.name for layer in found.layers] == ["plain", "wrapped.base_layer"]
+    assert [(w.name, w.why) for w in found.left] == [
+        ("wrapped.lily_A.0.weight", "adapter (lily_A): kept in high precision by its name")
+    ]
 
 
 def test_a_tied_weight_counts_once() -> None:

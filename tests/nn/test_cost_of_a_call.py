@@ -14,7 +14,7 @@ from torch import Tensor
 import fp4train as f4
 from fp4train.kernels import cpu
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, Recipe
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 
 PACKAGE = Path(f4.__file__).parent
 
@@ -71,6 +71,13 @@ def test_a_layer_makes_few_python_calls(recipe: Recipe, most: int) -> None:
     # A CPU without instructions for BF16 needs more calls, to multiply in float32.
     calls = {name: count for name, count in trace.calls.items() if not name.endswith((":widened", ":widens"))}
     assert sum(calls.values()) <= most, trace.calls.most_common()
+
+
+def test_a_layer_with_native_products_makes_few_python_calls_too() -> None:
+    layer = Linear(128, 128, bias=False, backend="native")
+    trace = traced(layer, FP8Current(), torch.randn(128, 128).bfloat16().requires_grad_())
+    assert any(name.startswith("backends/native.py") for name in trace.calls)
+    assert sum(trace.calls.values()) <= 75, trace.calls.most_common()
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="without the C extension there is no kernel to reach")

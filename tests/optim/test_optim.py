@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fp4train.models.llama import Llama
+from fp4train.nn import Experts
 from fp4train.optim import Constants
 from fp4train.optim.adamw import AdamW
 from fp4train.optim.muon import Muon
@@ -27,6 +28,12 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     decay = {names[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
     assert decay == {name: 0.2 if p.dim() >= 2 else 0.0 for name, p in model.named_parameters()}
     assert sorted(set(decay.values())) == [0.0, 0.2]
+
+
+def test_the_biases_of_experts_are_no_matrices() -> None:
+    groups = AdamW(weight_decay=0.2).build(Experts(4, 8, 16, bias=True)).param_groups
+    decay = {tuple(p.shape): g["weight_decay"] for g in groups for p in g["params"]}
+    assert decay == {(4, 16, 8): 0.2, (4, 16): 0.0}
 
 
 def test_a_tied_weight_is_updated_once() -> None:

@@ -91,7 +91,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
     linears = [
-        Namespace(layer=Namespace(name=name), weight=each.weight, channels=None, transposed=False)
+        Namespace(layer=Namespace(name=name, experts=0), weight=each.weight, channels=None, transposed=False)
         for name, each in model.items()
     ]
     plan = Namespace(at=lambda step: Namespace(layers=layers))

@@ -301,7 +301,7 @@ def test_what_convert_leaves_alone_says_why() -> None:
         "lazy": "LazyLinear has no weights before its first batch: run one, then convert",
         "wrapped": "its forward is replaced on the instance: convert the model before it is wrapped or dispatched",
         "adapter.base_layer": None,
-        "adapter.lora_A.default": "rank 8 is below a block of 16",
+        "adapter.lora_A.default": "adapter (lora_A): kept in high precision by its name",
         "attention.out_proj": "nn.MultiheadAttention multiplies its weights itself; use separate projections",
         "parametrised": "ParametrizedLinear is a subclass of nn.Linear with a weight of its own",
         "thin": None,

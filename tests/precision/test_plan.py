@@ -220,7 +220,7 @@ def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(monkeyp
     for module in model.modules():
         if isinstance(module, Linear):
             module.apply_plan(stretch.layers[module.layer.name], recipe, policy, torch.device("cpu"))
-    monkeypatch.setattr("fp4train.nn.linear.resolve", lambda *_, **__: pytest.fail("resolved again"))
+    monkeypatch.setattr("fp4train.nn.planned.resolve", lambda *_, **__: pytest.fail("resolved again"))
     tokens = torch.zeros(1, TIME, dtype=torch.int64)
     with autocast(recipe, policy=policy, step=0):
         assert model(tokens, tokens).isfinite()

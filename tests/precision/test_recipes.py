@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from fp4train.config import RECIPES
 from fp4train.config.binding import bind
 from fp4train.config.composition import compose
+from fp4train.kernels import cpu
 from fp4train.precision import (
     BF16,
     FP16,
@@ -28,7 +29,7 @@ from fp4train.precision import (
     Operands,
     Recipe,
 )
-from fp4train.quantize import Delayed, Hadamard, QuantSpec
+from fp4train.quantize import Delayed, Hadamard, QuantSpec, quantizer
 from fp4train.quantize.rotation import Rotation
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -241,8 +242,16 @@ def test_every_recipe_file_builds_and_shows_all_switches(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text()
     if "defaults:" in text or "high_precision" in text:
         return  # it builds on another one, or is about one switch
-    own = {f.name for f in dataclasses.fields(recipe)} - {"high_precision", "dtype", "outliers"}
+    own = {f.name for f in dataclasses.fields(recipe)} - {"high_precision", "dtype", "outliers", "fused_scales"}
     assert {field for field in own if f"{field}:" in text} == own, "a file lists every switch of its recipe"
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_file_has_kernels_for_all_its_operands_on_a_cpu(name: str) -> None:
+    recipe = from_file(name)
+    parts = (recipe, *([recipe.outliers.recipe] if recipe.outliers is not None else []))
+    assert {spec: why for each in parts for spec in each.table().specs() if (why := quantizer(spec, "cpu").why)} == {}
 
 
 def test_a_recipe_file_can_be_changed_on_the_command_line() -> None:

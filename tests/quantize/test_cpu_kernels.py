@@ -31,6 +31,10 @@ BLOCKWISE = (OUTER, replace(OUTER, hadamard=Hadamard()), UE5M3, replace(UE5M3, h
 """Without a pass for the amax."""
 TURNED = replace(OUTER, rounding="stochastic", hadamard=STEP)
 AGAIN = replace(TURNED, requantises=OUTER)
+CHOSEN = QuantSpec(four_over_six="mse", global_bound=256)
+EDEN = QuantSpec(rounding="eden", global_bound=256, guard=1.01, hadamard=Hadamard(size=128, signs="step"))
+GROUPS = (CHOSEN, replace(CHOSEN, block=(16, 16)), EDEN, replace(EDEN, requantises=CHOSEN))
+"""With scales that are chosen or corrected by what the elements become."""
 ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
 
 
@@ -80,7 +84,29 @@ def every_machine(threads: int = 1) -> list[Machine]:
 @st.composite
 def specs(draw: st.DrawFn) -> QuantSpec:
     rounding = draw(st.sampled_from(("nearest", "stochastic")))
-    family = draw(st.sampled_from(("nvfp4", "ue5m3", "double block", "mx", "fp8 blocks", "fp8 whole")))
+    families = ("nvfp4", "ue5m3", "double block", "mx", "fp8 blocks", "fp8 whole", "four over six", "eden")
+    family = draw(st.sampled_from(families))
+    if family == "four over six":
+        block = draw(st.sampled_from(((1, 16), (16, 16), (1, 32), (16, 32))))
+        return QuantSpec(
+            four_over_six=draw(st.sampled_from(("mae", "mse"))),
+            block=block,
+            global_scale=draw(st.sampled_from(("tensor", "row"))) if block[0] == 1 else "tensor",
+            global_bound=draw(st.sampled_from((448.0, 256.0))),
+            hadamard=draw(hadamards("nearest")) if block[0] == 1 else None,
+            requantises=draw(st.sampled_from((None, None, CHOSEN, NVFP4))),
+        )
+    if family == "eden":
+        size = draw(st.sampled_from((32, 64, 128)))
+        return QuantSpec(
+            rounding="eden",
+            block=draw(st.sampled_from(((1, 16), (1, 32)))),
+            global_scale=draw(st.sampled_from(("tensor", "row"))),
+            global_bound=draw(st.sampled_from((448.0, 256.0))),
+            guard=draw(st.sampled_from((1.0, 16 / 17, 1.01))),
+            hadamard=Hadamard(size=size, signs=draw(st.sampled_from(("fixed", "step")))),
+            requantises=draw(st.sampled_from((None, None, CHOSEN, NVFP4))),
+        )
     if family == "ue5m3":
         block = draw(st.sampled_from(((1, 16), (16, 16), (1, 32), (2, 64), (1, 128))))
         return QuantSpec(
@@ -133,7 +159,9 @@ def specs(draw: st.DrawFn) -> QuantSpec:
 
 def hadamards(rounding: str) -> st.SearchStrategy[Hadamard | None]:
     drawn = (STEP,) if rounding == "stochastic" else ()
-    return st.sampled_from((None, Hadamard(), Hadamard(signs="none"), Hadamard(signs="random", seed=3), *drawn))
+    larger = Hadamard(size=32, signs="random", seed=3), Hadamard(size=64), Hadamard(size=128)
+    signed = Hadamard(signs="none"), Hadamard(signs="random", seed=3)
+    return st.sampled_from((None, Hadamard(), *signed, *larger, *drawn))
 
 
 LAYOUTS = ("rows", "transposed", "strided", "misaligned", "reversed blocks", "expanded")
@@ -220,7 +248,10 @@ def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtyp
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "spec",
-    [NVFP4, TOKENS, replace(NVFP4, global_scale="row"), replace(NVFP4, block=(16, 16)), MXFP8, FP8, *BLOCKWISE, AGAIN],
+    [
+        *(NVFP4, TOKENS, replace(NVFP4, global_scale="row"), replace(NVFP4, block=(16, 16)), MXFP8, FP8),
+        *(*BLOCKWISE, AGAIN, *GROUPS),
+    ],
     ids=str,
 )
 def test_what_is_not_finite_is_left_to_the_reference_and_not_hidden(spec: QuantSpec, value: float) -> None:
@@ -239,7 +270,7 @@ def test_kernels_equal_the_reference_on_the_golden_inputs(name: str) -> None:
     assert inputs
     for x in inputs:
         nvfp4 = (NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row"))
-        for spec in (*nvfp4, MXFP8, FP8, *BLOCKWISE, TURNED, AGAIN):
+        for spec in (*nvfp4, MXFP8, FP8, *BLOCKWISE, TURNED, AGAIN, *GROUPS):
             assert_equals_reference(x, spec, *every_machine())
             assert_equals_reference(x.T, spec, *every_machine())
 
@@ -264,6 +295,7 @@ ROW_SPECS = (OUTER, UE5M3, NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, 
 COLUMN_SPECS = (
     *BLOCKWISE,
     TURNED,
+    EDEN,
     TOKENS,
     replace(TOKENS, rounding="stochastic"),
     MXFP8,
@@ -317,8 +349,9 @@ def test_one_read_is_taken_from_the_size_where_it_pays(monkeypatch: pytest.Monke
     for size, expected in ((x.nbytes + 1, 0), (x.nbytes, 1)):
         monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", size)
         PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)(x)
-        PairQuantizer(CpuQuantizer(TOKENS), CpuQuantizer(NVFP4), row_codes=False, column_codes=True)(x)
-        assert len(reads) == expected, "a row-wise Hadamard transform has no kernel of its own"
+        for across in (TOKENS, CHOSEN):
+            PairQuantizer(CpuQuantizer(across), CpuQuantizer(NVFP4), row_codes=False, column_codes=True)(x)
+        assert len(reads) == expected, "a row-wise Hadamard transform, or choice of scales, has no kernel of its own"
 
 
 def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits() -> None:
@@ -335,7 +368,7 @@ def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.M
         x = draw_values("normal", 130, 512, 5).to(dtype)
         for spec in (NVFP4, TOKENS, MXFP8, replace(FP8, block=(1, 128)), *BLOCKWISE):
             assert_equals_reference(x, spec, *every_machine(threads=2))
-        for spec in (NVFP4, TOKENS, MXFP8, *BLOCKWISE, TURNED, AGAIN):
+        for spec in (NVFP4, TOKENS, MXFP8, *BLOCKWISE, TURNED, AGAIN, *GROUPS):
             assert_equals_reference(x.T, spec, *every_machine(threads=2))
 
 
@@ -364,11 +397,12 @@ def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (QuantSpec(four_over_six="mse"), "four_over_six"),
+        (QuantSpec(four_over_six="mse", block=(2, 16)), "four_over_six with block"),
         (QuantSpec(block=(1, 24)), "block="),
-        (QuantSpec(hadamard=Hadamard(size=32), block=(1, 32)), "hadamard.size=32"),
+        (QuantSpec(hadamard=Hadamard(size=8)), "hadamard.size=8: the kernels transform 16, 32, 64, 128"),
+        (QuantSpec(hadamard=Hadamard(size=64, signs="random")), "the kernels take 32 such signs"),
         (QuantSpec(hadamard=Hadamard(), block=(16, 16)), "hadamard with block"),
-        (QuantSpec(requantises=QuantSpec(four_over_six="mse")), "requantises: four_over_six"),
+        (QuantSpec(requantises=QuantSpec(four_over_six="mse", block=(1, 64))), "requantises: four_over_six"),
         (QuantSpec(requantises=TOKENS), "none undoes the transform"),
         (replace(FP8, requantises=NVFP4), "an infinite scale depends on the dtype of x"),
     ],
@@ -379,7 +413,7 @@ def test_why_not_names_what_has_no_kernel(spec: QuantSpec, reason: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
 def test_empty_tensors_are_left_to_the_reference(shape: tuple[int, int]) -> None:
-    for spec in (NVFP4, TOKENS, MXFP8, FP8, UE5M3, OUTER, AGAIN):
+    for spec in (NVFP4, TOKENS, MXFP8, FP8, UE5M3, OUTER, AGAIN, *GROUPS):
         assert_equals_reference(torch.ones(shape), spec, kernels.HERE)
 
 

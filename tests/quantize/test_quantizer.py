@@ -33,7 +33,6 @@ from fp4train.quantize import triton as triton_module
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
 UE5M3 = QuantSpec(scale="ue5m3", global_scale=None)
-EDEN = QuantSpec(rounding="eden", hadamard=Hadamard())
 needs_extension = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
 
@@ -48,8 +47,7 @@ def test_a_kernel_is_chosen_once_for_a_spec_and_device_type() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (EDEN, "rounding='eden' has no C kernel (known: nearest, stochastic)"),
-        (QuantSpec(four_over_six="mse"), "four_over_six='mse' has no C kernel"),
+        (QuantSpec(hadamard=Hadamard(size=8)), "hadamard.size=8: the kernels transform 16, 32, 64, 128"),
         (QuantSpec(hadamard=Rotation()), "hadamard=Rotation("),
     ],
 )
@@ -93,7 +91,7 @@ def injected(monkeypatch: pytest.MonkeyPatch) -> ScaleFormat:
     """A scale format without a kernel: the arithmetic of FP32 under another name."""
     fmt = replace(get_scale_format("fp32"), name="fp32x")
     registry = (*formats.SCALE_FORMATS, fmt)
-    monkeypatch.setattr("fp4train.formats.registry.SCALE_FORMATS", registry)
+    monkeypatch.setattr("fp4train.formats.SCALE_FORMATS", registry)
     monkeypatch.setattr("fp4train.quantize.spec.SCALE_FORMATS", registry)
     return fmt
 

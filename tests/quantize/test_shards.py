@@ -16,6 +16,7 @@ from fp4train.quantize import (
     RandomKey,
     amax_extent,
     measure_amax,
+    quantised_in_runs,
     quantize,
     quantizer,
     requantised,
@@ -90,6 +91,25 @@ def test_the_codes_of_a_shard_are_the_shard_of_the_codes(
         assert all(torch.equal(q.scales, whole.scales) for q in made)
     values = [quantizer(last, "cpu", kernel).values(p, k, a).values for p, k, a in given]
     assert torch.equal(torch.cat(values, axis), quantizer(spec, "cpu", kernel).values(x, KEY).values)
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in SPECS if not s.requantises], ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}"
+)
+@pytest.mark.parametrize("columns", [False, True])
+def test_the_codes_of_several_runs_are_theirs_of_the_whole(spec: QuantSpec, columns: bool) -> None:
+    """A tensor-parallel rank has a run in each segment of a weight."""
+    x, axis, runs = drawn(512, 512, 3, torch.float32), int(columns), ((0, 128), (256, 128))
+    whole = quantize(x, spec, key=KEY)
+    own = torch.cat([x.narrow(axis, *run) for run in runs], axis)
+    amax = measure_amax(x, spec, KEY) if amax_extent(spec) else None
+    if amax is not None and amax.ndim == 2 and not columns:
+        amax = torch.cat([amax.narrow(0, *run) for run in runs])
+    first = (KEY.row_offset, KEY.col_offset)[axis]
+    found = quantised_in_runs(own, spec, KEY, tuple((first + at, n) for at, n in runs), amax, columns=columns)
+    assert found.shape == tuple(own.shape)
+    values = whole.dequantize()
+    assert torch.equal(found.dequantize(), torch.cat([values.narrow(axis, *run) for run in runs], axis))
 
 
 @pytest.mark.parametrize(

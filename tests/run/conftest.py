@@ -1,13 +1,10 @@
 """Fixtures of whole runs; see `command_line`."""
 
-import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import Before, Cli, StopAt
 
 
@@ -16,25 +13,6 @@ def signals_as_in_a_terminal() -> None:
     """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text with something to learn in it."""
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
-    draw = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

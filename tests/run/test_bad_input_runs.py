@@ -113,7 +113,7 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments
 def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4train.run.build.check_memory", lambda shape, vocab_size: None)
+    monkeypatch.setattr("fp4train.run.checks.check_memory", lambda shape, vocab_size: None)
     ended = cli("run.name=a", "model.width=1000000", "model.heads=2")
     assert ended.code == 1 and "the memory is not enough: " in ended.message
     assert not Path("runs/a/config.yaml").exists()
@@ -212,7 +212,7 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     cli.trained("run.name=a", "train.steps=1")
     path, record = Path("runs/a/config.yaml"), Path("runs/a/history.jsonl")
     body = path.read_text().partition("\n")[2]
-    assert "norm:" not in body
+    assert "\n  norm:" not in body
     path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
     line = json.loads(record.read_text())
     line["config"]["parallel"]["norm"] = "auto"
@@ -220,7 +220,7 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
     assert ended.code == 0, ended.message
     assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
-    assert "norm:" not in path.read_text()
+    assert "\n  norm:" not in path.read_text()
     again = cli("resume=runs/a", "train.steps=3")
     assert again.code == 0 and "dropped" not in again.err
     said = cli("run.name=b", "parallel.norm=float64").message

@@ -15,6 +15,7 @@ from command_line import (
     Before,
     Cli,
     StopAt,
+    as_before,
     events,
     left,
     losses,
@@ -50,6 +51,7 @@ def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
                 del state[key]
 
         reseal(path, lambda held: None, older)
+        as_before(path)
     config = Path("runs/a/config.yaml")
     saved = yaml.safe_load(config.read_text())
     del saved["checkpoint"]["also"], saved["train"]["step_timeout"]

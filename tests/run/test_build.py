@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from fp4train.config.composition import compose
+from fp4train.config.schema import to_config
 from fp4train.models.llama import Llama
+from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 from fp4train.run import build
 
@@ -23,3 +26,16 @@ def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(monkeypatch:
     assert len(options) == len(find_blocks(model))
     assert set.union(*options) <= OPTIONS_OF_TORCH_2_11 & set(inspect.signature(torch.compile).parameters)
     assert torch._dynamo.config.recompile_limit >= build.COMPILED_VARIANTS
+
+
+@pytest.mark.parametrize(
+    ("draw", "device", "waits"), [("counter", "cuda", True), ("torch", "cuda", False), ("counter", "cpu", False)]
+)
+def test_a_gpu_draws_by_counter_itself(draw: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A billion weights take a CPU a minute. `materialise` draws the same bits (tests/models/test_initialise.py)."""
+    built: list[str] = []
+    monkeypatch.setattr(build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2))
+    monkeypatch.setattr(build, "why_not_born", lambda model: None)
+    cfg = compose(["model=llama_tiny", f"model.draw={draw}", "device=cpu"])
+    _, born = build._unborn(to_config(cfg), 257, World(device=torch.device(device)), True)  # type: ignore[arg-type]
+    assert (built, born) == (["meta"] if waits else [device], waits)

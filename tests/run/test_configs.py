@@ -6,11 +6,14 @@ from command_line import Cli
 
 from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, plain, to_config
 from fp4train.config.binding import bind, complete, unknown_keys
+from fp4train.hardware import Device
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
 
 GIVEN = {
     "data=text": ["data.path=x"],
+    "data=chat": ["data.path=x"],
+    "data=dna": ["data.path=x"],
     "data=hf": ["data.name=x"],
     "data=tokens": ["data.path=x", "data.vocab_size=50257"],
     "data/tokenizer=pretrained": ["data.tokenizer.name=x"],
@@ -34,7 +37,7 @@ def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: 
     found, meta = to_config(composed), torch.device("meta")
     model = build_model(found, 257, meta)
     assert all(p.device == meta for p in model.parameters())
-    plan = build_plan(found, find_layers(model), build_timeline(found), torch.device("cpu"))
+    plan = build_plan(found, find_layers(model), build_timeline(found), Device.of(torch.device("cpu")))
     assert sum(plan.shares(0).values()) == pytest.approx(1)
 
 

@@ -157,8 +157,8 @@ def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monke
     assert cli("run.name=eager", *REWIND, *exact).code == 0
     assemble, graphs = build.assemble, []
 
-    def recorded(*arguments: Any) -> Any:
-        run = assemble(*arguments)
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        run = assemble(*arguments, **options)
         run.runner = RecordedSteps(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
         return run
 

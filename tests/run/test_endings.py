@@ -61,7 +61,8 @@ def test_any_exception_saves_what_was_before_it(cli: Cli, before: Before) -> Non
         raise RuntimeError("of somebody's plugin")
 
     before(3, fail)
-    assert cli.raw(*cli.tiny("run.name=a", "checkpoint.every=0", *STEADY)).code == 1
+    with pytest.raises(RuntimeError, match="of somebody's plugin"):
+        cli.raw(*cli.tiny("run.name=a", "checkpoint.every=0", *STEADY))
     assert steps() == [3]
     assert "of somebody's plugin" in events("runs/a", "error")[0]["message"]
     assert cli("resume=runs/a").code == 0
@@ -77,8 +78,9 @@ def test_an_exception_amid_an_update_saves_no_torn_weights(cli: Cli, before: Bef
         run.optimizer.step = step
 
     before(3, tear)
-    ended = cli.raw(*cli.tiny("run.name=a", "checkpoint.every=2", *STEADY))
-    assert ended.code == 1 and "interrupted while the weights were updated" in ended.err
+    with pytest.raises(RuntimeError, match="half-way"):
+        cli.raw(*cli.tiny("run.name=a", "checkpoint.every=2", *STEADY))
+    assert "interrupted while the weights were updated" in cli.capture.readouterr().err
     assert steps() == [2]
 
 

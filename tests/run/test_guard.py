@@ -3,27 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from command_line import Cli, events, losses
+from command_line import Before, Cli, events, losses
 
-import fp4train.train as loop
 from fp4train import checkpoint
 
 STEADY = ("phases=none", "schedule=constant")
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`poison(step, act)`: `act(run)` is called as the step begins."""
-    original, acts = loop.train_step, {}
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        acts.pop(run.step, lambda run: None)(run)
-        return original(run, recipe)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    return acts.__setitem__
 
 
 def bad_output(name: str) -> Any:
@@ -45,9 +30,9 @@ def bad_gradient(name: str) -> Any:
     return act
 
 
-def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, poison: Any) -> None:
+def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, before: Before) -> None:
     cli.trained("run.name=whole", *STEADY)
-    poison(3, bad_output("blocks.1.mlp.up"))
+    before(3, bad_output("blocks.1.mlp.up"))
     ended = cli("run.name=a", "checkpoint.every=0", *STEADY)
     assert ended.code == 1
     assert "step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.up. A checkpoint" in ended.message
@@ -58,28 +43,28 @@ def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, pois
     assert losses("runs/a") == losses("runs/whole")
 
 
-def test_a_bad_gradient_names_its_weight_although_the_norm_of_all_is_bad(cli: Cli, poison: Any) -> None:
-    poison(2, bad_gradient("blocks.0.attention.wv.weight"))
+def test_a_bad_gradient_names_its_weight_although_the_norm_of_all_is_bad(cli: Cli, before: Before) -> None:
+    before(2, bad_gradient("blocks.0.attention.wv.weight"))
     said = cli("run.name=a", *STEADY).message
     assert "step 2: gradient norm is nan in NVFP4; first non-finite: gradient of blocks.0.attention.wv.weight" in said
     assert cli("resume=runs/a", "recipe=bf16").code == 0
 
 
-def test_delayed_scales_forget_the_step_that_failed(cli: Cli, poison: Any) -> None:
+def test_delayed_scales_forget_the_step_that_failed(cli: Cli, before: Before) -> None:
     options = ("recipe=fp8_delayed", "policy=all", *STEADY)
     assert cli("run.name=whole", *options).code == 0
-    poison(3, bad_output("blocks.0.attention.wo"))
+    before(3, bad_output("blocks.0.attention.wo"))
     assert cli("run.name=a", *options).code == 1
     assert cli("resume=runs/a").code == 0
     assert losses("runs/a") == losses("runs/whole")
 
 
-def test_weights_that_are_not_finite_replace_no_good_checkpoint(cli: Cli, poison: Any) -> None:
+def test_weights_that_are_not_finite_replace_no_good_checkpoint(cli: Cli, before: Before) -> None:
     def act(run: Any) -> None:
         with torch.no_grad():
             run.model.get_parameter("blocks.0.mlp.down.weight")[0, 0] = torch.nan
 
-    poison(3, act)
+    before(3, act)
     ended = cli("run.name=a", "checkpoint.every=2", "checkpoint.keep=1", *STEADY)
     assert ended.code == 1 and "first non-finite: weight blocks.0.mlp.down.weight" in ended.message
     assert "The weights are not finite themselves" in ended.message
@@ -96,11 +81,11 @@ def test_a_learning_rate_that_is_far_too_high_ends_with_an_explanation(cli: Cli)
     assert cli("run.name=a", "optim.lr=1e-3", "train.steps=1", advised[0], *STEADY).code == 0
 
 
-def test_a_gradient_that_no_loss_scale_mends_stops_the_run(cli: Cli, poison: Any) -> None:
+def test_a_gradient_that_no_loss_scale_mends_stops_the_run(cli: Cli, before: Before) -> None:
     def act(run: Any) -> None:
         run.model.get_parameter("blocks.0.mlp.up.weight").register_hook(lambda grad: grad * torch.nan)
 
-    poison(1, act)
+    before(1, act)
     scaling = ("recipe.scaling.initial=1", "recipe.scaling.backoff=0.0001")
     said = cli("run.name=a", "recipe=fp16", *scaling, *STEADY).message
     assert "step 3: gradient norm is nan" in said and "gradient of blocks.0.mlp.up.weight" in said

@@ -10,9 +10,11 @@ CASES = {
     "nvfp4 through its cooldown phase": [],
     "stochastic weights and gradients": ["recipe=mxfp4", "policy=all"],
     "recomputation in microbatches": ["model.recompute=true", "train.microbatch=1"],
+    "one scale for fused weights": ["recipe.fused_scales=true", "policy=all", "train.microbatch=2"],
     "delayed scaling": ["recipe=fp8_delayed", "policy=all", "phases=none"],
     "delayed scaling in microbatches": ["recipe=fp8_delayed", "train.microbatch=2", "recipe.history=2"],
     "delayed scaling from the latest amax": ["recipe=fp8_delayed", "recipe.algorithm=most_recent", "phases=none"],
+    "moments in BF16": ["recipe=bf16", "optim.moments=bfloat16", "phases=none"],
     "fp16's loss scale": ["recipe=fp16", "recipe.scaling.initial=1e10", "recipe.scaling.interval=2", "phases=none"],
     "a forward and a backward recipe": ["recipe=nvfp4_forward_mxfp8_backward", "schedule=cosine", "policy=all"],
     "a watch of weights that oscillate": [

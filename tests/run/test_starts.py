@@ -49,7 +49,7 @@ def test_a_start_composes_once(cli: Cli, compositions: list[Any]) -> None:
         raw = arguments[0] in ("swap", "sensitivity", "rank", "doctor") or "--help" in arguments
         ended = cli.raw(*arguments) if raw else cli(*arguments)
         if (len(compositions), ended.code) != (count, 0):
-            wrong[name] = (len(compositions), ended.err)
+            wrong[name] = (len(compositions), ended.err or ended.out)
     assert not wrong
     assert {p.name for p in Path("runs").glob("ablations-*")} >= {"ablations-bf16-paper", "ablations-nvfp4-paper"}
 

@@ -52,8 +52,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
         made.append(RecorderOnCpu(device))
         return made[-1]
 
-    def assembled(*args: Any) -> Any:
-        run = assemble(*args)
+    def assembled(*args: Any, **options: Any) -> Any:
+        run = assemble(*args, **options)
         if on[0]:
             run.runner = RecordedSteps(run, recorder)
         return run
@@ -69,14 +69,28 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recor
     quantizer.cache_clear()
 
 
-LONG = [pytest.param(recipe, marks=pytest.mark.long) for recipe in ("bf16", "mxfp8", "fp8_current")]
+LONG = [
+    pytest.param(recipe, moments, marks=pytest.mark.long)
+    for recipe, moments in (("bf16", "bfloat16"), ("mxfp8", "float32"), ("fp8_current", "float32"))
+]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", *LONG])  # of state, and of random bits
+STATE, RANDOM = ("fp8_delayed", "float32"), ("nvfp4", "float32")
+
+
+@pytest.mark.parametrize(("recipe", "moments"), [STATE, RANDOM, *LONG])
 def test_a_recorded_run_equals_an_eager_one_in_every_bit(
-    cli: Cli, recorded: Callable[[bool], Recorders], recipe: str
+    cli: Cli, recorded: Callable[[bool], Recorders], recipe: str, moments: str
 ) -> None:
-    options = (*SMALL, f"recipe={recipe}", "phases=none", "eval.every=3", "eval.errors_every=6", "checkpoint.every=4")
+    options = (
+        *SMALL,
+        f"recipe={recipe}",
+        f"optim.moments={moments}",
+        "phases=none",
+        "eval.every=3",
+        "eval.errors_every=6",
+        "checkpoint.every=4",
+    )
     recorded(False)
     assert cli("run.name=eager", *options).code == 0
     recorders = recorded(True)
@@ -115,7 +129,8 @@ def test_a_recorded_run_goes_on_from_its_checkpoint_as_if_it_had_never_ended(
     assert cli("resume=runs/graph").code == 0
     assert losses("runs/graph") == losses("runs/eager")
     saved = [Path(f"runs/{name}/checkpoints/step_00000012") for name in ("eager", "graph")]
-    assert len({(path / "tensors.safetensors").read_bytes() for path in saved}) == 1
+    for file in ("weights.safetensors", "tensors.safetensors"):
+        assert len({(path / file).read_bytes() for path in saved}) == 1, file
     assert len({str(json.loads((path / "state.json").read_text())["state"]["optimizer"]) for path in saved}) == 1
 
 
@@ -132,7 +147,8 @@ def test_a_replayed_step_that_fails_changes_nothing_and_is_blamed_as_an_eager_on
         before(8, spoil)
         options = (*SMALL, "recipe=fp8_delayed", "phases=none", "checkpoint.every=0")
         messages.append(cli("run.name=a", "run.overwrite=true", *options).message)
-        kept.append(Path("runs/a/checkpoints/step_00000008/tensors.safetensors").read_bytes())
+        saved = Path("runs/a/checkpoints/step_00000008")
+        kept.append([(saved / file).read_bytes() for file in ("weights.safetensors", "tensors.safetensors")])
     assert messages[0] == messages[1] and "step 8: gradient norm is nan" in messages[0]
     assert kept[0] == kept[1], "weights, moments and amax histories of before the step"
     assert recorders[0].replays == 10 - WARM_UP, "the step that failed, and the one that was queued after it"
@@ -162,6 +178,8 @@ def test_on_a_cpu_it_is_refused_before_the_run_begins(cli: Cli) -> None:
     ("changes", "said"),
     [
         ({"world": SimpleNamespace(size=2)}, "steps of 2 ranks"),
+        ({"teacher": nn.Identity()}, "a teacher runs beside the model"),
+        ({"scored": [1]}, "divided by the answers of each batch"),
         ({"compile": True}, "train.compile=true"),
         ({"recompute": True}, "model.recompute=true"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "decides on the host"),
@@ -174,6 +192,8 @@ def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, A
         device=torch.device("cuda"),
         world=changes.get("world", SimpleNamespace(size=1)),
         optimizer=changes.get("optimizer", optimizer),
+        teacher=changes.get("teacher"),
+        train_data=SimpleNamespace(tokens=SimpleNamespace(scored=changes.get("scored"))),
         config=SimpleNamespace(
             train=SimpleNamespace(compile=changes.get("compile", False)),
             model=SimpleNamespace(recompute=changes.get("recompute", False)),

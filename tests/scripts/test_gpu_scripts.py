@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import runpy
 import shlex
 import subprocess
@@ -14,12 +13,11 @@ import pytest
 import torch
 from recorded_products import Recorder
 
-from fp4train.backends.native import blocks
+from fp4train.backends import native
 from fp4train.config import composition
 from fp4train.quantize import triton as kernels
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-CHECK = SCRIPTS / "gpu_check.sh"
 
 
 def load(name: str) -> ModuleType:
@@ -31,56 +29,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def check(*arguments: str, cwd: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
-        "PYTHON": python,
-        "OMP_NUM_THREADS": "1",
-    }
-    command = ["bash", str(CHECK), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False)
-
-
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
 def test_shell_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-def test_a_dry_run_prints_commands_that_exist_and_writes_nothing(tmp_path: Path) -> None:
-    shown = check("out/b200", "--dry-run", cwd=tmp_path)
-    assert shown.returncode == 0 and list(tmp_path.iterdir()) == []
-    commands = [shlex.split(line) for line in shown.stdout.splitlines()]
-    for _, *words in filter(lambda command: command != ["doctor"], commands):
-        if words[0].startswith("scripts/"):
-            assert (SCRIPTS.parent / words[0]).is_file()
-        elif words[:2] == ["-m", "fp4train"] and words[2] not in ("doctor", "compare"):
-            composition.check(words[2:])
-    assert sum("train.compile=true" in words for words in commands) == 1
-
-
-def test_what_cannot_run_here_is_left_out_and_what_ran_is_not_run_again(tmp_path: Path) -> None:
-    """A CPU has neither kernels, nor TE, nor native products; the package is found without being installed."""
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\necho "$PYTHONPATH" >> {tmp_path}/path\ncase "$*" in\n'
-        '  *te_selfcheck*) exit 3 ;;\n  *gpu_native*) exit "${NATIVE:-1}" ;;\nesac\n'
-    )
-    python.chmod(0o755)
-    first = check("out/x", "te", "kernels", "native", cwd=tmp_path, python=str(python))
-    assert first.returncode == 1
-    assert "== te: left out" in first.stdout and "== native: FAILED (1)" in first.stdout
-    assert (tmp_path / "out/x.done").read_text().split() == ["kernels", "doctor"]
-    assert set((tmp_path / "path").read_text().split()) == {str(SCRIPTS.parent)}
-    again = check("out/x", "te", "kernels", cwd=tmp_path, python=str(python))
-    assert again.returncode == 0, "what is left out is no failure"
-    assert "== kernels: done before" in again.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [([], "say where to write"), (["x", "kernles"], "unknown part kernles")]
-)
-def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
-    found = check(*arguments, cwd=tmp_path)
-    assert found.returncode == 2 and words in found.stderr
 
 
 def test_cases_that_were_written_before_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +106,8 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
     """With `scaled_mm` as a CPU can run it: what is left for the GPU is cuBLAS's answer."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     script, recorder = load("gpu_native"), Recorder()
-    monkeypatch.setattr(blocks, "why_not", lambda *arguments: None)
-    monkeypatch.setattr(blocks.F, "scaled_mm", recorder)
+    monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
+    monkeypatch.setattr(native.F, "scaled_mm", recorder)
     problem = script.selfcheck.Problem.draw(128, 256, 128, "cpu")
     names = [name for name in script.RECIPES if not name.startswith("fp8") or "blocks" in name]
     for name in names:
@@ -221,7 +172,7 @@ def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is
 
 def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu_graph")
-    composition.check(list(script.OPTIONS))
+    list(composition.composed(list(script.OPTIONS)))
     lines = [
         {
             "step": i,
@@ -242,3 +193,24 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_graph", "--out", str(tmp_path / "x.json")])
     assert script.main() == 3
+
+
+def test_the_large_step_has_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the 257 ids of bytes a quarter of a step, the head, would not be measured."""
+    benchmark = load("benchmark")
+    asked: list[str] = []
+
+    def measure(report: object, device: torch.device, overrides: list[str], name: str) -> None:
+        asked.extend(overrides)
+        tiny = ("model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=32")
+        smaller = ("model.layers=1", "train.batch_size=1", "train.steps=2", "eval.every=0", "optim.clip=1")
+        kept = [each for each in overrides if each.startswith("data")]
+        with benchmark.built_run(torch.device("cpu"), [*kept, *tiny, *smaller, "train.seq_len=16"]) as (run, step):
+            step(benchmark.BF16())
+            sizes.append(run.train_data.tokens.vocab_size)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(benchmark, "bench_step", lambda *_: None)
+    monkeypatch.setattr(benchmark, "bench_large_step", measure)
+    benchmark.run_parts(benchmark.Report(), ["step"], torch.device("cuda"), quick=True)
+    assert "model=llama_1b" in asked and sizes == [128_256]

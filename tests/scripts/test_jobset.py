@@ -166,4 +166,4 @@ def test_its_command_is_one_that_torchrun_and_fp4train_read() -> None:
     assert program == "torchrun"
     read = get_args_parser().parse_args([re.sub(r"\$\(\w+\)", "0", word) for word in (*words, *pod["args"])])
     assert read.module and read.training_script == "fp4train" and read.training_script_args == pod["args"]
-    composition.check(pod["args"])
+    list(composition.composed(pod["args"]))

@@ -12,24 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-from fp4train.backends.table import Shape, Table
-from fp4train.backends.te.availability import why_not_device
-from fp4train.backends.te.executor import TEExecutor, region
-from fp4train.backends.te.quantizers import QuantizerFactory
-from fp4train.backends.te.translate import to_te, why_not
+from fp4train.backends.table import Operands, Shape, Table
+from fp4train.backends.te.availability import why_not_device as why_not_device
+from fp4train.backends.te.executor import TEExecutor as TEExecutor
+from fp4train.backends.te.executor import region as region
+from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
+from fp4train.backends.te.translate import to_te as to_te
+from fp4train.backends.te.translate import why_not as why_not
 from fp4train.hardware import Device
 
-__all__ = [
-    "TRANSFORMER_ENGINE",
-    "QuantizerFactory",
-    "TEExecutor",
-    "TransformerEngine",
-    "region",
-    "to_te",
-    "why_not",
-    "why_not_device",
-]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class TransformerEngine:
@@ -40,11 +35,14 @@ class TransformerEngine:
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)
 
+    def sums_fast(self, operands: Operands, gemm: str) -> bool:
+        return operands.accumulator == "fast" or (operands.accumulator == "auto" and gemm == "fprop")
+
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)
 
-    def region(self, tables: Iterable[Table]) -> AbstractContextManager[None]:
-        return region(*tables)
+    def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
+        return region(*tables, ranks=ranks)
 
 
 TRANSFORMER_ENGINE = TransformerEngine()

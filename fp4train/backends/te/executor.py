@@ -7,7 +7,7 @@ is no longer updated (module/base.py set_meta_tensor, quantization.py add_fp8_te
 each recipe never changes, so neither can happen; it holds quantisers, no parameters, and is idle between its uses.
 
 Each call enters `te.autocast` itself, so layers of one model run different recipes. Delayed scaling updates its scales
-when TE's outermost autocast ends, once for all layers: wrap the model's forward pass in `region(table)` for it.
+once for all layers, where `region(table)` ends: wrap the passes of an optimizer step in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from torch import Tensor
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.translate import to_te
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def _is_delayed(table: Table) -> bool:
@@ -38,18 +41,32 @@ def _token_multiple(table: Table) -> int:
 
 
 @contextmanager
-def region(*tables: Table) -> Iterator[None]:
-    """TE's outermost autocast for one forward pass; needed for delayed scaling, harmless for other recipes.
+def region(*tables: Table, ranks: ProcessGroup | None = None) -> Iterator[None]:
+    """The forward and backward passes of one optimizer step; needed for delayed scaling, harmless for other recipes.
+
+    Within it scales stay as they are, and the kernels take the maximum of the amaxes of all passes. At its end every
+    history takes that maximum in, once: the scales of a step do not depend on how its batch is cut into microbatches.
+    TE alone rolls the forward histories at the end of each autocast (quantization.py autocast_exit), and the gradients'
+    in the backward pass of the first module of each (module/linear.py _Linear.backward), before the other microbatches.
+    A backward pass that follows the region enters its amaxes at the end of the next one. Without gradients, as in
+    evaluation, nothing is updated. A region within a region does nothing.
 
     Args:
-        tables: those that the pass uses. Nothing happens where none of them is quantised.
+        tables: those that the passes use. Nothing happens where none of them is quantised.
+        ranks: those with the same layers, whose amaxes are joined where the region ends; None: all ranks. Of a pipeline
+            they are those of one stage: others would wait, or mix the amaxes of different layers.
     """
     quantised = [table for table in tables if table.quantised]
-    with ExitStack() as stack:
-        if quantised:
-            first = next((table for table in quantised if _is_delayed(table)), quantised[0])
-            stack.enter_context(pytorch_module().autocast(enabled=True, recipe=to_te(first)))
+    if not quantised or _inside_region(te := pytorch_module()):
         yield
+        return
+    first = next((table for table in quantised if _is_delayed(table)), quantised[0])
+    with te.autocast(enabled=True, recipe=to_te(first), amax_reduction_group=ranks):
+        state, _, is_first = _state(te)
+        setattr(state, is_first, False)  # no module is the one whose backward pass updates
+        yield
+        if _is_delayed(first) and torch.is_grad_enabled():
+            te.quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 def _state(te: Any) -> tuple[Any, str, str]:
@@ -70,12 +87,13 @@ def _inside_region(te: Any) -> bool:
 def _autocast(te: Any, te_recipe: Any) -> Iterator[None]:
     """TE's autocast for one layer, which leaves to the outer one that the layer has run.
 
-    TE updates the gradients' delayed scales in the backward pass of the first module of the outermost autocast. An
-    inner one restores "no module has run yet" when it ends (quantization.py set_autocast_state), so that every layer
-    would be the first, and every layer's backward would roll all histories on.
+    TE updates the gradients' delayed scales in the backward pass of the first module of an outermost autocast that is
+    not `region`. An inner one restores "no module has run yet" when it ends (quantization.py set_autocast_state), so
+    that every layer would be the first, and every layer's backward would roll all histories on.
     """
     state, _, first = _state(te)
-    with te.autocast(enabled=True, recipe=te_recipe):
+    ranks = te.quantization.FP8GlobalStateManager.get_fp8_group() if _inside_region(te) else None
+    with te.autocast(enabled=True, recipe=te_recipe, amax_reduction_group=ranks):
         yield
         is_first = getattr(state, first)
     if _inside_region(te):
@@ -100,33 +118,60 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
         module.init_fp8_meta_tensors(te_recipe)
 
 
+def _summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
+    """`weight` as TE takes one whose gradients its GEMM adds up: what `into` gives in backward is its `main_grad`.
+
+    Under these names TE asks for it in the backward pass, so that it need not exist before (module/linear.py
+    main_grad_func, since 2.9). They are attributes of a view, not of the caller's parameter. Until then TE holds the
+    function, but the view by a weak reference, and recomputation saves no tensors: the function keeps the view alive.
+    """
+    view: Any = weight.view_as(weight)
+
+    def main_grad() -> Tensor:
+        del view.get_main_grad
+        return into()
+
+    view.__fsdp_param__, view.get_main_grad = True, main_grad
+    return view
+
+
 @dataclass
 class _Built:
     """What one table needs in one layer."""
 
+    table: Table
     te_recipe: Any
     module: Any
     token_multiple: int
     delayed: bool
     keeps: bool
-    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose scale may change between
-    passes, nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
+    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose amax each region takes in,
+    nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
     weight: weakref.ref[Tensor] | None = None
     """The weight that the module holds the codes of, and"""
     since: tuple[object, ...] = ()
     """from when."""
 
     def is_first(self, weight: Tensor, position: tuple[int, int] | None) -> bool | None:
-        """`is_first_microbatch` of TE's modules: True quantises and keeps the codes, False takes those that are kept,
-        None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
+        """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them where there are
+        none; None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
+
+        True is never said: TE would also overwrite the sum of the weight's gradients in that microbatch's backward pass
+        (module/linear.py accumulate_wgrad_into_param_main_grad).
         """
         if not self.keeps or position is None or not torch.is_grad_enabled():
             self.weight = None
             return None
         now = (position, weight._version)
-        first = self.weight is None or self.weight() is not weight or self.since != now
+        if self.weight is None or self.weight() is not weight or self.since != now:
+            self.module._fp8_workspaces.clear()
         self.weight, self.since = weakref.ref(weight), now
-        return first
+        return False
+
+    def release(self) -> None:
+        """Drop the codes of the weight, and the weight."""
+        self.weight = self.module._parameters["weight"] = None
+        self.module._fp8_workspaces.clear()
 
 
 class TEExecutor:
@@ -140,15 +185,24 @@ class TEExecutor:
     def __init__(self, *, name: str, translate: Callable[[Table], Any] = to_te) -> None:
         self.name, self._translate = name, translate
         self._built: dict[Table, _Built] = {}
+        self._running: _Built | None = None
         self._delayed: Table | None = None
         self._to_load: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave TE's modules behind; they are rebuilt when needed, with their history."""
-        return {**self.__dict__, "_built": {}, "_delayed": None, "_to_load": self.state()}
+        return {**self.__dict__, "_built": {}, "_running": None, "_delayed": None, "_to_load": self.state()}
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Table, *, position: tuple[int, int] | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: Table,
+        *,
+        position: tuple[int, int] | None = None,
+        into: Callable[[], Tensor] | None = None,
+        freed: bool = False,
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
@@ -157,6 +211,9 @@ class TEExecutor:
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
             position: (seed, step): the weight is quantised once in each, if TE has a recipe for the table.
+            into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd then.
+            freed: TE then saves no codes, and quantises the weight again in backward, as it does under FSDP2 (from 2.16
+                on; older ones save the codes).
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -164,12 +221,21 @@ class TEExecutor:
         tokens = x_MK.shape[0]
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        built = self._build(te, table, weight, bias)
+        built = self._running
+        if built is None or built.table is not table:  # a table's hash is that of its six specs
+            built = self._build(te, table, weight, bias)
         te_recipe, module, delayed = built.te_recipe, built.module, built.delayed
+        if built is not self._running:
+            if self._running is not None:
+                self._running.release()
+            self._running = built
         if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
         # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a module's back.
-        module._parameters["weight"] = weight
+        module._parameters["weight"] = weight if into is None else _summed(weight, into)
+        module.fuse_wgrad_accumulation = into is not None
+        if hasattr(type(module), "is_fsdp2"):
+            module._is_fsdp2 = freed
         if bias is not None:
             module._parameters["bias"] = bias
         with ExitStack() as stack:
@@ -183,24 +249,27 @@ class TEExecutor:
             if delayed and not torch.is_grad_enabled():
                 stack.enter_context(_history_kept(module, te_recipe))
             y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
+        if freed:
+            built.release()
         return y_MN[:tokens].reshape(*x.shape[:-1], weight.shape[0])
 
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
-        if table not in self._built:
+        if (known := self._built.get(table)) is None:
             n, k = weight.shape
             # On the meta device, because the parameters are the caller's.
             options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
             te_recipe, delayed = self._translate(table), _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
-            self._built[table] = _Built(te_recipe, te.Linear(k, n, **options), _token_multiple(table), delayed, keeps)
-        return self._built[table]
+            module = te.Linear(k, n, **options)
+            known = self._built[table] = _Built(table, te_recipe, module, _token_multiple(table), delayed, keeps)
+        return known
 
     def _enter_delayed(self, te: Any, table: Table) -> None:
         if not _inside_region(te):
             raise RuntimeError(
-                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a forward pass ends; "
-                "run the pass inside fp4train.backends.te.region(recipe). Recomputed activations have no such end: "
-                "turn recomputation off, or use FP8Current or backend=emulate."
+                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
+                "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
+                "activations are recomputed, too, or use FP8Current or backend=emulate."
             )
         self._delayed = table
 

@@ -45,6 +45,7 @@ def to_te(table: Table) -> Any:
     te = recipe_module()
     families = _families(table, version() or ())
     _check_products(table, families)
+    _check_sums(table, families)
     native = _native(te, table, families)
     return native if native is not None else _custom(te, table, families)
 
@@ -63,12 +64,15 @@ def why_not(table: Table, layer: Shape, device: Device) -> str | None:
             to_te(table)
         families = _families(table, (version() or ()) if device.here else NEWEST)
         _check_products(table, families)
+        _check_sums(table, families)
     except ValueError as error:
         return str(error)
     multiple = max(ALIGNMENT[kind] for kind in families.values())
     for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
         if size % multiple:
             return f"TE needs {name} divisible by {multiple}, not {size}"
+    if layer.experts:
+        return f"TE's layer has one weight, and this one has {layer.experts} experts, which are multiplied one by one"
     return None
 
 
@@ -130,6 +134,19 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
             raise ValueError(f"{table.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}")
 
 
+def _check_sums(table: Table, families: Mapping[QuantSpec, str]) -> None:
+    """Of TE's recipes only current scaling has a choice of accumulators (`fp8_gemm_fprop` and its siblings): others sum
+    fprop in the fast one, dgrad and wgrad in the exact one (module/base.py _2X_ACC_FPROP and its siblings)."""
+    if set(families.values()) == {"fp8_current"} and all(each.quantised for each in table.values()):
+        return
+    for gemm, operands in table.items():
+        if operands.accumulator not in ("auto", "fast" if gemm == "fprop" else "exact"):
+            raise ValueError(
+                f"{table.name}: {gemm}: TE has accumulator={operands.accumulator!r} for FP8Current with all GEMMs "
+                "quantised only; use accumulator='auto', or backend=native"
+            )
+
+
 def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec, str]) -> Any:
     """One of TE's recipe classes for this table, or None."""
     x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
@@ -143,7 +160,8 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
         "dgrad": Operands(first=dy, second=w),
         "wgrad": Operands(first=dy, second=x),
     }
-    if dict(table) != by_tensor or x.element != "e4m3" or w.element != "e4m3":
+    plain = {gemm: dataclasses.replace(each, accumulator="auto") for gemm, each in table.items()}
+    if plain != by_tensor or x.element != "e4m3" or w.element != "e4m3":
         return None
     fields: dict[str, Any] = {
         "fp8_format": te.Format.HYBRID if dy.element == "e5m2" else te.Format.E4M3,
@@ -171,6 +189,9 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
     if any(o.scale != x.scale for o in (w, dy)):
         return None
     if kind == "fp8_current":
+        for gemm, operands in table.items():
+            if operands.accumulator != "auto":
+                fields[f"fp8_gemm_{gemm}"] = te.MMParams(use_split_accumulator=operands.accumulator == "exact")
         made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
     else:
         if x.block != (1, 128) or dy.block != (1, 128):

@@ -28,8 +28,30 @@ class Bytes:
         return 256
 
     @property
+    def end(self) -> str:
+        """The token that ends a document, as files of tokenizers spell it."""
+        return "<|end|>"
+
+    def to_json(self) -> str:
+        """A file of the `tokenizers` library with equal ids: byte pairs without merges."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 spells a byte by a character that shows
+        rest = sorted(set(range(256)) - set(shown))
+        vocabulary = {chr(each): each for each in shown} | {chr(256 + n): each for n, each in enumerate(rest)}
+        made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens([AddedToken(self.end, special=True)])
+        text: str = made.to_str()
+        return text
+
+    @property
     def identity(self) -> str:
         return "bytes"
+
+    def token_bytes(self) -> Ids:
+        return np.array([1] * 256 + [0], dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]

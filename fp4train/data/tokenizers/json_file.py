@@ -7,6 +7,7 @@ of the original.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,14 @@ import numpy as np
 
 from fp4train import files
 from fp4train.data.tokens import Ids
-from fp4train.errors import DataError
+from fp4train.errors import DataError, data_errors, reason
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]")
+ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]"),
+    "<|end|>",  # of exported byte tokens
+)
+
+_SAMPLE = 'def Add(a, b):\n    return a + b  # "Sum"\n'
 
 
 class JsonTokenizer:
@@ -26,7 +32,7 @@ class JsonTokenizer:
     def __init__(self, text: str, *, end_of_document: str | None, what: str) -> None:
         import tokenizers
 
-        self._what = what
+        self._what, self._text = what, text
         with _told(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
@@ -41,9 +47,34 @@ class JsonTokenizer:
                 f"{what} has no token {' or '.join(candidates)} to end a document with. Name one with "
                 f"data.tokenizer.end_of_document; its special tokens: {', '.join(special[:8]) or 'none'}"
             )
-        self.end_of_document = vocabulary[end]
+        self.end, self.end_of_document = end, vocabulary[end]
         self.vocab_size = max(vocabulary.values()) + 1
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
+
+    def to_json(self) -> str:
+        """The file that it was made from."""
+        return self._text
+
+    def token_bytes(self) -> Ids:
+        """Bytes that each id stands for, int64 [vocab_size]; 0 for special tokens, and for ids that there are not.
+
+        A byte-level tokenizer spells each byte as a character; others spell a byte that is no character <0xE2>.
+        """
+        found = np.zeros(self.vocab_size, dtype=np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_level = "ByteLevel" in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        anchor = self.encode("a")
+        before = len(self.decode(anchor).encode())
+        for text, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                found[number] = 0 if added[number].special else len(text.encode())
+            elif byte_level:
+                found[number] = len(text)
+            elif re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+                found[number] = 1
+            else:
+                found[number] = len(self.decode([*anchor, number]).encode()) - before
+        return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         with _told(f"{self._what} cannot encode the text"):
@@ -53,6 +84,25 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
+
+    def lost_text(self) -> str | None:
+        """What a line of text with capitals, spaces and line breaks becomes when it is encoded and decoded; None: all
+        of it is kept."""
+        found = self.decode(self.encode(_SAMPLE))
+        return None if found == _SAMPLE else found
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts that `encode_markup` makes one token of."""
+        return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+    def encode_markup(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens are meant as such."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -94,29 +144,27 @@ def kept(run_dir: Path, origin: str) -> str | None:
     """The run's own tokenizer, if it has one that was made from `origin`."""
     if not run_dir.is_dir():
         return None
-    try:
-        with files.Folder.open(run_dir) as folder:
-            if any(folder.status(name) is None for name in ("tokenizer.json", "tokenizer_origin.json")):
-                return None
-            note = json.loads(folder.read("tokenizer_origin.json", LIMIT))
-            made_from, checksum = note["origin"], note.get("sha256")
-            data = folder.read("tokenizer.json", LIMIT)
+    strange = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    remedy = ". Use another run.name."
+    refused = data_errors(*strange, before=f"the run's tokenizer in {run_dir} cannot be read: ", after=remedy)
+    with refused, files.Folder.open(run_dir) as folder:
+        if any(folder.status(name) is None for name in ("tokenizer.json", "tokenizer_origin.json")):
+            return None
+        note = json.loads(folder.read("tokenizer_origin.json", LIMIT))
+        made_from, checksum = note["origin"], note.get("sha256")
+        data = folder.read("tokenizer.json", LIMIT)
         text = data.decode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"the run's tokenizer in {run_dir} cannot be read: {error}. Use another run.name.") from error
     if checksum not in (None, hashlib.sha256(data).hexdigest()):
-        raise DataError(f"the run's tokenizer in {run_dir} is damaged (its checksum differs). Use another run.name.")
+        raise DataError(f"the run's tokenizer in {run_dir} is damaged (its checksum differs){remedy}")
     if made_from != origin:
-        raise DataError(f"{run_dir} holds the tokenizer {made_from}, not {origin}. Use another run.name.")
+        raise DataError(f"{run_dir} holds the tokenizer {made_from}, not {origin}{remedy}")
     return text
 
 
 def keep(run_dir: Path, origin: str, text: str) -> None:
     """Keep the tokenizer with the run, each file whole or not at all."""
     note = {"origin": origin, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    try:
-        with files.Folder.open(run_dir, create=True) as folder:
-            folder.write("tokenizer_origin.json", json.dumps(note).encode())
-            folder.write("tokenizer.json", text.encode())
-    except OSError as error:
-        raise DataError(f"the tokenizer cannot be kept in {run_dir}: {error.strerror or error}") from error
+    refused = data_errors(OSError, before=f"the tokenizer cannot be kept in {run_dir}: ", told=reason)
+    with refused, files.Folder.open(run_dir, create=True) as folder:
+        folder.write("tokenizer_origin.json", json.dumps(note).encode())
+        folder.write("tokenizer.json", text.encode())

@@ -7,7 +7,7 @@ from pathlib import Path
 from fp4train.data.files import existing_path
 from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
-from fp4train.errors import DataError
+from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathOrHubName, is_hub_name
 
 
@@ -23,24 +23,29 @@ class Pretrained:
         origin = self.name if self.revision is None else f"{self.name} {self.revision}"
         return run_tokenizer(run_dir, origin, self._read, self.end_of_document)
 
+    def open(self) -> JsonTokenizer:
+        """The tokenizer without a copy in a run.
+
+        Raises:
+            DataError: it cannot be had, or is none.
+        """
+        text, what = self._read()
+        return JsonTokenizer(text, end_of_document=self.end_of_document, what=what)
+
     def _read(self) -> tuple[str, str]:
         path = self._find()
-        try:
+        with data_errors(OSError, ValueError, before=f"data.tokenizer.name={self.name}: {path} is no JSON file: "):
             text = path.read_text(encoding="utf-8")
             json.loads(text)
-        except (OSError, ValueError) as error:
-            raise DataError(f"data.tokenizer.name={self.name}: {path} is no JSON file: {error}") from error
         return text, str(path)
 
     def _find(self) -> Path:
         if not is_hub_name(self.name):
             found = existing_path(self.name, "data.tokenizer.name")
             return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name") if found.is_dir() else found
-        try:
+        with data_errors(ImportError, before="a hub name needs the package huggingface_hub (", after=")"):
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-        except ImportError as error:
-            raise DataError(f"a hub name needs the package huggingface_hub ({error})") from error
         try:
             return Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
         except HFValidationError as error:

@@ -11,6 +11,7 @@ built with the package: `unavailable()` says why it is missing.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from struct import Struct
@@ -28,13 +29,18 @@ ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
 SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "ue5m3": 4}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
-ROUNDINGS: Final = {"nearest": 0, "stochastic": 1}
+ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
+FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
+"""In place of the formula, which makes no difference then."""
 EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
 COLUMN_BLOCKS: Final = (16, 32)
-"""Widths of blocks along the strided axis of x.T."""
+"""Widths of blocks along the strided axis of x.T, and of those that a transform or four over six needs."""
+HADAMARD_SIZES: Final = (16, 32, 64, 128)
+REPEATED_SIGNS: Final = 32
+"""Signs that a scheme holds; those of larger transforms repeat, or the random words draw them."""
 OUTER_COLUMNS: Final = 128
 """Columns of a row that share a float32 scale of extent "block"."""
 PAIR_ROWS: Final = 128
@@ -42,15 +48,16 @@ PAIR_ROWS: Final = 128
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT: Final = 2
+LAYOUT, VERSION = 2, 2
+"""Of the fields, and of the numbers that they hold."""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
-"""How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; stochastic,
+"""How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
 Hadamard size; signs; whether they are drawn instead, whether values are float32; largest, bound, margin; stream bytes.
 
 whole: extent to all of which one float scale applies: blocks are then only a unit of work; none: one scale per block.
 extent of the amax that scales need besides those of blocks: of the tensor or a row, which must be known before the
     blocks; or of an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements.
-signs: of a Hadamard transform of sixteen columns, where bit i negates column i; or the random words draw them.
+signs: of a Hadamard transform, where bit i % 32 negates column i; or the random words draw them.
 whether values are float32: instead of BF16, to which the kernels round.
 largest: the magnitude that a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax.
 margin: divisor of `whole` scales.
@@ -59,6 +66,10 @@ JOB: Final = Struct(f"={SCHEME.size}s24s6Q4q2i")
 """scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
 DECODE: Final = Struct(f"={SCHEME.size}s5Q6q")
 """scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes per row, strides, amaxes."""
+STEP: Final = Struct("=4Q3q5I9f")
+"""One step of AdamW with moments in BF16 (`optim.rounded`): addresses of weights, gradients and moments; rows, columns,
+columns to skip; row offset, column offset / 8, the counter's word of the step, layers of the two moments; the numbers
+of the step, and what stays the same over steps."""
 
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""
@@ -76,7 +87,8 @@ def _extension() -> ModuleType | str:
 
 def _stale(extension: ModuleType) -> str | None:
     """Why an extension cannot be used: it was built from other sources than these. None if it can."""
-    built, wanted = getattr(extension, "layout", None), (LAYOUT, JOB.size, DECODE.size)
+    built = getattr(extension, "layout", None), getattr(extension, "version", None)
+    wanted = (LAYOUT, JOB.size, DECODE.size), VERSION
     if built == wanted:
         return None
     return (
@@ -103,6 +115,12 @@ def loaded() -> ModuleType:
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets of this CPU, fastest last."""
     return tuple(name for i, name in enumerate(INSTRUCTION_SETS) if loaded().has_isa(i))
+
+
+def step_adamw(tensors: Sequence[torch.Tensor], integers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+    """One step of AdamW on weights, gradients and moments, contiguous and of one shape, in place; see `STEP`."""
+    job = STEP.pack(*(each.data_ptr() for each in tensors), *integers, *numbers)
+    loaded().adamw(job, torch.get_num_threads())
 
 
 def thread_pool() -> str:

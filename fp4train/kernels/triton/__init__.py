@@ -1,11 +1,10 @@
 """Triton kernels, SM 8.0 and newer (Triton 3.6+), each equal to the torch reference to the bit.
 
-variant.py    what a kernel is compiled for, as one compile-time argument
 rounding.py   casts, maxima that keep NaN, rounding to an element grid, random bits (device functions)
 scale.py      global and block scales: E4M3, E8M0, float32, powers of two           (device functions)
-amax.py       largest magnitude of a tensor or of its rows
-quantize.py   the kernel that quantises; each of its variants is one function of rows.py or columns.py
-rows.py       blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per tensor or row; decoding
+quantize.py   the kernel that quantises; blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per
+              tensor or row; decoding; largest magnitude of a tensor or of its rows
+adamw.py      one step of AdamW with moments in BF16
 columns.py    1xN blocks along a strided axis (a transposed view), with the Hadamard transform and its amax
 
 Exactness. Kernels are launched with enable_fp_fusion=False: a multiplication and an addition contracted into an fma
@@ -14,5 +13,7 @@ are kept: Triton's NVIDIA backend emits no .ftz for add, mul, fma, min, max and 
 for SM 8.0, 9.0 and 10.0 and looks). FP8 and FP4 casts are arithmetic on float32 bits: SM 8.0 has no FP8 cast, and
 the interpreter's is wrong.
 
-Importing this package imports nothing; importing one of its modules other than `variant` imports Triton.
+What a kernel is compiled for is one compile-time argument V (`quantize.triton_launch.Variant`).
+
+Importing this package imports nothing; importing one of its modules imports Triton.
 """

@@ -22,17 +22,7 @@ BF16.
 import triton
 import triton.language as tl
 
-from fp4train.kernels.triton.rounding import (
-    as_bf16,
-    as_float,
-    code_limit,
-    element_codes,
-    element_values,
-    fraction,
-    largest,
-    random_words,
-    scaled,
-)
+from fp4train.kernels.triton import rounding
 from fp4train.kernels.triton.scale import block_scales, outer_scales
 
 
@@ -47,7 +37,9 @@ def load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constex
     x = ()
     for i in tl.static_range(N):
         mask = (group * N + i < cols)[:, None] & (row < rows)[None, :]
-        x = x + (as_float(tl.load(x_ptr + offset + tl.cast(x_col_stride, tl.int64) * i, mask=mask, other=0.0)),)
+        x = x + (
+            rounding.as_float(tl.load(x_ptr + offset + tl.cast(x_col_stride, tl.int64) * i, mask=mask, other=0.0)),
+        )
     if V.size > 0:
         x = transform(x, V)
     return x, row, group
@@ -59,7 +51,7 @@ def transform(x, V: tl.constexpr):
     N: tl.constexpr = V.n
     y = ()
     for i in tl.static_range(N):
-        v = as_float(as_bf16(x[i], V.hardware))
+        v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
         if (V.negative >> (i % V.size)) & 1:
             v = -v
         y = y + (v,)
@@ -74,7 +66,7 @@ def transform(x, V: tl.constexpr):
             y = z
     z = ()
     for i in tl.static_range(N):
-        z = z + (as_float(as_bf16(y[i] * V.factor, V.hardware)),)
+        z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.factor, V.hardware)),)
     return z
 
 
@@ -84,13 +76,13 @@ def largest_of(x, V: tl.constexpr):
     N: tl.constexpr = V.n
     found = tl.abs(x[0])
     for i in tl.static_range(1, N):
-        found = largest(found, tl.abs(x[i]))
+        found = rounding.largest(found, tl.abs(x[i]))
     return found
 
 
 @triton.jit
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See amax.py."""
+    """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See quantize.py."""
     x, row, _ = load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer == "row":
@@ -122,7 +114,7 @@ def quantize_columns(
     width = cols
     if V.size > 0:
         width = tl.cdiv(cols, V.size) * V.size
-    limit = code_limit(encode, V)
+    limit = rounding.code_limit(encode, V)
     anchor = amax_b.to(tl.uint32, bitcast=True) >> 31
     SHIFT: tl.constexpr = 4 if V.output == "packed" else 8
     PER_WORD: tl.constexpr = 64 // SHIFT
@@ -131,21 +123,21 @@ def quantize_columns(
     word = tl.zeros((BLOCKS, ROWS), tl.uint64)
     random = (0, 0, 0, 0)
     for i in tl.static_range(N):
-        t = scaled(x[i], encode, V)
+        t = rounding.scaled(x[i], encode, V)
         r = 0.0
         if V.stochastic:
             if i % 8 == 0:
-                random = random_words((group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words)
-            r = fraction((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF)
+                random = rounding.random_words((group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words)
+            r = rounding.fraction((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF)
         if V.output == "values":
-            v = element_values(t, r, V) * decode
+            v = rounding.element_values(t, r, V) * decode
             col = group * N + i
             if out_ptr.dtype.element_ty == tl.bfloat16:
-                v = as_bf16(v, V.hardware)
+                v = rounding.as_bf16(v, V.hardware)
             out = out_ptr + out_row + (col.to(tl.int64) * out_col_stride)[:, None]
             tl.store(out, v, mask=(col < width)[:, None] & (row < rows)[None, :])
         else:
-            code = element_codes(t, r, limit, V)
+            code = rounding.element_codes(t, r, limit, V)
             word = word | (code.to(tl.uint64) << (SHIFT * (i % PER_WORD)))
             if i % PER_WORD == PER_WORD - 1:
                 packed = packed + (word.to(tl.int64, bitcast=True),)

@@ -176,15 +176,21 @@ def fraction(half):
 
 
 @triton.jit
+def eight_halves(eight, row, anchor, words):
+    """Sixteen random bits (uint32) of each column of groups of eight: [..., G] -> [..., G, 8]. See `random_words`."""
+    w0, w1, w2, w3 = random_words(eight, row, anchor, words)
+    j = tl.arange(0, 8)
+    low = tl.where(j < 2, tl.expand_dims(w0, -1), tl.expand_dims(w1, -1))
+    high = tl.where(j < 6, tl.expand_dims(w2, -1), tl.expand_dims(w3, -1))
+    word = tl.where(j < 4, low, high)
+    return (word >> (16 * (j & 1)).to(tl.uint32)) & 0xFFFF
+
+
+@triton.jit
 def eight_fractions(eight, row, anchor, words, V: tl.constexpr):
     """Thresholds [A, G, 8] in (0, 1) of groups of eight columns [A, G], or 0 without V.stochastic. See
     `random_words`."""
     r = 0.0
     if V.stochastic:
-        w0, w1, w2, w3 = random_words(eight, row, anchor, words)
-        j = tl.arange(0, 8)[None, None, :]
-        low = tl.where(j < 2, w0[:, :, None], w1[:, :, None])
-        high = tl.where(j < 6, w2[:, :, None], w3[:, :, None])
-        word = tl.where(j < 4, low, high)
-        r = fraction((word >> (16 * (j & 1)).to(tl.uint32)) & 0xFFFF)
+        r = fraction(eight_halves(eight, row, anchor, words))
     return r

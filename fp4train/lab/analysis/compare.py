@@ -19,9 +19,9 @@ import numpy as np
 
 from fp4train import files
 from fp4train.config.binding import flattened
-from fp4train.errors import UserError
+from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, over_steps
-from fp4train.lab.analysis.figure import PICTURE, Draw, save_png, shortened
+from fp4train.lab.analysis.figure import PICTURE, Draw, check_out, save_png, shortened
 from fp4train.lab.analysis.history import (
     NOT_THE_SAME_RUN,
     History,
@@ -32,9 +32,9 @@ from fp4train.lab.analysis.history import (
     read_history,
     seed_groups,
 )
-from fp4train.text import tabulate
+from fp4train.text import screen, tabulate
 
-COMPARISON = "compare.png"
+COMPARISON, OUTPUTS = "compare.png", (".png", ".csv", ".json")
 WITH_LEGEND = 11.5
 """Inches of the picture where the legend stands beside the panels."""
 RECIPE = 44
@@ -88,24 +88,30 @@ class SeedMean:
     gap: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result of `compare`.
+    """Run directories side by side; the first is the reference.
 
     Args:
-        histories, rows: one of each per run, in the order given.
-        means: one per group of runs, if any group has several seeds.
-        key: the loss that the gap is of, ``val/loss`` or ``train/loss``.
-        step: the step that the gap is at.
-        differing: the keys in which configurations differ, with the value of each run; empty where one is not known.
+        quantised: the share of a run's multiply-adds that were quantised; None: not known.
+
+    Raises:
+        UserError: one is not a run directory or has no metrics yet, or they share no step.
     """
 
-    histories: list[History]
-    rows: list[RunSummary]
-    means: list[SeedMean]
-    key: str
-    step: int
-    differing: dict[str, list[Any]]
+    def __init__(self, runs: Sequence[Path], quantised: Callable[[Path], float | None]) -> None:
+        self.histories = histories = [read_history(Path(run)) for run in runs]
+        self.key, self.step = common_step(histories)
+        """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is at."""
+        losses = [_at(history, self.key, self.step) for history in histories]
+        gaps = [loss / losses[0] - 1 if index and losses[0] else None for index, loss in enumerate(losses)]
+        self.rows = [
+            _summary(history, name, gap, quantised(history.path))
+            for history, name, gap in zip(histories, names_of(histories), gaps, strict=True)
+        ]
+        self.means = _means(histories, self.rows, losses)
+        """One per group of runs, if any group has several seeds."""
+        self.differing = _differing([configuration(history) for history in histories])
+        """The keys in which configurations differ, with the value of each run; empty where one is not known."""
 
     def render(self) -> str:
         """The table as aligned text."""
@@ -124,30 +130,20 @@ class Comparison:
             ]
             for row in self.rows
         ]
-        lines = tabulate([header, *cells], right=range(2, len(header)))
-        window = self.histories[0].series("train/loss").window
         of = "validation loss" if self.key == "val/loss" else "training loss"
-        lines.append(
-            f"train loss: mean of the last {window}; gap: {of} against {self.rows[0].name} at step {self.step}; "
-            "quantised: share of the linear layers' multiply-adds"
+        return screen(
+            __package__,
+            "compare.txt",
+            found=self,
+            of=of,
+            table=tabulate([header, *cells], right=range(2, len(header))),
+            told=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
+            differing=[f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()],
+            most=DIFFERING,
+            means=self._means_of(of) if self.means else [],
         )
-        if len({row.steps for row in self.rows}) > 1:
-            lines.append(f"the runs differ in length: step {self.step} is the last with this loss in all of them")
-        for history, row in zip(self.histories, self.rows, strict=True):
-            told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
-            if told and told[-1].name == "divergence":
-                lines.append(f"{row.name}: its loss diverged (step {told[-1].step})")
-            if back := [str(event.step - 1) for event in told if event.name == "rewind"]:
-                lines.append(f"{row.name}: it left out batches, as it went back to step {', '.join(back)}")
-        if self.differing:
-            values = [f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()]
-            more = f" and {len(values) - DIFFERING} more" if len(values) > DIFFERING else ""
-            lines.append(f"the configurations differ in {', '.join(values[:DIFFERING])}{more}")
-        if self.means:
-            lines += ["", *self._render_means(of)]
-        return "\n".join(lines)
 
-    def _render_means(self, of: str) -> list[str]:
+    def _means_of(self, of: str) -> list[str]:
         header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
         cells = [
             [
@@ -159,7 +155,7 @@ class Comparison:
             ]
             for mean in self.means
         ]
-        return [*tabulate([header, *cells], right=range(2, len(header))), "± is the standard deviation over the seeds"]
+        return tabulate([header, *cells], right=range(2, len(header)))
 
     def write(self, out: Path) -> Path:
         """Write `out`: a picture (.png), the table with a line per run (.csv), or everything (.json).
@@ -167,10 +163,7 @@ class Comparison:
         Raises:
             UserError: the file cannot be written, or its name ends otherwise.
         """
-        if out.suffix.lower() not in (".png", ".csv", ".json"):
-            raise UserError(f"out={out if out.name else ''}: the name must end in .png, .csv or .json")
-        if not out.parent.is_dir():
-            raise UserError(f"out={out}: there is no folder {out.parent}")
+        check_out(out, OUTPUTS)
         if out.suffix.lower() == ".png":
             return self.draw(out)
         rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
@@ -189,10 +182,8 @@ class Comparison:
             table.writeheader()
             table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
             text = lines.getvalue()
-        try:
+        with user_errors(OSError, before=f"{out} cannot be written: ", told=reason):
             files.write(out, text.encode(), sync=False)
-        except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
         return out
 
     def draw(self, out: Path | None = None) -> Path:
@@ -202,10 +193,8 @@ class Comparison:
             UserError: the file cannot be written.
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
-        try:
+        with user_errors(OSError, before=f"{path} cannot be written: ", told=reason):
             save_png(self.picture(), PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND, path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         return path
 
     def picture(self) -> Draw:
@@ -228,39 +217,33 @@ class Comparison:
 
 
 def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
-    """Compare run directories; the first is the reference.
-
-    Args:
-        quantised: the share of a run's multiply-adds that were quantised; None: not known.
-
-    Raises:
-        UserError: no run given, one is not a run directory or has no metrics yet, or they share no step.
-    """
+    """`Comparison`, of one run at least."""
     if not runs:
         raise UserError("compare needs run directories: fp4train compare RUN RUN...")
-    histories = [read_history(Path(run)) for run in runs]
-    key, step = common_step(histories)
-    losses = [_at(history, key, step) for history in histories]
-    rows = []
-    for index, (history, name) in enumerate(zip(histories, names_of(histories), strict=True)):
-        validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
-        finite = validation.values[np.isfinite(validation.values)]
-        rows.append(
-            RunSummary(
-                name=name,
-                recipe=" → ".join(recipe for *_, recipe in history.bands()),
-                quantised=quantised(history.path),
-                steps=history.last_step,
-                train_loss=float(history.loss("train/loss").values[-1]),
-                val_loss=float(validation.values[-1]) if len(validation) else None,
-                best_val_loss=float(finite.min()) if len(finite) else None,
-                gap=losses[index] / losses[0] - 1 if index and losses[0] else None,
-                tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
-            )
-        )
-    means = _means(histories, rows, losses)
-    differing = _differing([configuration(history) for history in histories])
-    return Comparison(histories=histories, rows=rows, means=means, key=key, step=step, differing=differing)
+    return Comparison(runs, quantised)
+
+
+def _divergences(history: History) -> tuple[int | None, list[int]]:
+    """The step of a divergence that a run ended in (None: in none), and the steps that it went back to."""
+    told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+    back = [event.step - 1 for event in told if event.name == "rewind"]
+    return told[-1].step if told and told[-1].name == "divergence" else None, back
+
+
+def _summary(history: History, name: str, gap: float | None, quantised: float | None) -> RunSummary:
+    validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
+    finite = validation.values[np.isfinite(validation.values)]
+    return RunSummary(
+        name=name,
+        recipe=" → ".join(recipe for *_, recipe in history.bands()),
+        quantised=quantised,
+        steps=history.last_step,
+        train_loss=float(history.loss("train/loss").values[-1]),
+        val_loss=float(validation.values[-1]) if len(validation) else None,
+        best_val_loss=float(finite.min()) if len(finite) else None,
+        gap=gap,
+        tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
+    )
 
 
 def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:

@@ -9,31 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4train.lab.analysis.figure import (
-    IN_RECIPE,
-    INK,
-    LABEL,
-    LINE,
-    NARROW,
-    PICTURE,
-    QUIET,
-    SHADES,
-    TRAIN,
-    VALIDATION,
-    Draw,
-    colour_of,
-    few_ticks,
-    first_words,
-    gap_limits,
-    line_of,
-    logarithmic,
-    loss_axis,
-    new_figure,
-    right_end,
-    save_png,
-    shortened,
-    style,
-)
+from fp4train.lab.analysis import figure as look
+from fp4train.lab.analysis.figure import Draw, shortened, style
 from fp4train.lab.analysis.history import Band, Floats, History, Series, read_history
 
 if TYPE_CHECKING:
@@ -115,7 +92,7 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
     def draw(width: float) -> Figure:
         heights = [3.2 if named else 2.6, *([1.7] if named or any(each.gaps for each in losses) else [])]
         heights.append(0.35 + 0.2 * len(rows))
-        figure = new_figure(width, sum(heights) + 0.5)
+        figure = look.new_figure(width, sum(heights) + 0.5)
         grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
         loss, *gap, strip = grid[:, 0]
         _losses(loss, losses, named=named)
@@ -125,12 +102,12 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
         for row in rows if named else ():
             for start, *_ in row.bands[1:]:
                 for panel in (loss, *gap):
-                    colour = colour_of(row.index) if row.index else QUIET
+                    colour = look.colour_of(row.index) if row.index else look.QUIET
                     panel.axvline(start, color=colour, linewidth=0.8, linestyle=DASHED, alpha=0.7)
-        loss.set_xlim(0, right_end(last))
-        if width <= NARROW:
+        loss.set_xlim(0, look.right_end(last))
+        if width <= look.NARROW:
             for panel in grid[:, 0]:
-                few_ticks(panel, 5, integer=True)
+                look.few_ticks(panel, 5, integer=True)
         return figure
 
     return draw
@@ -141,40 +118,44 @@ def _interval(axes: Axes, found: Curve, index: int, count: int) -> None:
     if not np.isfinite(found.low).any():
         return
     if count <= SPREAD:
-        axes.fill_between(found.steps, found.low, found.high, color=colour_of(index), alpha=0.15, linewidth=0)
+        axes.fill_between(found.steps, found.low, found.high, color=look.colour_of(index), alpha=0.15, linewidth=0)
         return
-    axes.vlines([found.steps[-1] * (1 + index * 0.004)], found.low[-1], found.high[-1], color=colour_of(index), lw=0.9)
+    axes.vlines(
+        [found.steps[-1] * (1 + index * 0.004)], found.low[-1], found.high[-1], color=look.colour_of(index), lw=0.9
+    )
 
 
 def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
     for index, each in enumerate(losses):
-        train, validation, colour = each.train, each.validation, colour_of(index)
+        train, validation, colour = each.train, each.validation, look.colour_of(index)
         if len(losses) <= SPREAD:
             _interval(axes, train, index, len(losses))
         label = shortened(each.name, NAME)
-        axes.plot(train.steps, train.mean, color=colour, linestyle=line_of(index), linewidth=1.4, label=label)
+        axes.plot(train.steps, train.mean, color=colour, linestyle=look.line_of(index), linewidth=1.4, label=label)
         axes.plot(validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3)
     title = "loss (nats per token): training, smoothed; dots: validation"
-    loss_axis(axes, title if named else "loss, nats per token; dots: validation", [each.train.mean for each in losses])
+    look.loss_axis(
+        axes, title if named else "loss, nats per token; dots: validation", [each.train.mean for each in losses]
+    )
     if named and len(losses) > INSIDE:
-        axes.figure.legend(loc="outside right upper", fontsize=7.5, frameon=False, labelcolor=INK, handlelength=2.6)
+        axes.figure.legend(loc="outside right upper", fontsize=7.5, handlelength=2.6)
     elif named:
-        axes.legend(loc="upper right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none", labelcolor=INK)
+        axes.legend(loc="upper right", fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none")
 
 
 def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
     settled: list[Floats] = []
     shapes: Sequence[Any] = ({"lw": 0.9, "alpha": 0.5}, {"lw": 1.4, "marker": "o", "ms": 3})
-    axes.axhline(0, color=colour_of(0), linewidth=1.1)
+    axes.axhline(0, color=look.colour_of(0), linewidth=1.1)
     for index, each in enumerate(losses):
         for found, shape in zip(each.gaps, shapes, strict=False):
-            axes.plot(found.steps, found.mean, color=colour_of(index), linestyle=line_of(index), **shape)
+            axes.plot(found.steps, found.mean, color=look.colour_of(index), linestyle=look.line_of(index), **shape)
             bounds = len(found) // 2
             settled += [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
         for validation in each.gaps[1:]:
             _interval(axes, validation, index, len(losses))
     style(axes, f"gap to {shortened(losses[0].name, 48)} (%)" if named else "gap to the first, %; bold: validation")
-    axes.set_ylim(*gap_limits(settled))
+    axes.set_ylim(*look.gap_limits(settled))
 
 
 def _recipes(axes: Axes, rows: Sequence[RecipeRow], characters: float) -> None:
@@ -183,22 +164,22 @@ def _recipes(axes: Axes, rows: Sequence[RecipeRow], characters: float) -> None:
     for place, row in enumerate(rows):
         for start, stop, recipe in row.bands:
             colour, ran = colours[recipe], min(stop, max(start, row.done))
-            axes.barh(place, ran - start, left=start, height=0.8, color=colour, edgecolor=LINE, linewidth=0.5)
+            axes.barh(place, ran - start, left=start, height=0.8, color=colour, edgecolor=look.LINE, linewidth=0.5)
             if stop > ran:
-                axes.barh(place, stop - ran, left=ran, height=0.6, color="none", edgecolor=QUIET, ls=":", lw=0.8)
-            label = first_words(recipe, int((stop - start) * characters))
-            axes.text((start + stop) / 2, place, label, ha="center", va="center", fontsize=7, color=INK)
+                axes.barh(place, stop - ran, left=ran, height=0.6, color="none", edgecolor=look.QUIET, ls=":", lw=0.8)
+            label = look.first_words(recipe, int((stop - start) * characters))
+            axes.text((start + stop) / 2, place, label, ha="center", va="center", fontsize=7)
         for step, marker in row.marks:
-            axes.plot([step], [place], marker=marker, color=INK, markersize=5, clip_on=False)
+            axes.plot([step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False)
     style(axes, "recipe of every run")
     axes.grid(visible=False)
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=7.5)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_color(colour_of(row.index))
+        tick.set_color(look.colour_of(row.index))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("step", fontsize=8, color=INK)
+    axes.set_xlabel("step")
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -208,7 +189,7 @@ def draw_curves(run_dir: Path) -> Path:
         UserError: not a run directory, or nothing logged yet.
     """
     history, path = read_history(run_dir), Path(run_dir) / CURVES
-    save_png(one_run(history), PICTURE, path)
+    look.save_png(one_run(history), look.PICTURE, path)
     return path
 
 
@@ -216,7 +197,7 @@ def one_run(history: History) -> Draw:
     """The losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
 
     def draw(width: float) -> Figure:
-        figure = new_figure(width, 6.0)
+        figure = look.new_figure(width, 6.0)
         places = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
         loss, rate, norm = (figure.add_subplot(each) for each in (places[0, :], places[1, 0], places[1, 1]))
         _draw_loss(loss, history)
@@ -225,13 +206,13 @@ def one_run(history: History) -> Draw:
         bands = history.bands()
         colours = shades(recipe for *_, recipe in bands)
         for axes in (loss, rate, norm):
-            axes.set_xlim(0, right_end(history.last_step))
+            axes.set_xlim(0, look.right_end(history.last_step))
             for start, stop, recipe in bands if len(bands) > 1 else ():
                 axes.axvspan(start, stop, color=colours[recipe], alpha=0.45, lw=0, zorder=0)
         _draw_strip(loss, bands, colours, max(history.last_step, 1))
         _mark_events(loss, history)
-        figure.suptitle(shortened(history.name, 44), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-        figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9, color=INK)
+        figure.suptitle(shortened(history.name, 44), x=0.012, ha="left", fontsize=13, fontweight="bold")
+        figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9)
         return figure
 
     return draw
@@ -239,34 +220,32 @@ def one_run(history: History) -> Draw:
 
 def shades(recipes: Iterable[str]) -> dict[str, str]:
     """A background colour for each recipe, in order of appearance."""
-    return {recipe: SHADES[i % len(SHADES)] for i, recipe in enumerate(dict.fromkeys(recipes))}
+    return {recipe: look.SHADES[i % len(look.SHADES)] for i, recipe in enumerate(dict.fromkeys(recipes))}
 
 
 def _draw_loss(axes: Axes, history: History) -> None:
     train = history.series("train/loss")
     smooth = train.smoothed()
     marker = "o" if len(train) <= 2 else None
-    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.28, linewidth=0.8, marker=marker)
-    axes.plot(smooth.steps, smooth.values, color=TRAIN, linewidth=1.8, label=f"training (mean of {train.window})")
+    axes.plot(train.steps, train.values, color=look.TRAIN, alpha=0.28, linewidth=0.8, marker=marker)
+    axes.plot(smooth.steps, smooth.values, color=look.TRAIN, linewidth=1.8, label=f"training (mean of {train.window})")
     drawn = [train.values]
     for key, label, colour, line in (
-        ("val/loss", "validation, high precision", VALIDATION, "-"),
-        ("val/loss_recipe", "validation, in the recipe", IN_RECIPE, "--"),
+        ("val/loss", "validation, high precision", look.VALIDATION, "-"),
+        ("val/loss_recipe", "validation, in the recipe", look.IN_RECIPE, "--"),
     ):
         series = history.series(key)
         if len(series):
             marker = "o" if len(series) <= 40 else None
             axes.plot(series.steps, series.values, line, color=colour, lw=1.5, marker=marker, ms=3.5, label=label)
             drawn.append(series.values)
-    loss_axis(axes, "loss (nats per token)", drawn, height=1.045)
-    axes.set_xlabel("step", fontsize=9, color=INK)
+    look.loss_axis(axes, "loss (nats per token)", drawn, height=1.045)
+    axes.set_xlabel("step", fontsize=9)
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 1.045),
         ncols=3,
         fontsize=8.5,
-        frameon=False,
-        labelcolor=INK,
         borderaxespad=0.2,
         columnspacing=1.4,
     )
@@ -275,13 +254,15 @@ def _draw_loss(axes: Axes, history: History) -> None:
 def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) -> None:
     style(axes, title)
     if log and (series.values > 0).any():
-        logarithmic(axes, fine=False)
-    axes.set_xlabel("step", fontsize=9, color=INK)
+        look.logarithmic(axes, fine=False)
+    axes.set_xlabel("step", fontsize=9)
     if not len(series):
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", fontsize=8, color=QUIET)
+        axes.text(
+            0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", fontsize=8, color=look.QUIET
+        )
         axes.set_yticks([])
         return
-    axes.plot(series.steps, series.values, color=INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
+    axes.plot(series.steps, series.values, color=look.INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
 
 
 def _draw_strip(axes: Axes, bands: Sequence[Band], colours: Mapping[str, str], last: int) -> None:
@@ -297,7 +278,7 @@ def _draw_strip(axes: Axes, bands: Sequence[Band], colours: Mapping[str, str], l
             free = middle + 0.02 * last
         label, height = (recipe, 1.025) if fits else (shortened(recipe, UPRIGHT), 0.98)
         turned: Any = {"rotation": 0, "va": "center_baseline"} if fits else {"rotation": 90, "va": "top"}
-        axes.text(middle, height, label, transform=axes.get_xaxis_transform(), ha="center", **turned, **LABEL)
+        axes.text(middle, height, label, transform=axes.get_xaxis_transform(), ha="center", **turned, **look.LABEL)
 
 
 def _mark_events(axes: Axes, history: History) -> None:
@@ -306,7 +287,7 @@ def _mark_events(axes: Axes, history: History) -> None:
         if event.name != "recipe":  # the strip shows recipes
             names.setdefault(event.step, []).append(event.name)
     for step, several in names.items():
-        axes.axvline(step, color=INK, linewidth=0.9, linestyle=DASHED, alpha=0.6, zorder=1)
+        axes.axvline(step, color=look.INK, linewidth=0.9, linestyle=DASHED, alpha=0.6, zorder=1)
         axes.annotate(
             " · ".join(dict.fromkeys(several)),
             (step, 0.985),
@@ -317,7 +298,7 @@ def _mark_events(axes: Axes, history: History) -> None:
             ha="right",
             va="top",
             alpha=0.8,
-            **LABEL,
+            **look.LABEL,
         )
 
 

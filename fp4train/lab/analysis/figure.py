@@ -14,6 +14,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from fp4train import files
+from fp4train.errors import UserError
 from fp4train.lab.analysis.history import Floats
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ VARIABLES: Mapping[str, str] = {
 }
 """Colour → variable of a page's style."""
 
-LABEL: Any = {"fontsize": 7.5, "color": INK}
+LABEL: Any = {"fontsize": 7.5}
 """The look of words in a panel."""
 
 Draw = Callable[[float], "Figure"]
@@ -66,13 +68,13 @@ def new_figure(width: float, height: float) -> Figure:
     """A figure without pyplot's global state: it needs no display and need not be closed."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    return Figure(figsize=(width, height))
 
 
 def save_png(draw: Draw, width: float, *paths: Path) -> None:
     """Write a figure as PNG files so that a viewer never sees half of one."""
     picture = io.BytesIO()
-    with _settings():
+    with _look():
         draw(width).savefig(picture, format="png")
     for path in paths:
         files.write(path, picture.getvalue(), create=True, sync=False)
@@ -85,8 +87,8 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
         name: unique on the page. alt: what it shows, for who cannot see it.
     """
     file = io.BytesIO()
-    saved = {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify_threshold": 0.3}
-    with warnings.catch_warnings(), _settings(**saved):
+    saved = {"svg.hashsalt": name, "path.simplify_threshold": 0.3}
+    with warnings.catch_warnings(), _look(saved):
         warnings.simplefilter("ignore")  # the font that matplotlib measures with lacks a letter; a browser finds one
         drawn = draw(width)
         drawn.patch.set_visible(False)
@@ -109,13 +111,26 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
+def check_out(out: Path, endings: Sequence[str]) -> None:
+    """Refuse a file that cannot be written, before anything is read.
+
+    Raises:
+        UserError: its name ends otherwise, or there is no such folder.
+    """
+    if out.suffix.lower() not in endings:
+        raise UserError(f"out={out if out.name else ''}: the name must end in {' or '.join(endings)}")
+    if not out.parent.is_dir():
+        raise UserError(f"out={out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder; name a file in it")
+
+
 @contextmanager
-def _settings(**values: Any) -> Iterator[None]:
-    """Settings under which names are text: matplotlib would typeset what stands between dollar signs as mathematics."""
+def _look(more: Any = None) -> Iterator[None]:
+    """The common look of all figures, and `more` settings."""
     import matplotlib
 
-    settings: Any = {"text.parse_math": False, **values}
-    with matplotlib.rc_context(settings):
+    with resources.as_file(resources.files(__package__) / "figure.mplstyle") as file, matplotlib.rc_context(more, file):
         yield
 
 
@@ -150,20 +165,17 @@ def right_end(last_step: int) -> float:
 
 def style(axes: Axes, title: str, *, height: float | None = None, ticks: int = 10) -> None:
     """The common style of all panels; `height` is the position of the title, as a share of the panel."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(QUIET)
-    axes.grid(axis="y", color=LINE, linewidth=0.6, alpha=0.6)
+    axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.set_title(title, fontsize=9, color=INK, loc="left", pad=5, y=height)
+    axes.set_title(title, y=height, loc="left")
     few_ticks(axes, ticks, integer=True)
-    axes.tick_params(colors=INK, labelsize=8, length=3, color=QUIET)
 
 
 def row_style(axes: Axes, title: str, names: Sequence[str], *, ticks: int) -> None:
     """The style of a panel with a row per name, the first one at the top, and values along x."""
     style(axes, title)
     axes.grid(visible=False)
-    axes.grid(axis="x", color=LINE, linewidth=0.6, alpha=0.6)
+    axes.grid(axis="x")
     axes.set_yticks(range(len(names)), names, fontsize=7.5)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.5)

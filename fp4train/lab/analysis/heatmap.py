@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import INK, LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png, shortened
+from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png, shortened
 from fp4train.lab.analysis.history import Floats
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
@@ -36,26 +36,47 @@ LAYERS, COLUMNS = 48, 40
 has all, and names so many layers at its axis."""
 MOST = 1 << 26
 """Values of one metric; a file whose names and steps ask for more is none."""
+WORST = 10
+"""Layers in the table of the worst."""
 LAYER = 2000
 """Characters of a layer's name."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Errors:
     """Quantisation errors, measured every `eval.errors_every` steps.
 
     Args:
-        steps: ascending. layers: in the order of the model. operands: "fprop.x", …
-        values: metric → array [layer, operand, step]; NaN where nothing was measured.
-        gradient_to_noise: [layer, step]: norm of the weight gradient over that of its quantisation noise; NaN where
-            no noise is added.
+        found: the columns of a run's statistics.
+
+    Raises:
+        ValueError: they name more layers, operands and steps than a run has.
     """
 
-    steps: Sequence[int]
-    layers: Sequence[str]
-    operands: Sequence[str]
-    values: dict[str, Floats]
-    gradient_to_noise: Floats
+    def __init__(self, found: Columns) -> None:
+        rows, gradients = found.operands, found.gradients
+        steps, at = np.unique(rows["step"], return_inverse=True)
+        layers, of_layer = _numbered(rows["layer"])
+        operands, of_operand = _numbered(rows["operand"])
+        shape = (len(layers), len(operands), len(steps))
+        if np.prod(shape, dtype=float) > MOST:
+            raise ValueError(f"the statistics have {len(layers)} layers, {len(operands)} operands, {len(steps)} steps")
+        self.steps: Sequence[int] = steps.tolist()
+        """Ascending."""
+        self.layers, self.operands = ([plain(name, LAYER) for name in names] for names in (layers, operands))
+        """Layers in the order of the model; operands "fprop.x", …"""
+        self.values = {name: np.full(shape, np.nan) for name in METRICS}
+        """Metric → array [layer, operand, step]; NaN where nothing was measured."""
+        for name, array in self.values.items():
+            array[of_layer, of_operand, at] = rows[name]
+        self.gradient_to_noise: Floats = np.full((len(layers), len(steps)), np.nan)
+        """[layer, step]: norm of the weight gradient over that of its quantisation noise; NaN where no noise is
+        added."""
+        layer_at = {name: index for index, name in enumerate(layers)}
+        step_at = {step: index for index, step in enumerate(self.steps)}
+        columns = (gradients[key].tolist() for key in ("step", "layer", "gradient", "noise"))
+        for step, layer, gradient, noise in zip(*columns, strict=True):
+            if noise > 0 and layer in layer_at and step in step_at:
+                self.gradient_to_noise[layer_at[layer], step_at[step]] = gradient / noise
 
     @property
     def relative_error(self) -> Floats:
@@ -71,42 +92,33 @@ class Errors:
         return sorted(range(len(last)), key=lambda i: -last[i])
 
 
+class WorstLayer:
+    """A layer when it was last measured, with its worst operand; `layer` is its place among those of `found`."""
+
+    def __init__(self, found: Errors, layer: int) -> None:
+        relative = found.relative_error[layer]
+        last = int(np.isfinite(relative).any(axis=0).nonzero()[0][-1])
+        operand = int(np.nanargmax(relative[:, last]))
+        error, ratio = relative[operand], float(found.gradient_to_noise[layer, last])
+        self.layer, self.operand, self.step = found.layers[layer], found.operands[operand], found.steps[last]
+        self.error, self.first = error[last], error[np.isfinite(error)][0]
+        """Relative error then, and when it was first measured."""
+        self.values = {name: float(values[layer, operand, last]) for name, values in found.values.items()}
+        """Of the operand, by metric."""
+        self.ratio = ratio if math.isfinite(ratio) else None
+        """Gradient over noise; None where no noise is added."""
+
+
+def worst_when_last_measured(found: Errors) -> list[WorstLayer]:
+    """The layers with the largest errors when they were last measured, the worst first."""
+    relative = found.relative_error
+    return [WorstLayer(found, layer) for layer in found.worst_layers[:WORST] if np.isfinite(relative[layer]).any()]
+
+
 def worst_operand(values: Floats) -> Floats:
     """[layer, step]: the largest value among the operands of a layer; NaN where there is none."""
     known = np.where(np.isnan(values), -np.inf, values).max(axis=1)
     return np.where(np.isnan(values).all(axis=1), np.nan, known)
-
-
-def errors_of(found: Columns) -> Errors:
-    """The errors of a run's statistics.
-
-    Raises:
-        ValueError: they name more layers, operands and steps than a run has.
-    """
-    rows, gradients = found.operands, found.gradients
-    steps, at = np.unique(rows["step"], return_inverse=True)
-    layers, of_layer = _numbered(rows["layer"])
-    operands, of_operand = _numbered(rows["operand"])
-    shape = (len(layers), len(operands), len(steps))
-    if np.prod(shape, dtype=float) > MOST:
-        raise ValueError(f"the statistics have {len(layers)} layers, {len(operands)} operands, {len(steps)} steps")
-    values = {name: np.full(shape, np.nan) for name in METRICS}
-    for name, array in values.items():
-        array[of_layer, of_operand, at] = rows[name]
-    ratio = np.full((len(layers), len(steps)), np.nan)
-    layer_at = {name: index for index, name in enumerate(layers)}
-    step_at = {step: index for index, step in enumerate(steps.tolist())}
-    columns = (gradients[key].tolist() for key in ("step", "layer", "gradient", "noise"))
-    for step, layer, gradient, noise in zip(*columns, strict=True):
-        if noise > 0 and layer in layer_at and step in step_at:
-            ratio[layer_at[layer], step_at[step]] = gradient / noise
-    return Errors(
-        steps=steps.tolist(),
-        layers=[plain(name, LAYER) for name in layers],
-        operands=[plain(name, LAYER) for name in operands],
-        values=values,
-        gradient_to_noise=ratio,
-    )
 
 
 def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
@@ -124,7 +136,7 @@ def draw_statistics(run: Path) -> Path:
     Raises:
         UserError: the run has no statistics.
     """
-    found, path = errors_of(read_statistics(run)), Path(run) / HEATMAP
+    found, path = Errors(read_statistics(run)), Path(run) / HEATMAP
     noise = {"cmap": "viridis", "vmin": WORST_DB, "vmax": BEST_DB}
     maps = [
         HeatMap(f"{operand}, SQNR in dB", found.values["sqnr_db"][:, i], noise)
@@ -173,7 +185,7 @@ def draw_maps(
         down = -(-len(maps) // across)
         figure = new_figure(width, down * (0.75 + max(0.9, 0.15 * min(len(layers), LAYERS))) + 0.3 * bool(title))
         if title:
-            figure.suptitle(shortened(title, 44), x=0.01, ha="left", fontweight="bold", color=INK)
+            figure.suptitle(shortened(title, 44), x=0.01, ha="left", fontweight="bold")
         panels = figure.subplots(down, across, squeeze=False).flatten()
         for axes in panels[len(maps) :]:
             axes.set_axis_off()
@@ -182,13 +194,13 @@ def draw_maps(
             values = np.ma.masked_invalid(each.values)
             image = axes.imshow(values, aspect="auto", interpolation="none", **each.scale)
             axes.set_facecolor("#eceef1")
-            axes.set_title(each.title, fontsize=9, color=INK, loc="left", pad=5)
+            axes.set_title(each.title, loc="left")
             names = [shortened(layer, 22 if narrow else 34) for layer in layers[::every]] if not place % across else []
             axes.set_yticks(range(0, len(layers), every) if names else [], names, fontsize=6.5)
             axes.set_xticks(range(0, len(steps), each_step), [str(step) for step in steps[::each_step]], fontsize=7)
-            axes.set_xlabel("step", fontsize=8, color=INK)
-            axes.tick_params(length=0, colors=INK)
-            axes.spines[:].set_color(LINE)
+            axes.set_xlabel("step")
+            axes.tick_params(length=0)
+            axes.spines[:].set(color=LINE, visible=True)
             ratio, ends = each.scale.get("norm") == "log", "both" if "vmin" in each.scale else "neither"
             form = "%g" if ratio else None
             bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)

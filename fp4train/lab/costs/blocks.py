@@ -9,7 +9,8 @@ products are replaced by stand-ins that keep what the real ones keep and compute
 
 Everything else is what torch does with the block's own code, so a new model family needs no formula here. Counted are
 the bytes of the tensors that autograd keeps, each storage once, and the bytes that the operations between the products
-read and write. Weights are not counted: `memory.py` counts them.
+read and write, and their arithmetic where they are products (a scan's) or Fourier transforms of n real values
+(2.5·n·log₂n), which are float32. Weights are not counted: `memory.py` counts them.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class BlockCost:
         whole: the part of `saved` that tensor parallelism without sequence parallelism repeats on every rank: tensors
             of the residual stream and the inputs of column-wise split layers.
         forward, backward: bytes that the operations between the products read and write, each operation by itself.
+        forward_flops, backward_flops: of products and Fourier transforms outside of linear layers and attention.
         attentions: its attention products.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
+        operations: kernels that these are, forward and backward.
         weights: bytes of the copies in the recipe's dtype that layers without a quantised GEMM keep of their weights.
     """
 
@@ -70,6 +73,9 @@ class BlockCost:
     whole: float
     forward: float
     backward: float
+    forward_flops: float
+    backward_flops: float
+    operations: int
     attentions: tuple[AttentionShape, ...]
     input: float
 
@@ -163,7 +169,8 @@ def _measure(
     with _forwards(forwards), use(Context(recipe=recipe)), _FunctionStandIns(stand_ins, traffic):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
             y = block(x, *inputs[1:])
-        forward, traffic.bytes = traffic.bytes, 0.0
+        forward, forward_flops = traffic.bytes, traffic.flops
+        traffic.bytes = traffic.flops = 0.0
         with traffic:
             torch.autograd.backward(y, torch.empty_like(y))
     block.zero_grad(set_to_none=True)
@@ -174,13 +181,16 @@ def _measure(
     return BlockCost(
         saved=sum(saved.values()),
         weights=sum(
-            plan.layer.in_features * plan.layer.out_features * plan.table.torch_dtype.itemsize
+            plan.layer.weights * plan.table.torch_dtype.itemsize
             for plan in layers.values()
             if not plan.quantised and plan.table.torch_dtype != torch.float32
         ),
         whole=sum(saved[key] for key in whole),
         forward=forward,
         backward=traffic.bytes,
+        forward_flops=forward_flops,
+        backward_flops=traffic.flops,
+        operations=traffic.operations,
         attentions=tuple(stand_ins.attentions),
         input=x.untyped_storage().nbytes(),
     )
@@ -199,7 +209,8 @@ class _StandIns:
         self.repeated: set[int] = set()
         self._last: tuple[int, QuantSpec, Tensor] | None = None
 
-    def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor) -> Tensor:
+    def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
+        """A linear layer, or experts with the `counts` of their rows, which x has in any case."""
         if len(plan.parts) > 1:
             kept = self._of_parts(x, plan)
         else:
@@ -261,11 +272,13 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         ctx.weight, ctx.traffic = weight, traffic
         traffic.bytes += 2 * x.numel() * x.itemsize
+        traffic.operations += 1
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.traffic.bytes += 3 * dy.numel() * dy.itemsize
+        ctx.traffic.operations += 1
         return torch.empty_like(dy), None if ctx.weight is None else torch.empty_like(ctx.weight), None
 
 
@@ -294,13 +307,31 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0.0
+        self.bytes = self.flops = 0.0
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or "empty" in str(func):
             return out
+        self.operations += 1
         read = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         written = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
         self.bytes += sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*read, *written))
+        self.flops += _flops(func.overloadpacket, args, out)
         return out
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
+"""Operation → the place of its first factor, whose last dimension is summed over."""
+
+
+def _flops(operation: Any, args: Any, out: Any) -> float:
+    """Of a product, or of a Fourier transform between real and complex values; 0 for others."""
+    if (place := _PRODUCTS.get(operation)) is not None:
+        return float(2 * out.numel() * args[place].shape[-1])
+    if operation in (_ATEN._fft_r2c, _ATEN._fft_c2r):
+        real = args[0] if operation is _ATEN._fft_r2c else out
+        return float(2.5 * real.numel() * math.log2(max(2, math.prod(real.shape[axis] for axis in args[1]))))
+    return 0.0

@@ -12,6 +12,8 @@ step is
 
     (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
 
+and no less than the host takes to queue its kernels, of which recorded steps have none.
+
 GEMMs and quantising: `estimate.py`. Parameters of the rest:
 """
 
@@ -20,15 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.links import Collective, Flow, Group, Interconnect, Wire
-from fp4train.lab.costs.memory import USABLE, RankMemory, entered, rank_memory
+from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
+from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
-from fp4train.lab.costs.workload import Kind, ModelWeight, Workload, stages
+from fp4train.lab.costs.workload import Kind, ModelWeight, Workload
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.plan import LayerPlan, part_of
@@ -49,31 +52,84 @@ FUSED: Final = 0.5
 LOGIT_BYTES: Final = 36
 """Bytes moved per logit by the chunked cross-entropy (`models/common/loss.py`): its operations' reads and writes."""
 
-OPTIMIZER_BYTES: Final = 36
-"""Bytes moved per parameter and step: AdamW reads weight, moments and gradient and writes three; the norm reads the
-gradient, and zeroing writes it."""
+OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
+"""Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW reads weight, moments
+and gradient and writes weight and moments; torch's writes the clipped gradient, too."""
+
+OPERATION: Final = 6e-6
+"""Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10 µs from Python."""
+
+HOST: Final[Mapping[str, float]] = MappingProxyType(
+    {"te": 280e-6, "native": 260e-6, "emulate": 260e-6, "reference": 260e-6, "torch": 100e-6}
+)
+"""Seconds of the host per linear layer, forward and backward, by backend: on CPUs, Transformer Engine's Python
+without its kernels (MXFP8 256 µs, NVFP4 300 µs), fp4train's layers and `nn.Linear` of 32 features."""
 
 BACKWARD_ATTENTION: Final = 2.5
 """FLOP of attention's backward over those of its forward: five products instead of two."""
 
 
+GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
+HEAD, LOSS = "GEMMs of the head", "loss"
+TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
+"""What the seconds of a block are spent on."""
+
+
+FORWARD, BACKWARD, GRADIENTS = "weight gather, forward", "weight gather, backward", "gradient reduction"
+SENDS, NORMS = "pipeline sends", "norm and amax of weights"
+
+
 @dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The weights of a block: gathered for its forward pass, again for its backward pass, their gradients reduced; and
+    the bytes that FSDP copies."""
+
+    gather: Traffic
+    again: Traffic
+    reduce: Traffic
+    copied: float
+
+
+class _Pass(dict[str, float]):
+    """Seconds of one block and microbatch on a rank, forward or backward, by what they are spent on.
+
+    `collectives`: those of TENSOR and AMAX alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys((GEMM, QUANTISING, ATTENDING, ELEMENTWISE, TENSOR, AMAX), 0.0))
+        self.collectives = {TENSOR: Traffic(), AMAX: Traffic()}
+
+    @property
+    def total(self) -> float:
+        return sum(self.values())
+
+
 class ClusterCost:
     """What a mesh holds, sends and costs in one stretch of a run.
 
     Args:
-        parts: seconds of a step by what they are spent on; they add up to the step.
-        not_coded: why → kind of layer → number of its quantised weights that are not gathered as codes.
+        workload: one step of it. gpu, links: of the ranks of `mesh`.
     """
 
-    gpu: Gpu
-    links: Interconnect
-    mesh: Mesh
-    workload: Workload
-    memory: RankMemory
-    collectives: tuple[Collective, ...]
-    parts: Mapping[str, float]
-    not_coded: Mapping[str, Mapping[str, int]]
+    def __init__(self, workload: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> None:
+        self.workload, self.gpu, self.links, self.mesh = workload, gpu, links, mesh
+        self.memory, self.not_coded = rank_memory(workload, mesh), workload.not_coded(mesh)
+        self._tokens = workload.tokens // mesh.context
+        self._groups = {kind: Group.along(mesh, kind, links) for kind in ("tensor", "shard", "replicate", "pipeline")}
+        self._bandwidth = gpu.bandwidth * COPY
+        self._rate = SUSTAINED if gpu.capability != (10, 3) else 1.0
+        self._blocks = [self._block(kind) for kind in workload.kinds]
+        self._sends = [self._weights(kind.weights) for kind in workload.kinds]
+        parts, collectives = self._slowest_stage()
+        tail, more = self._tail()
+        self.parts: Mapping[str, float] = {name: value for name, value in (parts | tail).items() if value}
+        """Seconds of a step by what they are spent on; they add up to the step."""
+        self.host = self._host()
+        """Seconds that the host takes to queue a step."""
+        if (waits := self.host - sum(self.parts.values())) > 0:
+            self.parts = {**self.parts, "waiting for the host": waits}
+        self.collectives = (*collectives, *more)
 
     @property
     def seconds(self) -> float:
@@ -104,78 +160,45 @@ class ClusterCost:
     def fits(self) -> bool:
         return self.memory.total <= USABLE * self.gpu.capacity
 
-
-GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
-TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
-"""What the seconds of a block are spent on."""
-
-
-class _Pass(dict[str, float]):
-    """Seconds of one block and microbatch on a rank, forward or backward, by what they are spent on.
-
-    `collectives`: TENSOR and AMAX → bytes sent, and seconds of the collectives alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys((GEMM, QUANTISING, ATTENDING, ELEMENTWISE, TENSOR, AMAX), 0.0))
-        self.collectives = {TENSOR: (0.0, 0.0), AMAX: (0.0, 0.0)}
-
-    @property
-    def total(self) -> float:
-        return sum(self.values())
-
-
-def cluster_cost(load: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> ClusterCost:
-    """The cost of one step of `load` on `mesh`, whose ranks are `gpu`s linked by `links`."""
-    return _Estimate(load, gpu, links, mesh).cost()
-
-
-class _Estimate:
-    def __init__(self, load: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> None:
-        self.load, self.gpu, self.links, self.mesh = load, gpu, links, mesh
-        self.tokens = load.tokens // mesh.context
-        self.groups = {kind: Group.along(mesh, kind, links) for kind in ("tensor", "shard", "replicate", "pipeline")}
-        self.bandwidth = gpu.bandwidth * COPY
-        self.rate = SUSTAINED if gpu.capability != (10, 3) else 1.0
-        self.blocks = [self.block(kind) for kind in load.kinds]
-        self.sends = [self.weights(kind.weights) for kind in load.kinds]
-
     # -- one block ----------------------------------------------------------------------------------------------------
 
-    def split(self, plan: LayerPlan) -> LayerPlan:
+    def _split(self, plan: LayerPlan) -> LayerPlan:
         """The part of a layer that a rank multiplies."""
-        return part_of(plan, "in" if plan.layer.name in self.load.row_wise else "out", self.mesh.tensor)
+        name = plan.layer.name
+        cut = "in" if name in self.workload.row_wise else "out"
+        return part_of(plan, cut, self.mesh.tensor, self.workload.segments.get(name, ()))
 
-    def layers(self, plans: Sequence[LayerPlan]) -> tuple[_Pass, _Pass]:
+    def _layers(self, plans: Sequence[LayerPlan]) -> tuple[_Pass, _Pass]:
         """GEMMs and quantising of linear layers, one microbatch."""
         forward, backward = _Pass(), _Pass()
         for plan in plans:
-            mine = self.split(plan)
+            mine = self._split(plan)
             form = wire_form(mine, self.mesh.shard, self.mesh.gather)
             again = mine.dgrad.operands.second
             # What is requantised from codes is whole on every rank, and freed after each pass.
             parts = form.coded and (again is None or again.requantises is None)
             shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
-            for row in layer_costs(mine, self.gpu, self.tokens, 1, weight_passes=passes):
+            for row in layer_costs(mine, self.gpu, self._tokens, 1, weight_passes=passes):
                 into = forward if row.gemm_name == "fprop" else backward
-                into[GEMM] += row.gemm / self.rate
+                into[GEMM] += row.gemm / self._rate
                 into[QUANTISING] += row.quantise
         return forward, backward
 
-    def block(self, kind: Kind) -> tuple[_Pass, _Pass]:
+    def _block(self, kind: Kind) -> tuple[_Pass, _Pass]:
         """(forward, backward) of a block and microbatch."""
         cost, plans = kind.cost, kind.plans
-        forward, backward = self.layers(plans)
+        forward, backward = self._layers(plans)
         cut, peak = self.mesh.tensor * self.mesh.context, self.gpu.peaks["BF16"]
-        flops = sum(a.flops for a in cost.attentions) / cut / self.rate
-        fused = FUSED if self.load.compiled else 1.0
-        for seconds, products, share, moved in (
-            (forward, 1.0, ATTENTION[0], cost.forward),
-            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward),
+        flops = sum(a.flops for a in cost.attentions) / cut / self._rate
+        fused = FUSED if self.workload.compiled else 1.0
+        for seconds, products, share, moved, computed in (
+            (forward, 1.0, ATTENTION[0], cost.forward, cost.forward_flops),
+            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward, cost.backward_flops),
         ):
             seconds[ATTENDING] = products * flops / (peak * share)
-            seconds[ELEMENTWISE] = fused * moved / cut / self.bandwidth
+            arithmetic = computed / cut / self._rate / self.gpu.peaks["FP32"]
+            seconds[ELEMENTWISE] = max(fused * moved / cut / self._bandwidth, arithmetic)
         self._tensor(cost, plans, forward, backward)
         return forward, backward
 
@@ -186,9 +209,9 @@ class _Estimate:
         dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
         the sums are all-reduced and nothing else is sent.
         """
-        mesh, group = self.mesh, self.groups["tensor"]
-        rows = [p for p in plans if p.layer.name in self.load.row_wise]
-        columns = [p for p in plans if p.layer.name not in self.load.row_wise]
+        mesh, group = self.mesh, self._groups["tensor"]
+        rows = [p for p in plans if p.layer.name in self.workload.row_wise]
+        columns = [p for p in plans if p.layer.name not in self.workload.row_wise]
         if mesh.tensor == 1 or not rows:
             return
         whole = cost.input / mesh.context
@@ -203,13 +226,12 @@ class _Estimate:
             sizes = ([sums] * 2 * len(rows), [sums] * 2 * len(split))
         operands = ([p.fprop.operands.first for p in plans], [p.dgrad.operands.first for p in plans])
         for seconds, sent, quantised in zip((forward, backward), sizes, operands, strict=True):
-            alone = sum(group.gather_seconds(size) for size in sent)
-            seconds.collectives[TENSOR] = sum(group.sent(size) for size in sent), alone
-            seconds[TENSOR] = max(0.0, alone - seconds[GEMM]) if mesh.hides_tensor else alone
+            alone = seconds.collectives[TENSOR] = sum(map(group.gather, sent), Traffic())
+            seconds[TENSOR] = max(0.0, alone.seconds - seconds[GEMM]) if mesh.hides_tensor else alone.seconds
             # The scale of an operand may need the amax of the whole tensor, over all ranks that share it.
             amaxes = sum(spec is not None and needs_amax(spec) for spec in quantised)
-            seconds[AMAX] = group.reduce_seconds(0.0) * amaxes
-            seconds.collectives[AMAX] = amaxes * group.sent(8), group.reduce_seconds(0.0) * amaxes
+            seconds[AMAX] = group.reduce(0.0).seconds * amaxes
+            seconds.collectives[AMAX] = Traffic(amaxes * group.gather(8).sent, seconds[AMAX])
 
     def _form(self, whole: float, spec: QuantSpec | None) -> float:
         """Bytes of an activation of `whole` BF16 bytes when it is gathered, as codes if it is quantised."""
@@ -224,129 +246,125 @@ class _Estimate:
             return whole
         return self._form(whole, row) + self._form(whole, column)
 
-    def weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
+    def _weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
         """What it takes to gather some weights and to reduce their gradients; `kept`: from forward to backward."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
-        repeats = self.load.recomputed > 0
+        repeats = self.workload.recomputed > 0
         backward = () if kept else weights
         again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in backward)
         elements = sum(weight.of_rank(self.mesh) for weight in weights)
         gradient = self.mesh.reduce_bytes * elements
-        shard, replicas = self.groups["shard"], self.groups["replicate"]
-        part = 4 * elements / self.mesh.shard
+        shard, replicas = self._groups["shard"], self._groups["replicate"]
         return Wire(
-            gather=shard.gather_seconds(wire),
-            gathered=shard.sent(wire),
-            again=shard.gather_seconds(again),
-            gathered_again=shard.sent(again),
-            reduce=shard.gather_seconds(gradient) + replicas.reduce_seconds(part),
-            reduced=shard.sent(gradient) + 2 * replicas.sent(part),
+            gather=shard.gather(wire),
+            again=shard.gather(again),
+            reduce=shard.gather(gradient) + replicas.reduce(4 * elements / self.mesh.shard),
             copied=2 * (self.mesh.microbatches * (wire + again) + gradient) if self.mesh.shard > 1 else 0.0,
         )
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def cost(self) -> ClusterCost:
-        mesh, load = self.mesh, self.load
+    def _slowest_stage(self) -> tuple[dict[str, float], list[Collective]]:
+        """Seconds of all microbatches with the bubble of the pipeline, and the collectives."""
+        mesh, load = self.mesh, self.workload
         found = {}
-        for number, blocks in enumerate(stages(mesh, len(load.order))):
-            counts = load.stage(blocks)
+        for number, counts in enumerate(load.stages(mesh)):
             outer = load.outer(number, mesh)
             key = (*sorted(counts.items()), number == mesh.pipeline - 1, *(weight.name for weight in outer))
             if key not in found:
-                found[key] = self.stage(counts, self.weights(outer, kept=True), last=number == mesh.pipeline - 1)
+                found[key] = self._stage(counts, self._weights(outer, kept=True), last=number == mesh.pipeline - 1)
         parts, collectives = max(found.values(), key=lambda stage: sum(stage[0].values()))
         if mesh.pipeline > 1:
             waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
             parts["pipeline bubble"] = waits * sum(parts.values())
-        memory = rank_memory(load, mesh)
-        tail, more = self._tail(memory.parameters)
-        return ClusterCost(
-            gpu=self.gpu,
-            links=self.links,
-            mesh=mesh,
-            workload=load,
-            memory=memory,
-            collectives=(*collectives, *more),
-            parts={name: value for name, value in (parts | tail).items() if value},
-            not_coded=load.not_coded(mesh),
-        )
+        return parts, collectives
 
-    def stage(self, counts: Mapping[int, int], outer: Wire, *, last: bool) -> tuple[dict[str, float], list[Collective]]:
+    def _stage(
+        self, counts: Mapping[int, int], outer: Wire, *, last: bool
+    ) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of all microbatches on one stage by what they are spent on, and its collectives.
 
         `outer`: of the weights outside the blocks, which are gathered before a forward pass and kept for its backward
         pass; their gradients are complete when nothing is left to hide behind.
         """
         m = self.mesh.microbatches
-        parts = {**_Pass(), "recomputation": 0.0, "copies of FSDP": 0.0}
-        flows = {name: Flow() for name in ("forward", "backward", "gradients", TENSOR, AMAX)}
-        for kind, number in counts.items():
-            forward, backward = self.blocks[kind]
-            wire = self.sends[kind]
-            again = self.load.recomputed * forward.total
+        parts = {**_Pass(), "recomputation": 0.0, "casts of weights": 0.0, "copies of FSDP": 0.0}
+        flows = self._flows()
+        for index, number in counts.items():
+            kind = self.workload.kinds[index]
+            forward, backward = self._blocks[index]
+            wire = self._sends[index]
+            again = self.workload.recomputed * forward.total
             behind = backward.total + again
-            flows["forward"].add(number * m, wire.gathered, wire.gather, wire.gather - forward.total)
-            flows["backward"].add(number * m, wire.gathered_again, wire.again, wire.again - behind)
-            hidden = max(0.0, behind - wire.again)
-            flows["gradients"].add(number, wire.reduced, wire.reduce, wire.reduce - hidden)
+            hidden = max(0.0, behind - wire.again.seconds)
+            flows[FORWARD].add(number * m, wire.gather, wire.gather.seconds - forward.total)
+            flows[BACKWARD].add(number * m, wire.again, wire.again.seconds - behind)
+            flows[GRADIENTS].add(number, wire.reduce, wire.reduce.seconds - hidden)
             for seconds in (forward, backward):
                 for name, value in seconds.items():
                     parts[name] += number * m * value
-                for name, (sent, alone) in seconds.collectives.items():
-                    flows[name].add(number * m, sent, alone, seconds[name])
+                for name, alone in seconds.collectives.items():
+                    flows[name].add(number * m, alone, seconds[name])
             parts["recomputation"] += number * m * again
-            parts["copies of FSDP"] += number * wire.copied / self.bandwidth
-        parts["copies of FSDP"] += outer.copied / self.bandwidth
+            parts["copies of FSDP"] += number * wire.copied / self._bandwidth
+            if self.mesh.shard == 1:  # shards are cast before they are gathered
+                parts["casts of weights"] += number * 3 * kind.cost.weights / self.mesh.tensor / self._bandwidth
+        parts["copies of FSDP"] += outer.copied / self._bandwidth
         hidden = math.inf if self.mesh.own_units else 0.0
-        flows["forward"].add(m, outer.gathered, outer.gather, outer.gather - hidden)
-        flows["gradients"].add(1, outer.reduced, outer.reduce, outer.reduce - hidden)
+        flows[FORWARD].add(m, outer.gather, outer.gather.seconds - hidden)
+        flows[GRADIENTS].add(1, outer.reduce, outer.reduce.seconds - hidden)
         if last:
-            parts["head and loss"] = m * self._head()
-        parts["weight gathers"] = flows["forward"].exposed + flows["backward"].exposed
-        parts["gradient reduction"] = flows["gradients"].exposed
-        return parts, self._collectives(flows)
+            parts[HEAD], parts[LOSS] = (m * seconds for seconds in self._head())
+        parts["weight gathers"] = flows[FORWARD].exposed + flows[BACKWARD].exposed
+        parts["gradient reduction"] = flows[GRADIENTS].exposed
+        sizes = {FORWARD: self.mesh.shard, BACKWARD: self.mesh.shard, GRADIENTS: self.mesh.data}
+        return parts, [flow for name, flow in flows.items() if sizes.get(name, self.mesh.tensor) > 1]
 
-    def _collectives(self, flows: Mapping[str, Flow]) -> list[Collective]:
-        mesh, groups = self.mesh, self.groups
-        found = []
-        if mesh.shard > 1:
-            found.append(flows["forward"].named("weight gather, forward", groups["shard"].link))
-            found.append(flows["backward"].named("weight gather, backward", groups["shard"].link))
-        if mesh.data > 1:
-            link = "network" if "network" in (groups["shard"].link, groups["replicate"].link) else "NVLink"
-            found.append(flows["gradients"].named("gradient reduction", link))
-        if mesh.tensor > 1:
-            found.append(flows[TENSOR].named("tensor gathers and scatters", groups["tensor"].link))
-            found.append(flows[AMAX].named(AMAX, groups["tensor"].link))
-        return found
+    def _flows(self) -> dict[str, Collective]:
+        """The collectives of a stage, of which nothing is sent yet, in the order in which they are listed."""
+        shard, tensor = self._groups["shard"].link, self._groups["tensor"].link
+        both = "network" if "network" in (shard, self._groups["replicate"].link) else "NVLink"
+        links = {FORWARD: shard, BACKWARD: shard, GRADIENTS: both, TENSOR: tensor, AMAX: tensor}
+        names = {TENSOR: "tensor gathers and scatters"}
+        return {each: Collective(name=names.get(each, each), link=link) for each, link in links.items()}
 
-    def _head(self) -> float:
-        """Seconds of the layers outside the blocks and of the loss, one microbatch."""
-        forward, backward = self.layers(self.load.outside)
-        logits = self.tokens * self.load.vocabulary / self.mesh.tensor
-        return forward.total + backward.total + LOGIT_BYTES * logits / self.bandwidth
+    def _host(self) -> float:
+        """Seconds to queue a step: that of the rank with most blocks. Experts are queued one by one."""
+        load, passes = self.workload, self.mesh.microbatches * (1 + self.workload.recomputed / 3)
+        if load.recorded:
+            return 0.0
+        share = FUSED if load.compiled else 1.0
+        each = [
+            share * OPERATION * kind.cost.operations
+            + sum(max(1, p.layer.experts) * max(HOST[g.backend] for q in p.parts for g in q.gemms) for p in kind.plans)
+            for kind in load.kinds
+        ]
+        stages = (sum(number * each[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
+        return passes * max(stages, default=0.0)
 
-    def _tail(self, parameters: float) -> tuple[dict[str, float], list[Collective]]:
+    def _head(self) -> tuple[float, float]:
+        """Seconds of the layers outside the blocks, and of the loss, one microbatch."""
+        forward, backward = self._layers(self.workload.outside)
+        logits = self._tokens * self.workload.vocabulary / self.mesh.tensor
+        return forward.total + backward.total, LOGIT_BYTES * logits / self._bandwidth
+
+    def _tail(self) -> tuple[dict[str, float], list[Collective]]:
         """What a step takes outside of its microbatches."""
         mesh = self.mesh
-        tail = {"optimizer": OPTIMIZER_BYTES * parameters / self.bandwidth}
+        tail = {"optimizer": OPTIMIZER_BYTES[self.workload.moment_bytes] * self.memory.parameters / self._bandwidth}
         more: list[Collective] = []
         if mesh.data > 1:
-            tail["first gather, last reduction"] = self.sends[0].gather + self.sends[0].reduce
-            if mesh.own_units:
-                tail["first gather, last reduction"] += self.weights(self.load.before).gather
-            group, counted = self.groups["shard"], 4.0 * len(self.load.order) * len(self.load.kinds[0].plans)
-            tail["norm and amax of weights"] = group.reduce_seconds(8) + group.reduce_seconds(counted)
-            seconds, sent = tail["norm and amax of weights"], 2 * group.sent(8 + counted)
-            flow = Flow(sent=sent, seconds=seconds, exposed=seconds)
-            more.append(flow.named("norm and amax of weights", group.link))
+            ends = [self._sends[0].gather, self._sends[0].reduce]
+            ends += [self._weights(self.workload.before).gather] if mesh.own_units else []
+            tail["first gather, last reduction"] = sum(each.seconds for each in ends)
+            group, counted = self._groups["shard"], 4.0 * len(self.workload.order) * len(self.workload.kinds[0].plans)
+            tail[NORMS] = group.reduce(8).seconds + group.reduce(counted).seconds
+            more.append(Collective(name=NORMS, link=group.link))
+            more[-1].add(1, Traffic(group.reduce(8 + counted).sent, tail[NORMS]), tail[NORMS])
         if mesh.pipeline > 1:
-            group = self.groups["pipeline"]
-            part = entered(self.load.kinds[0].cost, mesh)
-            one = group.send_seconds(part)
-            tail["pipeline sends"] = 2 * (mesh.pipeline - 1) * one
-            count = 2 * mesh.microbatches * mesh.virtual
-            flow = Flow(sent=count * part, seconds=count * one, exposed=tail["pipeline sends"])
-            more.append(flow.named("pipeline sends", group.link))
+            group = self._groups["pipeline"]
+            each = group.send(entered(self.workload.kinds[0].cost, mesh))
+            tail[SENDS] = 2 * (mesh.pipeline - 1) * each.seconds
+            more.append(Collective(name=SENDS, link=group.link, exposed=tail[SENDS]))
+            more[-1].add(2 * mesh.microbatches * mesh.virtual, each, 0.0)
         return tail, more

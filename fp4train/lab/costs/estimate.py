@@ -124,6 +124,11 @@ class CostEstimate:
         """Seconds of the linear layers over the whole run as planned."""
         return sum(s.steps * s.total for s in self.stretches)
 
+    @property
+    def emulates(self) -> bool:
+        """Whether some GEMM is emulated on the GPU."""
+        return any(row.emulated is not None for each in self.stretches for row in each.rows)
+
     def render(self) -> str:
         """The estimate as text: one table per stretch, totals, and GEMMs that do not pay.
 
@@ -182,8 +187,8 @@ def layer_costs(
         return [row for rows in parts for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    weights = layer.in_features * layer.out_features
-    counts = {"x": tokens * layer.in_features, "w": weights, "dy": tokens * layer.out_features}
+    rows = tokens * layer.per_token
+    counts = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
     for tensor, forms in FORMS.items():
         times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]

@@ -81,6 +81,17 @@ def interconnect(gpu: Gpu) -> Interconnect:
     return INTERCONNECTS[gpu.name]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends, and the seconds that it takes alone."""
+
+    sent: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.seconds + other.seconds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Ranks of one collective.
@@ -111,30 +122,28 @@ class Group:
         """ "NVLink", or "network" if the group spans domains."""
         return "NVLink" if self.near == self.size else "network"
 
-    def sent(self, whole: float) -> float:
-        """Bytes that each rank sends to gather, or to scatter the sums of, a tensor of `whole` bytes."""
-        return (self.size - 1) / self.size * whole
-
-    def gather_seconds(self, whole: float) -> float:
-        """Time to gather, or to reduce and scatter, a tensor of `whole` bytes over the group."""
+    def gather(self, whole: float) -> Traffic:
+        """To gather, or to reduce and scatter, a tensor of `whole` bytes over the group."""
         if self.size == 1:
-            return 0.0
-        domains = self.size // self.near
-        near = self.sent(whole) / (self.links.nvlink * NVLINK_SHARE)
+            return Traffic()
+        domains, sent = self.size // self.near, (self.size - 1) / self.size * whole
+        near = sent / (self.links.nvlink * NVLINK_SHARE)
         far = (domains - 1) / domains * whole / (self.near * self.links.network * NETWORK_SHARE)
-        return max(near if self.near > 1 else 0.0, far) + LATENCY[self.link] * math.log2(self.size)
+        latency = LATENCY[self.link] * math.log2(self.size)
+        return Traffic(sent, max(near if self.near > 1 else 0.0, far) + latency)
 
-    def reduce_seconds(self, whole: float) -> float:
-        """Time of an all-reduce."""
-        return 2 * self.gather_seconds(whole)
+    def reduce(self, whole: float) -> Traffic:
+        """An all-reduce."""
+        half = self.gather(whole)
+        return Traffic(2 * half.sent, 2 * half.seconds)
 
-    def send_seconds(self, part: float) -> float:
-        """Time to send `part` bytes to the neighbour farthest away."""
+    def send(self, part: float) -> Traffic:
+        """To send `part` bytes to the neighbour farthest away."""
         speed = self.links.nvlink * NVLINK_SHARE if self.link == "NVLink" else self.links.network * NETWORK_SHARE
-        return 0.0 if self.size == 1 else part / speed + LATENCY[self.link]
+        return Traffic(part, 0.0 if self.size == 1 else part / speed + LATENCY[self.link])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Collective:
     """One kind of communication, per step and rank.
 
@@ -146,37 +155,12 @@ class Collective:
 
     name: str
     link: str
-    sent: float
-    seconds: float
-    exposed: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """Seconds and sent bytes to gather the weights of a block for its forward pass, and again for its backward pass,
-    and to reduce their gradients; bytes FSDP copies."""
-
-    gather: float
-    gathered: float
-    again: float
-    gathered_again: float
-    reduce: float
-    reduced: float
-    copied: float
-
-
-@dataclass(kw_only=True)
-class Flow:
-    """Sums over the collectives of one kind."""
-
     sent: float = 0.0
     seconds: float = 0.0
     exposed: float = 0.0
 
-    def add(self, times: float, sent: float, seconds: float, exposed: float) -> None:
-        self.sent += times * sent
-        self.seconds += times * seconds
+    def add(self, times: float, each: Traffic, exposed: float) -> None:
+        """Add `times` collectives; `exposed`: seconds of each that no computation hides, if above 0."""
+        self.sent += times * each.sent
+        self.seconds += times * each.seconds
         self.exposed += times * max(0.0, exposed)
-
-    def named(self, name: str, link: str) -> Collective:
-        return Collective(name=name, link=link, sent=self.sent, seconds=self.seconds, exposed=self.exposed)

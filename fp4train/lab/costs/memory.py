@@ -1,7 +1,7 @@
 """The memory of one rank: what it holds of weights, moments and gradients, of activations, and while a block runs.
 
     weights           4 bytes per float32 master weight of the rank's shard
-    moments           8 bytes: two float32 moments of AdamW
+    moments           of AdamW: 8 bytes, or 4 with optim.moments=bfloat16
     gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
     codes             of weights that stay on the rank: those of its shard, or without shards both forms of every weight
     activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
@@ -18,12 +18,11 @@ The host holds a copy of weights and moments while a checkpoint is written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.workload import ModelWeight, Workload, stages
+from fp4train.lab.costs.workload import ModelWeight, Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
@@ -33,25 +32,42 @@ RESERVE: Final = 2 * 2**30
 USABLE: Final = 0.95
 """Share of the memory that a plan may fill; the rest is lost to fragmentation: assumed."""
 
-STATE: Final = 12
-"""Bytes per parameter of a checkpoint: the float32 weight and two moments."""
 
-
-@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the rank that holds most.
+    """Bytes on a rank of a pipeline stage.
 
     Args:
-        stage: its pipeline stage.
-        parts: bytes by what they are for.
-        parameters: elements of its shard.
-        host: bytes in main memory while a checkpoint is written.
+        stage: the pipeline stage. counts: how many blocks of each kind it has.
     """
 
-    stage: int
-    parts: dict[str, float]
-    parameters: float
-    host: float
+    def __init__(self, load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int]) -> None:
+        self.stage = stage
+        outer = load.outer(stage, mesh)
+        kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
+        whole = sum(number * sum(w.of_rank(mesh) for w in kind.weights) for kind, number in kinds)
+        whole += sum(w.of_rank(mesh) for w in outer)
+        local = whole / mesh.shard
+        flights = mesh.in_flight(stage)
+        again = load.recomputed
+        kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
+        rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
+        # Graphs of torch.compile save the copy that each pass makes.
+        copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
+        running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
+        self.parameters, self.host = local, load.state_bytes * local
+        """Elements of its shard; bytes in main memory while a checkpoint is written."""
+        self.parts: dict[str, float] = {
+            "weights, float32": 4 * local,
+            "moments": load.moment_bytes * local,
+            "gradients": 4 * (whole if mesh.microbatches > 1 and mesh.shard > 1 else 0.0) + 4 * local,
+            "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
+            "activations": flights * kept + running,
+            "weights in BF16": copies * rounded,
+            "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
+            "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
+            "reserve": RESERVE,
+        }
+        """Bytes by what they are for."""
 
     @property
     def total(self) -> float:
@@ -60,35 +76,8 @@ class RankMemory:
 
 def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
-    parts = enumerate(stages(mesh, len(load.order)))
-    return max((_of_stage(load, mesh, number, load.stage(blocks)) for number, blocks in parts), key=attrgetter("total"))
-
-
-def _of_stage(load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int]) -> RankMemory:
-    outer = load.outer(stage, mesh)
-    kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
-    whole = sum(number * sum(w.of_rank(mesh) for w in kind.weights) for kind, number in kinds)
-    whole += sum(w.of_rank(mesh) for w in outer)
-    local = whole / mesh.shard
-    flights = mesh.in_flight(stage)
-    again = load.recomputed
-    kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
-    rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
-    # Graphs of torch.compile save the copy that each pass makes.
-    copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
-    running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
-    parts = {
-        "weights, float32": 4 * local,
-        "moments": 8 * local,
-        "gradients": 4 * (whole if mesh.microbatches > 1 and mesh.shard > 1 else 0.0) + 4 * local,
-        "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
-        "activations": flights * kept + running,
-        "weights in BF16": copies * rounded,
-        "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
-        "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
-        "reserve": RESERVE,
-    }
-    return RankMemory(stage=stage, parts=parts, parameters=local, host=STATE * local)
+    parts = enumerate(load.stages(mesh))
+    return max((RankMemory(load, mesh, number, counts) for number, counts in parts), key=attrgetter("total"))
 
 
 def saved(block: BlockCost, mesh: Mesh) -> float:

@@ -12,7 +12,7 @@ from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
 from fp4train.lab.costs.search import MeshCandidate
 from fp4train.lab.costs.workload import aligned_shard
-from fp4train.text import tabulate
+from fp4train.text import screen, tabulate
 
 _GIB = 2**30
 
@@ -24,30 +24,23 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         costs: (title, steps, cost) of every stretch of the run.
     """
     title, _, cost = costs[0]
-    mesh, load = cost.mesh, cost.workload
-    batch = f"{cost.tokens} tokens per step, {mesh.microbatches} × {load.tokens} per data rank"
-    head = [
-        f"{load.parameters / 1e9:.4g} B parameters (vocabulary {load.vocabulary}) on {mesh.gpus} {cost.gpu}: {mesh}",
-        f"{cost.links}; reached: {NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
-        f"{batch}; {load.flops_per_token / 1e9:.4g} GFLOP per token",
-    ]
-    body = [title, *_beside(_memory(cost), _step(cost))]
-    if cost.collectives:
-        body += ["", *_collectives(cost)]
-    notes = [
-        f"checkpoint: {12 * load.parameters / 1e9:.4g} GB; each rank copies {_gib(cost.memory.host)} GiB to its host",
-        *_aligned(cost),
-    ]
-    if not cost.fits:
-        notes.append(
-            f"does not fit: {_gib(cost.memory.total)} GiB of {_gib(USABLE * cost.gpu.capacity)} usable on {cost.gpu}; "
-            f"parallel=auto gpus={mesh.gpus} looks for a mesh that does"
-        )
-    speeds = [_speed(each[0], each[2]) for each in costs]
-    table = tabulate([("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)"), *speeds])
-    run = sum(steps * each.seconds for _, steps, each in costs)
-    ended = [f"the whole run, {sum(steps for _, steps, _ in costs)} steps: {time_text(run)}"]
-    return "\n".join([*head, "", *body, "", *notes, "", *table, *ended])
+    header = ("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)")
+    misaligned = any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct)
+    return screen(
+        __package__,
+        "cluster.txt",
+        {"gib": _gib},
+        title=title,
+        cost=cost,
+        reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
+        beside=_beside(_memory(cost), _step(cost)),
+        collectives=_collectives(cost) if cost.collectives else [],
+        aligned=aligned_shard(cost.workload.distinct, cost.mesh) if misaligned else None,
+        usable=USABLE * cost.gpu.capacity,
+        speeds=tabulate([header, *(_speed(title, each) for title, _, each in costs)]),
+        steps=sum(steps for _, steps, _ in costs),
+        run=time_text(sum(steps * each.seconds for _, steps, each in costs)),
+    )
 
 
 def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
@@ -94,14 +87,6 @@ def _collectives(cost: ClusterCost) -> list[str]:
 def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
     width = max(map(len, left)) + 4
     return [f"{a.ljust(width)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
-
-
-def _aligned(cost: ClusterCost) -> list[str]:
-    """A mesh whose shards cut no blocks of scales, if this one's do."""
-    if not any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct):
-        return []
-    other = aligned_shard(cost.workload.distinct, cost.mesh)
-    return [f"no weight is cut by {' '.join(other.overrides())}"]
 
 
 def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:

@@ -1,23 +1,36 @@
-"""The cheapest mesh that fits: every mesh of a number of GPUs, ranked by tokens per second.
+"""A configuration planned on a mesh: the one that it asks for, or the cheapest that fits.
 
-Tried are tensor parallelism inside of an NVLink domain, pipelines whose stages have equal numbers of blocks, all ways
-to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
-off. Where a model or a batch cannot be cut as a mesh asks, the problem says what to do.
+The cheapest is found among every mesh of a number of GPUs, ranked by tokens per second. Tried are tensor parallelism
+inside of an NVLink domain, pipelines, all ways to divide the data ranks into shards and replicas, microbatches of 1, 2,
+4 and 8 sequences, and recomputation on and off. Where a model or a batch cannot be cut as a mesh asks, the problem says
+what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torch import nn
 
-from fp4train.hardware import Gpu
-from fp4train.lab.costs.cluster import ClusterCost, cluster_cost
-from fp4train.lab.costs.links import Interconnect
-from fp4train.lab.costs.workload import ModelWeight, Workload, find_weights
-from fp4train.parallel.config import Mesh
-from fp4train.precision.layers import find_blocks
+from fp4train.config.schema import Config
+from fp4train.errors import UserError, user_errors
+from fp4train.hardware import Device, Gpu
+from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.links import Interconnect, interconnect
+from fp4train.lab.costs.workload import ModelWeight, Workload, find_weights, tensor_cut, workload
+from fp4train.optim.adamw import moment_bytes
+from fp4train.parallel.config import REST, Mesh, Parallel
+from fp4train.parallel.stages import cut_of, tied_weights
+from fp4train.parallel.tensor import tensor_cut_of
+from fp4train.precision.gather import effective
+from fp4train.precision.layers import find_blocks, find_layers
+from fp4train.precision.phases import Timeline
+from fp4train.precision.plan import Plan
+from fp4train.precision.report import gathers
+from fp4train.run.build import build_plan
+from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 
 MOST_STAGES = 16
 MICROBATCHES = (1, 2, 4, 8)
@@ -69,7 +82,7 @@ def candidates(
                 continue
             for again in recompute:
                 run = replace(load, recomputed=1.0 if again else 0.0)
-                cost = cluster_cost(run, gpu, links, mesh)
+                cost = ClusterCost(run, gpu, links, mesh)
                 found.append(MeshCandidate(cost=cost, sequences=sequences, recompute=again))
     return sorted(found, key=lambda each: (not each.cost.fits, each.cost.seconds, each.cost.memory.total))
 
@@ -110,26 +123,23 @@ def distinct(found: Iterable[MeshCandidate], number: int) -> list[MeshCandidate]
 
 def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterator[str]:
     """Why `model` cannot be cut over `mesh`: heads and widths by tensor parallelism, blocks by the pipeline."""
-    counts = {
-        (name, number)
-        for module in model.modules()
-        for name in ("heads", "kv_heads")
-        if isinstance(number := getattr(module, name, None), int)
-    }
-    for name, number in sorted(counts):
-        if number % mesh.tensor:
-            yield f"parallel.tp={mesh.tensor} does not divide model.{name}={number}: {_choices('parallel.tp', number)}"
+    tensors = mesh.tensor
+    counts = {(key, getattr(model.get_submodule(path), name)) for path, name, key in tensor_cut(model).counts}
+    for key, number in sorted(counts):
+        if number % tensors:
+            yield f"parallel.tp={tensors} does not divide {key}={number}: {_choices('parallel.tp', number)}"
     for weight in weights:
-        if weight.split is not None and weight.shape[weight.split] % mesh.tensor:
-            size = weight.shape[weight.split]
-            yield f"parallel.tp={mesh.tensor} does not divide {size}, the split dimension of {weight.name}"
+        sizes = () if weight.split is None else weight.segments or (weight.shape[weight.split],)
+        if size := next((each for each in sizes if each % tensors), 0):
+            what = "a segment" if weight.segments else "the split dimension"
+            yield f"parallel.tp={tensors} does not divide {size}, {what} of {weight.name}"
             break
-    blocks = len(find_blocks(model))
-    parts = mesh.pipeline * mesh.virtual
-    if blocks % parts:
+    blocks, parts = len(find_blocks(model)), mesh.pipeline * mesh.virtual
+    if blocks < parts:
         each = f" × parallel.pp_chunks={mesh.virtual}" if mesh.virtual > 1 else ""
-        fits = _choices("parallel.pp", blocks // mesh.virtual) if blocks % mesh.virtual == 0 else "no parallel.pp does"
-        yield f"parallel.pp={mesh.pipeline}{each} does not divide the {blocks} blocks: {fits}"
+        most = blocks // mesh.virtual
+        fits = f"parallel.pp may be at most {most}" if most > 1 else "no parallel.pp does"
+        yield f"parallel.pp={mesh.pipeline}{each} exceeds the {blocks} blocks: {fits}"
 
 
 def batch_problem(sequences: int, microbatch: int | None, mesh: Mesh) -> str | None:
@@ -154,3 +164,178 @@ def _choices(key: str, number: int) -> str:
     divisors = _divisors(number, number)
     shown = divisors if len(divisors) <= 12 else [*divisors[:11], divisors[-1]]
     return f"{key} may be {', '.join(map(str, shown))}"
+
+
+class MeshPlan:
+    """A configuration planned on a mesh: that of its section `parallel`, or with `auto` the cheapest.
+
+    Args:
+        gpus: their number; None: the product of the sizes in that section.
+        given: configuration keys that the command line sets; the batch and its length have defaults for a laptop.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        gpus: int | None,
+        auto: bool | None,
+        model: nn.Module,
+        timeline: Timeline,
+        gpu: Gpu,
+        given: Collection[str],
+    ) -> None:
+        self.config = replace(config, parallel=Parallel()) if auto else config
+        self.gpus, self.model, self.timeline, self.gpu = gpus, model, timeline, gpu
+        self.links = interconnect(gpu)
+        self.notes: list[str] = []
+        self._batch_given = "train.batch_size" in given
+        if "train.seq_len" not in given:
+            self.notes.append(
+                f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
+            )
+
+    def mesh(self, microbatches: int = 1) -> Mesh:
+        """The mesh that was asked for; weights are gathered as the run would gather them.
+
+        Raises:
+            UserError: its size is not the number of GPUs.
+        """
+        parallel, others = self.config.parallel, self.config.parallel.others
+        gpus = self.gpus or others * max(1, parallel.dp_shard)
+        shard = max(1, gpus // others) if parallel.dp_shard == REST else parallel.dp_shard
+        if others * shard != gpus:
+            factors = f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × pp {parallel.pp}"
+            instead = "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"
+            if gpus % others == 0:
+                instead = f"parallel.dp_shard={gpus // others} fills it, or gpus={others * max(1, parallel.dp_shard)}"
+            raise UserError(f"gpus={gpus} is not {factors} = {others * shard}: {instead}")
+        gather = effective(parallel.gather, compiled=self.config.train.compile)
+        return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
+
+    def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
+        """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
+        config = replace(self.config, train=replace(self.config.train, batch_size=sequences, microbatch=sequences))
+        layers, cut = find_layers(self.model), tensor_cut(self.model)
+        parts = {
+            name: layer.part("in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ()))
+            for name, layer in layers.items()
+        }
+        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), stages=stages)
+
+    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
+        """(title, steps, workload) of every stretch of the run."""
+        whole = find_layers(self.model)
+
+        train = self.config.train
+        recomputed = 1.0 if getattr(self.config.model, "recompute", False) else 0.0
+        return [
+            (
+                stretch.title,
+                stretch.stop - stretch.start,
+                workload(
+                    self.model,
+                    {name: replace(layer, layer=whole[name]) for name, layer in stretch.layers.items()},
+                    stretch.recipe,
+                    sequences=sequences,
+                    seq_len=train.seq_len,
+                    compiled=train.compile,
+                    recorded=train.cuda_graph,
+                    recomputed=recomputed,
+                    moment_bytes=moment_bytes(self.config.optim),
+                ),
+            )
+            for stretch in plan.stretches
+        ]
+
+    def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
+        """The plan, and the cost of every stretch on the mesh that was asked for.
+
+        Raises:
+            UserError: the mesh cannot be; the message says what to do.
+        """
+        mesh = self.mesh()
+        for problem in problems(self.model, find_weights(self.model, {}), mesh):
+            raise UserError(problem)
+        train = self.config.train
+        batch = train.batch_size
+        if not self._batch_given and batch % (mesh.data * mesh.pipeline):
+            batch = mesh.data * mesh.pipeline
+            self.notes.append(
+                f"train.batch_size={train.batch_size}, the default, does not divide over "
+                f"{mesh.data} data ranks: planned with train.batch_size={batch}"
+            )
+        if refused := batch_problem(batch, train.microbatch, mesh):
+            raise UserError(refused)
+        local = batch // mesh.data
+        sequences = train.microbatch or (local if mesh.pipeline == 1 else max(1, local // (4 * mesh.pipeline)))
+        while local % sequences:
+            sequences -= 1
+        if mesh.pipeline > 1 and train.microbatch is None:
+            self.notes.append(
+                f"train.microbatch is not given: planned with train.microbatch={sequences}, because a pipeline needs "
+                "several microbatches"
+            )
+        mesh = self.mesh(local // sequences)
+        self.check(mesh, batch, sequences)
+        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline)
+        check_oscillation(self.config, plan)
+        if mesh.shard > 1:
+            layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
+            self.notes.append(
+                gathers(layers, mesh.shard, self.config.parallel.gather, compiled=self.config.train.compile)
+            )
+        self.notes += filter(None, [divided_blocks(plan)])
+        loads = self.workloads(plan, sequences)
+        return plan, [(title, n, ClusterCost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
+
+    def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
+        """Raises UserError where a run with microbatches of so many sequences does not begin on `mesh`."""
+        parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
+        train = replace(self.config.train, batch_size=batch, microbatch=sequences)
+        check_cut(replace(self.config, train=train, parallel=parallel), mesh)
+        with user_errors(TypeError, ValueError):
+            if mesh.tensor > 1:
+                tensor_cut_of(self.model, mesh.tensor)
+            if mesh.pipeline > 1:
+                tied_weights(self.model, cut_of(self.model, parallel))
+
+    def search(self) -> tuple[list[MeshCandidate], int]:
+        """Every mesh, the best first, and the batch they are compared with."""
+        assert self.gpus is not None
+        # It also tries meshes with tensor parallelism and pipelines.
+        self.plan(1, 1, stages=2)
+        batch = self.config.train.batch_size
+        if not self._batch_given:
+            batch = self.gpus
+            self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
+
+        @lru_cache
+        def load(sequences: int, tensors: int) -> Workload | None:
+            try:
+                plan = self.plan(sequences, tensors)
+            except UserError:
+                if tensors == 1:
+                    raise
+                return None  # the named backend runs no parts of layers
+            return self.workloads(plan, sequences)[0][2]
+
+        def measure(sequences: int, mesh: Mesh) -> Workload | None:
+            try:
+                self.check(mesh, batch, sequences)
+            except UserError:
+                return None
+            return load(sequences, mesh.tensor)
+
+        like = self.mesh()
+        if like.gather != self.config.parallel.gather:
+            self.notes.append("train.compile takes float32 weights: they are not gathered as codes")
+        choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
+        found = candidates(
+            self.model, measure, self.gpu, self.links, gpus=self.gpus, batch=batch, like=like, recompute=choices
+        )
+        if not found:
+            raise UserError(
+                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and train.batch_size={batch}: "
+                "take a batch that is a multiple of the number of GPUs"
+            )
+        return found, batch

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
+from fp4train.models.common.cut import TensorCut, share_blocks
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
@@ -31,12 +31,20 @@ ROW_WISE = ("attention.wo", "mlp.down")
 """Layers whose inputs tensor parallelism splits: those that write to the residual stream."""
 
 
-def row_wise(model: nn.Module) -> frozenset[str]:
-    """The linear layers whose inputs tensor parallelism splits: as the model's cut says, else `ROW_WISE`."""
-    cut = getattr(model, "fp4train_tensor_cut", None)
-    if cut is not None:
-        return frozenset(cut().in_)
-    return frozenset(name for name in find_layers(model) if name.endswith(ROW_WISE))
+def tensor_cut(model: nn.Module) -> TensorCut:
+    """How tensor parallelism splits a model: as it says itself, else by `ROW_WISE`."""
+    own = getattr(model, "fp4train_tensor_cut", None)
+    if own is not None:
+        cut: TensorCut = own()
+        return cut
+    rows = tuple(name for name in find_layers(model) if name.endswith(ROW_WISE))
+    heads = tuple(
+        (path, name, f"model.{name}")
+        for path, module in model.named_modules()
+        for name in ("heads", "kv_heads")
+        if isinstance(getattr(module, name, None), int)
+    )
+    return TensorCut(out=(), in_=rows, counts=heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,7 @@ class ModelWeight:
         shape: of the whole parameter.
         block: index of its block; -1 before the blocks, None after them.
         split: dimension that tensor parallelism splits; None: each rank holds it whole.
+        segments: rows of each segment, where each of them is split.
         plan: of the linear layer it belongs to.
     """
 
@@ -56,15 +65,33 @@ class ModelWeight:
     block: int | None
     split: int | None
     plan: LayerPlan | None = None
+    segments: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether it is the weight of a planned layer: a matrix or, of experts, one for each."""
+        return self.plan is not None and len(self.shape) == (3 if self.plan.layer.experts else 2)
+
+    @property
+    def active(self) -> float:
+        """Its elements that one token meets: of experts those to which the token is routed."""
+        experts = 0 if self.plan is None else self.plan.layer.experts
+        return self.count * self.plan.layer.per_token / experts if self.plan is not None and experts else self.count
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of all its elements, as they are quantised."""
+        columns = self.shape[-1] if self.is_multiplied else math.prod(self.shape[1:])
+        return self.count // columns, columns
+
+    @property
     def forms(self) -> tuple[QuantSpec, ...]:
         """The distinct quantised forms: one for square blocks, else a row-wise and a column-wise one."""
-        if self.plan is None or len(self.shape) != 2:
+        if self.plan is None or not self.is_multiplied:
             return ()
         row, column = self.plan.fprop.operands.second, self.plan.dgrad.operands.second
         if row is not None and row == column and row.transposable:
@@ -77,9 +104,11 @@ class ModelWeight:
 
     def part(self, mesh: Mesh) -> LayerPlan | None:
         """The plan of a rank's part of the layer."""
-        if self.plan is None or len(self.shape) != 2:
+        if self.plan is None or not self.is_multiplied:
             return None
-        return self.plan if self.split is None else part_of(self.plan, ("out", "in")[self.split], mesh.tensor)
+        if self.split is None:
+            return self.plan
+        return part_of(self.plan, ("out", "in")[self.split], mesh.tensor, self.segments)
 
     def wire(self, mesh: Mesh) -> WireForm:
         """How it is gathered over the shards."""
@@ -109,14 +138,14 @@ class ModelWeight:
             backward: for dgrad, else for fprop.
             repeats: backward also needs what fprop does, to recompute it.
         """
-        sent = self.wire(mesh).bytes(*_matrix(self.shape), backward=backward, repeats=repeats)
+        sent = self.wire(mesh).bytes(*self.matrix, backward=backward, repeats=repeats)
         return sent * self.of_rank(mesh) / self.count
 
     def resident_bytes(self, mesh: Mesh) -> float:
         """Bytes of the weight as the GEMMs read it: both forms of its codes, and what was gathered for them."""
         form = self.wire(mesh)
         if self.forms:
-            codes = 2 / len(self.forms) * sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
+            codes = 2 / len(self.forms) * sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
             made = codes * self.of_rank(mesh) / self.count
             gathered = 0.0 if form.row or form.column else self.wire_bytes(mesh)
             return made + (gathered if mesh.shard > 1 else 0.0)
@@ -129,19 +158,15 @@ class ModelWeight:
         if form.row is None and form.column is None:
             return 0.0
         return (
-            sum(packed_bytes(spec, *_matrix(self.shape)) for spec in self.forms)
+            sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
             * self.of_rank(mesh)
             / (self.count * mesh.shard)
         )
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
-
-
 def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:
     """The parameters of a model (on the meta device) in order, each once."""
-    paths, rows = block_paths(model), row_wise(model)
+    paths, cut = block_paths(model), tensor_cut(model)
     of_block = {id(p): i for i, path in enumerate(paths) for p in model.get_submodule(path).parameters()}
     owners = {f"{name}.{key}": m for name, m in model.named_modules() for key in m._parameters}
     linear = find_layers(model)
@@ -153,20 +178,18 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
         before = before and block is None
         plan = plans.get(layer)
         matrix = parameter.dim() > 1
-        if layer in linear and block is not None:
-            split = 0 if layer not in rows else (1 if matrix else None)
+        if layer in linear and linear[layer].experts:
+            split = None  # tensor parallelism refuses them
+        elif layer in linear and block is not None:
+            split = 0 if layer not in cut.in_ else (1 if matrix else None)
+        elif name in cut.rows:
+            split = 0
         else:
             split = 0 if matrix and (layer in linear or isinstance(owners[name], nn.Embedding)) else None
         place = block if block is not None else (-1 if before else None)
-        found.append(ModelWeight(name=name, shape=tuple(parameter.shape), block=place, split=split, plan=plan))
+        shape, segments = tuple(parameter.shape), cut.segments.get(layer, cut.segments.get(name, ()))
+        found.append(ModelWeight(name=name, shape=shape, block=place, split=split, plan=plan, segments=segments))
     return found
-
-
-def stages(mesh: Mesh, blocks: int) -> list[range]:
-    """The blocks of every stage: equal parts; where they do not divide, the first stages have one more."""
-    each, more = divmod(blocks, mesh.pipeline)
-    starts = [stage * each + min(stage, more) for stage in range(mesh.pipeline + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def aligned_shard(weights: Iterable[ModelWeight], mesh: Mesh) -> Mesh:
@@ -196,11 +219,14 @@ class Workload:
         before, after: weights that stand before and after the blocks.
         outside: the plans of linear layers outside the blocks.
         row_wise: layers whose inputs tensor parallelism splits.
+        segments: of the others' weights, the rows of each segment, where each of them is split; by name.
         tokens: of a microbatch, over all ranks that share it.
         vocabulary, width: of the head; 0 where the model has none.
         tied: whether the head uses the weight of the embedding.
         compiled: whether torch.compile fuses what is between the GEMMs.
+        recorded: whether CUDA graphs queue the step.
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
+        moment_bytes: of the optimizer's moments per parameter.
     """
 
     kinds: tuple[Kind, ...]
@@ -209,12 +235,20 @@ class Workload:
     after: tuple[ModelWeight, ...]
     outside: tuple[LayerPlan, ...]
     row_wise: frozenset[str]
+    segments: Mapping[str, tuple[int, ...]]
     tokens: int
     vocabulary: int
     width: int
     tied: bool
     compiled: bool = False
+    recorded: bool = False
     recomputed: float = 0.0
+    moment_bytes: int = 8
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of a checkpoint: the float32 weight and the moments."""
+        return 4 + self.moment_bytes
 
     @cached_property
     def parameters(self) -> int:
@@ -223,20 +257,34 @@ class Workload:
         return blocks + sum(weight.count for weight in (*self.before, *self.after))
 
     @cached_property
+    def active_parameters(self) -> float:
+        """Parameters that one token meets: of experts those to which it is routed."""
+        blocks = sum(weight.active for kind in self.order for weight in self.kinds[kind].weights)
+        return blocks + sum(weight.active for weight in (*self.before, *self.after))
+
+    @cached_property
     def flops_per_token(self) -> float:
-        """6 per weight that multiplies and token, and 6·L·D·T for causal attention (half of the square)."""
-        attention = sum(3 * a.flops for kind in self.order for a in self.kinds[kind].cost.attentions) / self.tokens
+        """6 per weight that multiplies and token, 6·L·D·T for causal attention (half of the square), and those of scans
+        and Fourier transforms. A router's product is counted among these, so its weight is not counted again."""
+        costs = [self.kinds[kind].cost for kind in self.order]
+        attention = sum(3 * a.flops for cost in costs for a in cost.attentions) / self.tokens
+        attention += sum(cost.forward_flops + cost.backward_flops for cost in costs) / self.tokens
         embedding = 0 if self.tied else sum(weight.count for weight in self.before)
-        return 6 * (self.parameters - embedding) + attention
+        apart = sum(w.count for k in self.order for w in self.kinds[k].weights if w.plan is None and len(w.shape) == 2)
+        return 6 * (self.active_parameters - embedding - apart) + attention
 
     @property
     def distinct(self) -> list[ModelWeight]:
         """The weights of every kind of block, and those outside."""
         return [*(w for kind in self.kinds for w in kind.weights), *self.before, *self.after]
 
-    def stage(self, blocks: Iterable[int]) -> Counter[int]:
-        """How many blocks of each kind a pipeline stage has."""
-        return Counter(self.order[index] for index in blocks)
+    def stages(self, mesh: Mesh) -> list[Counter[int]]:
+        """How many blocks of each kind every rank of a pipeline has, as `parallel.stages` shares them out."""
+        costs = [int(sum(w.active for w in kind.weights if len(w.shape) > 1)) for kind in self.kinds]
+        head = self.vocabulary * self.width
+        parts = share_blocks([costs[kind] for kind in self.order], head, mesh.pipeline * mesh.virtual)
+        ranks = (parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline))
+        return [Counter(self.order[index] for part in held for index in part) for held in ranks]
 
     def outer(self, stage: int, mesh: Mesh) -> list[ModelWeight]:
         """The weights outside the blocks that a pipeline stage holds; a tied embedding is on the first and the last."""
@@ -264,16 +312,19 @@ def workload(
     sequences: int,
     seq_len: int,
     compiled: bool = False,
+    recorded: bool = False,
     recomputed: float = 0.0,
+    moment_bytes: int = 8,
 ) -> Workload:
     """Measure a model on the meta device.
 
     Args:
         plans: what each linear layer runs in one stretch of a run.
         sequences, seq_len: of a microbatch.
-        compiled, recomputed: see `Workload`.
+        compiled, recorded, recomputed, moment_bytes: see `Workload`.
     """
-    rows = row_wise(model)
+    cut = tensor_cut(model)
+    rows = frozenset(cut.in_)
     costs = measure_blocks(
         model, plans, recipe, sequences=sequences, seq_len=seq_len, row_wise=rows, sharing=not compiled
     )
@@ -301,10 +352,13 @@ def workload(
         after=tuple(of_block.get(None, ())),
         outside=outside,
         row_wise=rows,
+        segments=cut.segments,
         tokens=sequences * seq_len,
         vocabulary=vocabulary,
         width=width,
         tied=any(id(model.get_submodule(p.layer.name).weight) in embeddings for p in outside),
         compiled=compiled,
+        recorded=recorded,
         recomputed=recomputed,
+        moment_bytes=moment_bytes,
     )

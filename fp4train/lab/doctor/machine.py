@@ -1,7 +1,5 @@
 """The parts of this machine that runs depend on, and what is wrong with them. Nothing here waits for a network."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

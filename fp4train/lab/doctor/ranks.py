@@ -6,8 +6,6 @@ What runs send: gradients in float32 and BF16 (all-reduce, reduce-scatter), weig
 (all-gather). Each result is compared with the one that follows from the ranks' numbers, then timed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

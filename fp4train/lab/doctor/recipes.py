@@ -5,10 +5,12 @@ of the recipe's quantisers takes one tensor. The kernels' codes must equal the r
 and dw must lie within BF16's rounding of the reference product, where both draw the same random bits.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ ELSEWHERE = ("A100", "H100", "B200")
 """GPUs whose answer stands for their generation."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecipeCheck:
     """One recipe.
 
@@ -68,52 +70,62 @@ class RecipeCheck:
     scaled_problem: str | None = None
 
 
+def check_all(recipes: Mapping[str, Recipe], device: Device, processes: int = 1) -> tuple[RecipeCheck, ...]:
+    """Try every recipe, in so many processes: on a GPU each has kernels to be compiled, seconds on one core."""
+    if processes == 1:
+        return tuple(check(name, recipe, device) for name, recipe in recipes.items())
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        tried = {name: pool.submit(check, name, recipe, device) for name, recipe in recipes.items()}
+        return tuple(_outcome(name, each) for name, each in tried.items())
+
+
+def _outcome(name: str, tried: Future[RecipeCheck]) -> RecipeCheck:
+    try:
+        return tried.result()
+    except BrokenProcessPool:  # of a driver: it ends all that are under way
+        return RecipeCheck(name=name, problem="a process that tried recipes crashed")
+
+
 def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     """Resolve and run one recipe; what fails is a problem, not an exception."""
+    found = RecipeCheck(name=name)
     try:
         plan = resolve(SAMPLE, recipe, None, "auto", device)
     except ValueError as error:
-        return RecipeCheck(name=name, problem=str(error))
-    problem, codes, distance = None, None, None
-    kernels: tuple[str, ...] = ()
+        found.problem = str(error)
+        return found
+    found.runs = " + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms))
+    found.why = tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised))
+    elsewhere = (gpu for gpu in GPUS if gpu.name in ELSEWHERE)
+    found.native_on = tuple(gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu)))
     try:
         if specs := [spec for part in plan.split_channels().parts for spec in part.table.specs()]:
-            kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
+            found.kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
-            codes = not wrong
+            found.codes = not wrong
             if wrong:
-                problem = f"{', '.join(kernels)} quantise {wrong[0]} otherwise than the reference"
-        distance, far = products(recipe, plan, device)
-        problem = problem or far
+                found.problem = f"{', '.join(found.kernels)} quantise {wrong[0]} otherwise than the reference"
+        found.distance, far = products(recipe, plan, device)
+        found.problem = found.problem or far
     except Exception as error:  # of a driver, a compiler, a missing library: to be reported, whatever it is
-        problem = _named(error)
-    scaled, scaled_why, scaled_problem = _scaled_products(recipe, device) if plan.quantised else (None, None, None)
-    return RecipeCheck(
-        name=name,
-        runs=" + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms)),
-        why=tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised)),
-        kernels=kernels,
-        codes=codes,
-        distance=distance,
-        native_on=tuple(gpu.name for gpu in GPUS if gpu.name in ELSEWHERE and _native(recipe, Device.elsewhere(gpu))),
-        problem=problem,
-        scaled=scaled,
-        scaled_why=scaled_why,
-        scaled_problem=scaled_problem and f"backend=native: {scaled_problem}",
-    )
+        found.problem = _named(error)
+    if plan.quantised:
+        _try_scaled(found, recipe, device)
+    return found
 
 
-def _scaled_products(recipe: Recipe, device: Device) -> tuple[float | None, str | None, str | None]:
-    """(distance, why it cannot run, what is wrong) of backend=native."""
+def _try_scaled(found: RecipeCheck, recipe: Recipe, device: Device) -> None:
+    """The same of backend=native."""
     try:
         plan = resolve(SAMPLE, recipe, None, "native", device)
     except ValueError as error:
-        return None, str(error), None
+        found.scaled_why = str(error)
+        return
     try:
-        distance, far = products(recipe, plan, device, "native")
+        found.scaled, problem = products(recipe, plan, device, "native")
     except Exception as error:  # of a driver, of cuBLAS
-        return None, None, _named(error)
-    return distance, None, far
+        problem = _named(error)
+    found.scaled_problem = problem and f"backend=native: {problem}"
 
 
 def _named(error: Exception) -> str:
@@ -158,7 +170,7 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
     together = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    region = nullcontext() if together is None else LAYER_BACKENDS[together].region([recipe.table()])
+    region = nullcontext() if together is None else LAYER_BACKENDS[together].region([recipe.table()], None)
     with region, autocast(recipe, step=0):
         y = layer(x)
     y.backward(dy)

@@ -1,7 +1,5 @@
 """What was found, as one screen for people or as JSON for issue reports."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +9,9 @@ from typing import Any
 from fp4train import __version__
 from fp4train.lab.doctor.machine import Fact, device, parts
 from fp4train.lab.doctor.ranks import CollectiveCheck
-from fp4train.lab.doctor.recipes import RecipeCheck, check
+from fp4train.lab.doctor.recipes import RecipeCheck, check_all
 from fp4train.precision.recipe import Recipe
-from fp4train.text import columns, tabulate
+from fp4train.text import columns, screen, tabulate
 
 WIDTH = 120
 HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
@@ -55,36 +53,29 @@ class DoctorReport:
         }
 
     def render(self) -> str:
-        """The screen."""
-        machine = columns([(part.name, part.value) for part in self.machine])
-        recipes = tabulate([HEADER, *(_row(each) for each in self.recipes)])
-        sections = [f"fp4train {__version__}", "\n".join(machine), "\n".join([f"recipes on {self.device}", *recipes])]
-        if self.collectives:
-            header = ("collective", "of", "result", "GB/s per rank")
-            rows = tabulate([header, *(_collective(each) for each in self.collectives)])
-            sections.append("\n".join([f"collectives of {self.ranks} ranks", *rows]))
-        if reasons := self._reasons():
-            sections.append("\n".join(["why not natively", *reasons]))
-        if self.notes:
-            sections.append("\n".join(["to know", *(_wrapped(note) for note in self.notes)]))
-        if self.problems:
-            sections.append("\n".join(["the default run will not work", *(_wrapped(each) for each in self.problems)]))
-        else:
-            (runs,) = [each.runs for each in self.recipes if each.name == self.default]
-            sections.append(f"The default run will work: recipe={self.default} on {self.device}, {runs}.")
-        return "\n\n".join(sections)
+        """The screen (report.txt)."""
+        header = ("collective", "of", "result", "GB/s per rank")
+        return screen(
+            __package__,
+            "report.txt",
+            {"wrapped": _wrapped},
+            found=self,
+            version=__version__,
+            machine=columns([(part.name, part.value) for part in self.machine]),
+            recipes=tabulate([HEADER, *(_row(each) for each in self.recipes)]),
+            collectives=tabulate([header, *(_collective(each) for each in self.collectives)]),
+            reasons=self._reasons(),
+            runs=next((each.runs for each in self.recipes if each.name == self.default), ""),
+        )
 
-    def _reasons(self) -> list[str]:
-        """Each reason for emulating, with the recipes that have it; all of them are "all"."""
+    def _reasons(self) -> list[tuple[str, str]]:
+        """The recipes that are emulated for each reason ("all" of them), and the reason."""
         emulated = [each for each in self.recipes if "emulated" in each.runs]
         by_reason: dict[str, list[str]] = {}
         for each in emulated:
             for why in each.why:
                 by_reason.setdefault(why.removeprefix("auto: "), []).append(each.name)
-        return [
-            _wrapped(f"{'all' if len(names) == len(emulated) else ', '.join(names)}: {why}")
-            for why, names in by_reason.items()
-        ]
+        return [("all" if len(n) == len(emulated) else ", ".join(n), why) for why, n in by_reason.items()]
 
 
 def _wrapped(text: str) -> str:
@@ -115,6 +106,7 @@ def examine(
     *,
     ranks: int = 1,
     collectives: Sequence[CollectiveCheck] = (),
+    processes: int = 1,
 ) -> DoctorReport:
     """Look at this machine and try all `recipes`.
 
@@ -122,13 +114,14 @@ def examine(
         default: the name of the default run's recipe.
         folder: where runs would be written.
         ranks, collectives: what several processes found together.
+        processes: that try recipes.
     """
     here = device()
     return DoctorReport(
         device=str(here),
         default=default,
         machine=tuple(parts(folder)),
-        recipes=tuple(check(name, recipe, here) for name, recipe in recipes.items()),
+        recipes=check_all(recipes, here, processes),
         ranks=ranks,
         collectives=tuple(collectives),
     )

@@ -1,9 +1,8 @@
-"""The parts of a report that are facts about the runs: what differs in their configuration, environment, and cost."""
-
-from __future__ import annotations
+"""Facts about the runs of a report: what differs in their data, configuration and environment; warnings; cost."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.costs.estimate import CostEstimate, estimate, time_text
-from fp4train.lab.report.html import Html, joined, table, tag
-from fp4train.lab.report.sections import section
+from fp4train.lab.costs.estimate import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.run.observe import THRESHOLD
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.trust import check_paths
@@ -33,6 +31,9 @@ KEYS = 150
 MOST_ROWS = 1 << 40
 """A batch of more sequences is none."""
 _UNINTERESTING = ("run.name", "run.dir", "data.cache_dir")
+
+ByRuns = list[tuple[str, str]]
+"""Distinct values, each with the numbers of its runs; without numbers where all runs have it."""
 
 
 def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, CostEstimate], list[str]]:
@@ -59,106 +60,99 @@ def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
     config = to_config(saved)
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
     plan = build_plan(config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu))
-    microbatches = config.train.batch_size // (config.train.microbatch or config.train.batch_size)
-    return estimate(plan, gpu, microbatches=microbatches)
+    return estimate(plan, gpu, microbatches=config.train.microbatches)
 
 
-def differences(sources: Sequence[RunSource]) -> Html:
-    """The configuration keys whose values differ, with the runs of each value."""
+@dataclass(frozen=True)
+class Differing:
+    """The keys in which configurations differ: values by runs of the first `KEYS`, their number, that of all keys."""
+
+    rows: list[tuple[str, ByRuns]]
+    count: int
+    keys: int
+
+
+class RunCost:
+    """Tokens, time and arithmetic of a run; NaN or None where it is not known."""
+
+    def __init__(self, source: RunSource) -> None:
+        self.source = source
+        tokens, speed, mfu = map(source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu"))
+        self.tokens, self.seconds = float(tokens.values[-1]) if len(tokens) else math.nan, math.nan
+        """Tokens, and seconds of all steps."""
+        if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
+            self.seconds = self.tokens / len(speed) * float(np.sum(1 / speed.values))
+        self.speed, self.mfu = (float(np.median(each.values)) if len(each) else None for each in (speed, mfu))
+        """Medians over steps: tokens per second, and the share of the GPU's peak."""
+        work = _arithmetic(source)
+        self.multiplied = whole = sum(work.values())
+        """Multiply-adds of linear layers, of which `shares` by elements."""
+        self.shares = {k: v / whole for k, v in sorted(work.items(), key=lambda each: -each[1])}
+
+
+def different_data(sources: Sequence[RunSource]) -> list[str]:
+    """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty where none is known."""
+    found = []
+    prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
+    keys = list(dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data.")))
+    keys = [key for key in (*keys, "train.seq_len", "eval.batches") if key != "data.cache_dir"]
+    known = [source for source in sources if source.config is not None]
+    differing = [key for key in keys if len({str(source.setting(key)) for source in known}) > 1]
+    if len(prints) > 1:
+        found.append("The runs were trained on different data (their fingerprints differ): losses do not compare.")
+    elif data := [key for key in differing if key.startswith("data.")]:
+        found.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
+    if other := [key for key in differing if not key.startswith("data.")]:
+        found.append(f"The runs differ in {', '.join(other)}: their validation losses are of different tokens.")
+    return found
+
+
+def weak_gradient(source: RunSource) -> list[str]:
+    """A warning where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
+    ratio = source.metrics.series("error/gradient_to_noise")
+    below = (ratio.values < THRESHOLD).nonzero()[0]
+    if not len(below):
+        return []
+    first = int(below[0])
+    return [
+        f"{source.label}: at step {int(ratio.steps[first])} the gradient's norm was {ratio.values[first]:.2f} times "
+        f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured steps; quantised training "
+        "becomes less effective there (arXiv 2505.19115)."
+    ]
+
+
+def differences(sources: Sequence[RunSource]) -> Differing | None:
+    """The configuration keys whose values differ; None where fewer than two configurations are known."""
     known = [source for source in sources if source.config is not None]
     if len(known) < 2:
-        return Html()
+        return None
     keys = list(dict.fromkeys(key for source in known for key in source.config or {}))
     skipped = (*UNRECORDED, *_UNINTERESTING)
     differing = [key for key in keys if key not in skipped and len({_show(s.setting(key)) for s in known}) > 1]
     rows = [
-        [key, _by_value({s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known))]
+        (key, _by_runs({s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known)))
         for key in differing[:KEYS]
     ]
-    if not rows:
-        return section("Configuration", tag("p", "The runs have the same configuration.", class_="note"))
-    more = f", {len(differing) - KEYS} more are not listed" if len(differing) > KEYS else ""
-    caption = f"The {len(differing)} keys that differ, of {len(keys)}{more}; after each value the numbers of its runs"
-    return section("Configuration", table(["key", "values"], rows, caption=caption))
+    return Differing(rows, len(differing), len(keys))
 
 
-def environment(sources: Sequence[RunSource]) -> Html:
-    """Host, device and versions of every run; what differs has the runs beside it."""
+def environments(sources: Sequence[RunSource]) -> list[tuple[str, ByRuns]]:
+    """Host, device and versions of every run at its last start, by key; empty where none was recorded."""
     known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
-    without = [source for source in sources if source not in known]
+    keys = dict.fromkeys(key for each in known.values() for key in each)
+    return [(key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known))) for key in keys]
+
+
+def moved(sources: Sequence[RunSource]) -> list[str]:
+    """Sentences on runs whose environment is not recorded, or changed."""
     words = []
-    if without:
-        words.append(f"Not recorded for {', '.join(source.name for source in without)}.")
-    for source in known:
+    if without := [source.name for source in sources if not source.environments]:
+        words.append(f"Not recorded for {', '.join(without)}.")
+    for source in sources:
         if len({str(each) for _, each in source.environments}) > 1:
             steps = ", ".join(str(step) for step, _ in source.environments)
             words.append(f"{source.name} changed its environment; it was started at steps {steps}. The last is shown.")
-    if not known:
-        return section("Environment", tag("p", "The runs were made before it was recorded.", class_="note"))
-    keys = list(dict.fromkeys(key for each in known.values() for key in each))
-    rows = [[key, _by_value({s: each.get(key, "–") for s, each in known.items()}, len(known))] for key in keys]
-    body = table(["", ""], rows, caption="What the runs were trained on")
-    return section("Environment", body, tag("p", " ".join(words), class_="note") if words else Html())
-
-
-def cost(
-    sources: Sequence[RunSource], gpu: Gpu | None = None, predicted: Mapping[RunSource, CostEstimate] | None = None
-) -> Html:
-    """Tokens, time and arithmetic of every run; with `gpu`, what was `predicted` for it."""
-    rows = []
-    for source in sources:
-        tokens, speed = source.metrics.series("train/tokens"), source.metrics.series("perf/tokens_per_s")
-        total = float(tokens.values[-1]) if len(tokens) else math.nan
-        seconds = math.nan
-        if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
-            seconds = total / len(speed) * float(np.sum(1 / speed.values))
-        mfu = source.metrics.series("perf/mfu")
-        work = _arithmetic(source)
-        whole = sum(work.values())
-        rows.append(
-            [
-                source.number,
-                source.name,
-                _quantity(total),
-                f"{np.median(speed.values):,.0f}" if len(speed) else "–",
-                _duration(seconds),
-                f"{np.median(mfu.values):.1%}" if len(mfu) else "–",
-                _quantity(2 * whole) if whole else "–",
-                ", ".join(f"{k} {v / whole:.1%}" for k, v in sorted(work.items(), key=lambda each: -each[1])),
-            ]
-        )
-    header = ["", "run", "tokens", "tokens/s", "time of steps", "MFU", "FLOP of linear layers", "in elements"]
-    note = (
-        "Tokens per second: the median over steps, measured. The time of steps leaves out evaluations and checkpoints. "
-        "Emulated formats are slower than BF16; fp4train plan gpu=B200 estimates what a GPU takes."
-    )
-    body = table(header, rows, caption="Measured speed, and the arithmetic that was done", right=(2, 3, 4, 5, 6))
-    times = Html() if gpu is None else _predicted(gpu, predicted or {})
-    return section("Cost", body, tag("p", note, class_="note"), times)
-
-
-def _predicted(gpu: Gpu, predicted: Mapping[RunSource, CostEstimate]) -> Html:
-    """The estimated time of the linear layers of each run on a GPU."""
-    if not predicted:
-        return tag("p", f"No run's time on {gpu} can be estimated.", class_="note")
-    rows = [
-        [
-            source.number,
-            source.name,
-            time_text(each.total / steps) if (steps := sum(at.steps for at in each.stretches)) else "–",
-            f"{each.total / each.bf16:.2f}" if each.bf16 else "–",
-            time_text(each.total),
-            "some GEMMs" if any(row.emulated is not None for at in each.stretches for row in at.rows) else "none",
-        ]
-        for source, each in predicted.items()
-    ]
-    header = ["", "run", "time per step", "relative to BF16", "all planned steps", "emulated"]
-    note = (
-        "By the cost model of fp4train plan gpu=…: products and quantising of the linear layers on one GPU, without "
-        "attention, norms, the optimizer and communication. GEMMs without a kernel on the GPU are emulated."
-    )
-    body = table(header, rows, caption=f"Predicted time of the linear layers on {gpu}", right=(2, 3, 4))
-    return joined([body, tag("p", note, class_="note")])
+    return words
 
 
 def _arithmetic(source: RunSource) -> dict[str, float]:
@@ -174,17 +168,12 @@ def _arithmetic(source: RunSource) -> dict[str, float]:
     return {elements: macs for elements, macs in found.items() if macs}
 
 
-def _by_value(values: Mapping[RunSource, str], everything: int) -> Html:
-    """The distinct values, each with the numbers of its runs; alone if all runs have it."""
+def _by_runs(values: Mapping[RunSource, str], everything: int) -> ByRuns:
     runs: dict[str, list[int]] = {}
     for source, value in values.items():
         runs.setdefault(value, []).append(source.number)
-    if len(runs) == 1 and len(values) == everything:
-        return tag("span", next(iter(runs)))
-    return joined(
-        tag("div", tag("code", value), " ", tag("span", ranges(numbers, least=3), class_="runs"))
-        for value, numbers in runs.items()
-    )
+    alone = len(runs) == 1 and len(values) == everything
+    return [(value, "" if alone else ranges(numbers, least=3)) for value, numbers in runs.items()]
 
 
 def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -201,7 +190,7 @@ def _show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else plain(value, 200)
 
 
-def _quantity(value: float) -> str:
+def quantity(value: float) -> str:
     """ "1.2 M"; a dash where it is not known."""
     if not math.isfinite(value):
         return "–"
@@ -211,7 +200,8 @@ def _quantity(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """ "90 s", "20 min", "3.1 h"; a dash where it is not known."""
     if not math.isfinite(seconds):
         return "–"
     return (

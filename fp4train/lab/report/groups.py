@@ -6,8 +6,6 @@ then averaged, because equal seeds read equal batches; otherwise it is that of t
 errors of both (Welch). A group of one run has no interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +14,16 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import Curve
+from fp4train.lab.analysis.curves import Curve, Losses, RecipeRow
 from fp4train.lab.analysis.figure import shortened
 from fp4train.lab.analysis.history import Floats, common_step, seed_groups
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.statistics import Estimate, estimate
-from fp4train.text import ranges
+from fp4train.text import first_few, ranges
 
 NAMED = 3
 """Runs of a group that are named."""
+LOSSES = ("train/loss", "val/loss")
 POINTS = 400
 """Points of a curve; of a longer one, evenly chosen ones."""
 
@@ -44,13 +43,34 @@ class SeedGroup:
     def name(self) -> str:
         """The names of its runs, of the first ones if there are many."""
         names = [source.name for source in self.sources]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return names[0] if len(names) == 1 else ", ".join(shortened(each, 40) for each in names[:NAMED]) + more
+        return names[0] if len(names) == 1 else first_few([shortened(each, 40) for each in names], NAMED)
 
     @property
     def numbers(self) -> str:
         """The numbers of its runs: "1–3"."""
         return ranges((source.number for source in self.sources), least=3)
+
+    @property
+    def recipes(self) -> str:
+        """The recipes of its first run, in order."""
+        return " → ".join(recipe for *_, recipe in self.sources[0].bands)
+
+    @property
+    def done(self) -> list[int]:
+        """Steps that its runs trained; one number where they are equal."""
+        done = [source.done for source in self.sources]
+        return done if len(set(done)) > 1 else done[:1]
+
+    @property
+    def train_loss(self) -> float:
+        """The mean of the last smoothed training losses."""
+        return math.fsum(float(s.metrics.loss("train/loss").values[-1]) for s in self.sources) / len(self.sources)
+
+    @property
+    def best(self) -> float | None:
+        """The lowest validation loss; None where there is none."""
+        losses = np.concatenate([source.metrics.series("val/loss").values for source in self.sources])
+        return float(losses[np.isfinite(losses)].min()) if np.isfinite(losses).any() else None
 
 
 def group(sources: Sequence[RunSource]) -> list[SeedGroup]:
@@ -79,6 +99,29 @@ def gap_curve(first: SeedGroup, group: SeedGroup, key: str) -> Curve:
     """The gap in per cent at the steps that all runs of both groups have."""
     steps, (base, mine) = _common([first, group], key)
     return _curve(steps, [_gap(first, group, base[:, i], mine[:, i]) for i in range(len(steps))])
+
+
+def losses(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> list[Losses]:
+    """The curves of each group, and its gaps to the first one where the runs share a step."""
+    first = groups[0]
+    return [
+        Losses(
+            name=group.name,
+            train=curve(group, LOSSES[0]),
+            validation=curve(group, LOSSES[1]),
+            gaps=[] if at is None or group is first else [gap_curve(first, group, key) for key in LOSSES],
+        )
+        for group in groups
+    ]
+
+
+def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
+    """The recipes of every run, in the order of the runs."""
+    numbered = [(source, index) for index, group in enumerate(groups) for source in group.sources]
+    return [
+        RecipeRow(label=str(source.number), index=index, bands=source.bands, done=source.done, marks=source.marks)
+        for source, index in sorted(numbered, key=lambda each: each[0].number)
+    ]
 
 
 def gap_at(first: SeedGroup, group: SeedGroup, key: str, step: int) -> Estimate:

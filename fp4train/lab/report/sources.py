@@ -1,9 +1,6 @@
 """The runs of a report, read from their directories. Damaged and missing parts are named; the rest is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +11,11 @@ from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain, shortened
-from fp4train.lab.analysis.heatmap import Errors, errors_of
+from fp4train.lab.analysis.heatmap import Errors
 from fp4train.lab.analysis.history import Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal as run_journal
-from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
 from fp4train.track.config import METRICS
@@ -28,36 +24,49 @@ from fp4train.track.statistics import STATISTICS, read_statistics
 
 RECIPE = 120
 """Characters of a recipe's name."""
+EVENTS = 60
+"""Events of a run that are listed."""
+MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
+"""Event → matplotlib's marker on the band of a run."""
+IN_HISTORY = ("resume", "init", "rewind", "recipe")
+"""Events of the metrics that the history tells, too."""
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading a file of somebody else may raise."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RunSource:
-    """One run.
+    """One run, read from its directory as far as it can be.
 
     Args:
-        number: in the report, from 1. name: unique in the report.
-        metrics: its losses and events.
-        records: of its history; empty where it has none. stretches: what ran and what is planned.
-        config: full key → value; None where it is not known.
-        environments: first step → environment, oldest first.
-        errors: of quantisation, where they were measured.
-        problems: what could not be read.
+        number: in the report, from 1. name: unique in the report. metrics: its losses and events.
     """
 
-    number: int
-    name: str
-    metrics: History
-    records: Sequence[run_journal.Record] = field(repr=False)
-    stretches: Sequence[RecordedStretch] = field(repr=False)
-    config: Mapping[str, Any] | None = field(repr=False)
-    environments: Sequence[tuple[int, Mapping[str, Any]]]
-    errors: Errors | None = field(repr=False)
-    studies: Studies
-    problems: Sequence[str]
+    def __init__(self, number: int, name: str, metrics: History) -> None:
+        self.number, self.name, self.metrics = number, plain(name, 120), metrics
+        self.problems: list[str] = []
+        """What could not be read."""
+        path, problems = metrics.path, self.problems
+        records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
+        if not records and not problems:
+            problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
+        self.config = _try(lambda: _config(path, records, problems), problems, None)
+        """Full key → value; None where it is not known."""
+        lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
+        problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
+        self.records = [] if run_directory.HISTORY in lost else records
+        """Of its history; empty where it has none."""
+        self.stretches = run_journal.stretches(self.records)
+        """What ran, and what is planned."""
+        known = [(record.step, record.values.get("environment")) for record in self.records]
+        self.environments: list[tuple[int, Mapping[str, Any]]] = [
+            (step, environment) for step, environment in known if isinstance(environment, dict)
+        ]
+        """First step → environment, oldest first."""
+        self.errors = None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None)
+        """Of quantisation, where they were measured."""
+        self.studies = _try(lambda: read_studies(path, problems), problems, Studies())
 
     @property
     def label(self) -> str:
@@ -74,6 +83,28 @@ class RunSource:
         """Its recipes: from the history, or where there is none from the metrics."""
         known = [(s.start, s.stop, s.recipe) for s in self.stretches] or self.metrics.bands()
         return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in known]
+
+    @property
+    def marks(self) -> list[tuple[int, str]]:
+        """(step, marker) of the events that are marked on its band."""
+        told = [(record.event, record.step) for record in self.records if record.step]
+        told += [(event.name, event.step) for event in self.metrics.events() if event.name == "non-finite"]
+        return [(step, MARKS[name]) for name, step in told if name in MARKS]
+
+    @property
+    def events(self) -> list[tuple[Any, str, str, str]]:
+        """(step, event, time, description) of what happened to it; of many events the first ones."""
+        told: list[tuple[Any, str, str, str]]
+        told = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records]
+        known = {(step, name) for step, name, *_ in told}
+        told += [
+            (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
+            for event in self.metrics.events()
+            if event.name not in IN_HISTORY and (event.step, event.name) not in known
+        ]
+        told.sort(key=lambda each: each[0])
+        more = len(told) - EVENTS
+        return told if more <= 0 else [*told[:EVENTS], ("", f"and {more} more", "", "")]
 
     def setting(self, key: str) -> Any:
         """The value of a configuration key; None where it is not known."""
@@ -103,7 +134,7 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     if not found:
         raise UserError("no run can be reported: " + "; ".join(left_out))
     names = names_of(found)
-    return [_source(number, *each) for number, each in enumerate(zip(names, found, strict=True), start=1)], left_out
+    return [RunSource(number, *each) for number, each in enumerate(zip(names, found, strict=True), start=1)], left_out
 
 
 def _metrics(path: Path) -> History:
@@ -115,39 +146,10 @@ def _metrics(path: Path) -> History:
     return history
 
 
-def _source(number: int, name: str, metrics: History) -> RunSource:
-    problems: list[str] = []
-    path = metrics.path
-    records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
-    if not records and not problems:
-        problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
-    config = _try(lambda: _config(path, records, problems), problems, None)
-    lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
-    problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
-    records = [] if run_directory.HISTORY in lost else records
-    environments = [
-        (record.step, record.values["environment"])
-        for record in records
-        if isinstance(record.values.get("environment"), dict)
-    ]
-    return RunSource(
-        number=number,
-        name=plain(name, 120),
-        metrics=metrics,
-        records=records,
-        stretches=run_journal.stretches(records),
-        config=config,
-        environments=environments,
-        errors=None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None),
-        studies=_try(lambda: read_studies(path, problems), problems, Studies()),
-        problems=problems,
-    )
-
-
 def _errors(run: Path, problems: list[str]) -> Errors | None:
     """The quantisation errors of a run; None where none were measured. What is damaged is added to `problems`."""
     found = read_statistics(run, problems.append) if (run / STATISTICS).exists() else None
-    return errors_of(found) if found is not None and len(found.operands["step"]) else None
+    return Errors(found) if found is not None and len(found.operands["step"]) else None
 
 
 def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:

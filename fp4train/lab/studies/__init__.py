@@ -1,9 +1,9 @@
 """Studies of a run: measurements on its checkpoints that separate recipes, layers and operands, with error bars.
 
 subject      the checkpoint that is studied, opened as a run that trains nothing
-record       finished measurements in a file, so that a killed study goes on;  progress  how far it is
+record       finished measurements in a file, so that a killed study goes on, and how far it is
 statistics   means, intervals, paired differences, corrections for several comparisons
 sensitivity  what a recipe harms: parts, gradients, findings, tradeoff;  summary  its table and policy
-rank         which recipe is better: candidates, forks, workers, bases, sequential;  ranking  its result and table
+rank         which recipe is better: candidates, forks, sequential;  ranking  its result and table
 results      rank.json and sensitivity.json, written and read;  figures  drawn from them
 """

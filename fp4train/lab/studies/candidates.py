@@ -6,8 +6,6 @@
 Options and values are those of the command line of `fp4train`; several are separated by commas, as in Hydra's sweeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp4train.lab.analysis.figure import (
-    IN_RECIPE,
-    INK,
-    LABEL,
-    LINE,
-    NARROW,
-    QUIET,
-    TRAIN,
-    VALIDATION,
-    Draw,
-    colour_bar,
-    few_ticks,
-    new_figure,
-    row_style,
-    shortened,
-    style,
-)
+from fp4train.lab.analysis import figure as look
+from fp4train.lab.analysis.figure import Draw, shortened, style
 from fp4train.lab.analysis.heatmap import MAP
 from fp4train.lab.studies.findings import Finding, Sensitivity
 from fp4train.lab.studies.results import RankResult, SensitivityResult
@@ -38,7 +23,7 @@ STUDY = 10.5
 """Inches of the picture of a sensitivity."""
 ROWS, BARS = 96, 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
-COLOURS = {"apart": VALIDATION, "here": "#e8a33d", "alike": IN_RECIPE}
+COLOURS = {"apart": look.VALIDATION, "here": "#e8a33d", "alike": look.IN_RECIPE}
 """Colours by verdict; anything else is not told apart."""
 HIGH = "#b9bec6"
 CANDIDATE = 34
@@ -88,14 +73,14 @@ def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw
     operands = found.of_kind("operand")
 
     def draw(width: float) -> Figure:
-        narrow = width <= NARROW
+        narrow = width <= look.NARROW
         heights = [0.5 + 0.17 * len(layers), 0.5 + 0.17 * len(operands), 1.7]
         if narrow:
-            figure = new_figure(width, sum(heights) + 0.4)
+            figure = look.new_figure(width, sum(heights) + 0.4)
             first, second, third = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
         else:
             least = max(heights[0], heights[1] + heights[2]) + 0.3 if grid is None else 1.4 + 0.16 * len(grid.rows)
-            figure = new_figure(width, least if grid is None else max(4.6, least))
+            figure = look.new_figure(width, least if grid is None else max(4.6, least))
             places = figure.add_gridspec(2, 2, height_ratios=heights[1:])
             first, second, third = (figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1]))
         if grid is None:
@@ -105,7 +90,7 @@ def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw
             _damage(first, grid)
             _bars(second, operands, "one operand at a time, with intervals", 22, found.parts["nothing"].nmse.mean)
             title = f"{found.run}, step {found.step}: {found.recipe}, nMSE of the gradient above the floor"
-            figure.suptitle(title, fontsize=10, color=INK)
+            figure.suptitle(title, fontsize=10)
         _pareto(third, found, timed=grid is not None and found.gpu is not None)
         return figure
 
@@ -120,32 +105,32 @@ def _damage(axes: Axes, grid: DamageMap) -> None:
     image = axes.imshow(np.ma.masked_invalid(shown), aspect="auto", cmap=MAP, norm=LogNorm(largest * 1e-3, largest))
     axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=6 if len(grid.rows) > 24 else 7.5)
     axes.set_xticks(range(len(grid.columns)), grid.columns, fontsize=7, rotation=30, ha="right")
-    axes.tick_params(length=0, colors=INK)
+    axes.tick_params(length=0)
     for row in grid.cuts:
         axes.axhline(row - 0.5, color="white", linewidth=1.2)
     axes.spines[:].set_visible(False)
-    axes.set_title("one layer at a time", fontsize=9, color=INK, loc="left")
-    colour_bar(axes, image, shrink=0.6, pad=0.02, format="%g")
+    axes.set_title("one layer at a time", pad=6, loc="left")
+    look.colour_bar(axes, image, shrink=0.6, pad=0.02, format="%g")
 
 
 def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: float = 0.0) -> None:
     halves = [part.nmse.half_width() or 0.0 for part in parts]
     values = [part.nmse.mean - floor for part in parts]
-    axes.barh(range(len(parts)), values, xerr=halves, color=TRAIN, alpha=0.85, ecolor=QUIET, height=0.7)
-    row_style(axes, title, [shortened(part.what, room) for part in parts], ticks=4)
+    axes.barh(range(len(parts)), values, xerr=halves, color=look.TRAIN, alpha=0.85, ecolor=look.QUIET, height=0.7)
+    look.row_style(axes, title, [shortened(part.what, room) for part in parts], ticks=4)
     axes.set_xlim(left=0)
 
 
 def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
     *xs, x = ((each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen))
-    axes.plot(xs, [each.nmse for each in found.curve], color=TRAIN, linewidth=1.4, marker="o", markersize=3)
+    axes.plot(xs, [each.nmse for each in found.curve], color=look.TRAIN, linewidth=1.4, marker="o", markersize=3)
     half = found.measured.half_width() or 0.0
-    axes.errorbar([x], [found.measured.mean], yerr=[half], color=VALIDATION, marker="D", markersize=4, capsize=3)
+    axes.errorbar([x], [found.measured.mean], yerr=[half], color=look.VALIDATION, marker="D", markersize=4, capsize=3)
     style(axes, "nMSE left, predicted; diamond: measured")
-    few_ticks(axes, 5)
+    look.few_ticks(axes, 5)
     axes.set_ylim(bottom=0)
     label = f"time relative to BF16 on {found.gpu}" if timed else "multiply-adds kept in high precision, %"
-    axes.set_xlabel(label, fontsize=8, color=INK)
+    axes.set_xlabel(label)
 
 
 def ranking(found: RankResult, *, named: bool) -> Draw:
@@ -160,14 +145,14 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
     shown = [each for each in found.candidates if each.diverged is None]
 
     def draw(width: float) -> Figure:
-        figure = new_figure(width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown)))
+        figure = look.new_figure(width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown)))
         axes = figure.subplots()
         ends = [0.0]
         for row, each in enumerate(shown):
             if each.gap is None:
-                axes.plot([0], [row], marker="D", markersize=6, color=INK)
+                axes.plot([0], [row], marker="D", markersize=6, color=look.INK)
                 continue
-            colour = COLOURS.get(each.verdict, TRAIN)
+            colour = COLOURS.get(each.verdict, look.TRAIN)
             for gap, at, tone, size in ((each.high, row + 0.26, HIGH, 3.5), (each.gap, row, colour, 6.0)):
                 if gap is not None:
                     reach = gap.interval() or (gap.mean, gap.mean)
@@ -177,31 +162,36 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             if each.together is not None:
                 axes.plot(each.together, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
             if len(each.gaps) > 1:
-                axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=INK)
+                axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=look.INK)
                 ends += each.gaps
             numbers = f"{each.gap.show('+.5f', ' ± –')}  {each.group}"
             if named:
                 beside = "\n".join([numbers, *(f"spikes at {place}" for place in each.spikes[:2])])
                 axes.annotate(
-                    beside, (1.01, row), xycoords=("axes fraction", "data"), va="center", annotation_clip=False, **LABEL
+                    beside,
+                    (1.01, row),
+                    xycoords=("axes fraction", "data"),
+                    va="center",
+                    annotation_clip=False,
+                    **look.LABEL,
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
         if found.floor is not None and (floor := found.floor.interval()) is not None:
             far = max(map(abs, floor))
-            axes.axvspan(-far, far, color=LINE, alpha=0.4, zorder=0, linewidth=0)
-        axes.axvline(0, color=QUIET, linewidth=1.0, zorder=1)
+            axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, linewidth=0)
+        axes.axvline(0, color=look.QUIET, linewidth=1.0, zorder=1)
         title = f"gap to {shortened(found.reference, CANDIDATE if named else 18)}"
-        names = [shortened(each.name, 18 if width <= NARROW else CANDIDATE) for each in shown]
+        names = [shortened(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown]
         of = f"{title} (nats per token): {found.forks} forks of {found.steps} steps {found.where}"
-        row_style(axes, of if named else "", names, ticks=4 if width <= NARROW else 7)
+        look.row_style(axes, of if named else "", names, ticks=4 if width <= look.NARROW else 7)
         axes.set_ylim(len(shown) - 0.4, -0.6)
         meaning = (
             "thick: 95 % interval of this gap alone; thin: of all pairs together; grey below: evaluated in high "
             "precision\nfrom the reference: orange: told apart, yellow: on these checkpoints, blue: not, green: alike; "
             "band: |FP32 − BF16|; |: each checkpoint"
         )
-        axes.set_xlabel(meaning if named else f"{title}, nats per token", **LABEL)
+        axes.set_xlabel(meaning if named else f"{title}, nats per token", **look.LABEL)
         return figure
 
     return draw

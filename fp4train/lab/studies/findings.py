@@ -9,8 +9,6 @@ of the minibatch included, cancels in the products of different batches. Interva
 and the jackknife's over batches for ratios.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,22 +8,30 @@ order, so what the batches do to the loss cancels in their difference: whole run
 
 A fork is a `Run` like any other, trained by the same steps; it shares the model of the checkpoint with the other forks
 and writes no file.
+
+Forks are made one after another, or in several processes of which each has its own copy of the model and the data. A
+process that ends takes no result with it: what it had finished was sent. When the parent ends, however it ends, the
+connection closes, and its processes end after the fork that they are at.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+import torch
 
-from fp4train.config import Config, plain, plugins, to_config
-from fp4train.config.binding import path_values
+from fp4train.config import Config, plugins, to_config
 from fp4train.data import Loader
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, digest, open_subject
@@ -33,13 +41,15 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan, build_timeline
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record.trust import check_paths
+from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Step, Values
 from fp4train.text import check_choice
 from fp4train.train import train_step
+
+if TYPE_CHECKING:
+    from fp4train.lab.studies.rank import Base, RankRequest
 
 SCHEDULES = ("linear", "own")
 
@@ -140,14 +150,8 @@ def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | N
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    saved = run_directory.read_config(source)
-    before, paths = dict(path_values(plain(saved), Config)), paths or {}
-    for key, path in paths.items():
-        OmegaConf.update(saved, key, path, force_add=True)
-    if strange := [key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}]:
-        raise UserError(f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration of {source}")
-    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = str(source), step, str(source), False
-    saved.plugins = list(plugins.named())
+    paths = paths or {}
+    saved = saved_with(source, step, paths)
     check_paths(saved, paths)
     return open_subject(to_config(saved), saved, optimizer=True)
 
@@ -165,11 +169,9 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
         config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
-    try:
+    with user_errors(UserError, before=f"{candidate.name}: "):
         timeline = build_timeline(config)
         plan = build_plan(config, find_layers(subject.run.model), timeline, Device.of(subject.run.device))
-    except UserError as error:
-        raise UserError(f"{candidate.name}: {error}") from error
     first = subject.step if settings.schedule == "own" else 0
     plan = plan.since(first)
     last = [replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.stretches]
@@ -241,3 +243,113 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
     train = sum(losses) / settings.steps
     return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)
+
+
+Job = tuple[int, int]
+"""The index of a candidate, and the number of the fork."""
+
+
+def here(
+    subject: Subject, branches: Sequence[Branch], settings: ForkSettings, threads: int, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Fork]]:
+    """The forks of `jobs` in this process, each as it ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for index, number in jobs:
+            yield (index, number), fork(subject, branches[index], settings, number)
+    finally:
+        torch.set_num_threads(before)
+
+
+class Pool:
+    """Processes that make forks. A context manager; leaving it ends them."""
+
+    def __init__(self, base: Base, request: RankRequest, threads: int, processes: int) -> None:
+        candidates = [each.candidate for each in base.branches]
+        task = replace(base, subject=None, branches=()), candidates, request, threads
+        context = multiprocessing.get_context("spawn")
+        self._processes: dict[Connection, Any] = {}
+        for _ in range(processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, *task), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes[mine] = process
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for connection, process in self._processes.items():
+            connection.close()
+            process.terminate()
+        for process in self._processes.values():
+            process.join()
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Fork]]:
+        """The forks of `jobs`, each as it ends.
+
+        Raises:
+            UserError: a process ended, or said so.
+        """
+        waiting = list(jobs)
+        busy = list(self._processes)[: len(waiting)]
+        for connection in busy:
+            self._send(connection, waiting.pop(0))
+        while busy:
+            ready = wait(busy)
+            for connection in [each for each in busy if each in ready]:
+                job, found = self._receive(connection)
+                if waiting:
+                    self._send(connection, waiting.pop(0))
+                else:
+                    busy.remove(connection)
+                yield job, found
+
+    def _send(self, connection: Connection, job: Job) -> None:
+        try:
+            connection.send(job)
+        except OSError as error:
+            raise self._ended(connection) from error
+
+    def _receive(self, connection: Connection) -> tuple[Job, Fork]:
+        try:
+            job, found = connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended(connection) from error
+        if isinstance(found, str):
+            raise UserError(found)
+        return job, found
+
+    def _ended(self, connection: Connection) -> UserError:
+        process = self._processes[connection]
+        process.join(5)
+        code = process.exitcode
+        why = f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
+        return UserError(
+            f"a process of the ranking ended ({why}): if the memory is not enough for {len(self._processes)} of them, "
+            "give processes=1. The forks that were done are recorded; the same command goes on"
+        )
+
+
+def _work(
+    connection: Connection, base: Base, candidates: Sequence[RecipeCandidate], request: RankRequest, threads: int
+) -> None:
+    """A process: receives jobs and sends forks until the parent closes the connection."""
+    logging.getLogger("fp4train").addHandler(logging.NullHandler())
+    logging.getLogger("fp4train").propagate = False
+    torch.set_num_threads(threads)
+    with suppress(EOFError, OSError, KeyboardInterrupt), plugins.using(request.packages, request.folders):
+        subject: Subject | None = None
+        branches: list[Branch] = []
+        while True:
+            index, number = connection.recv()
+            try:
+                if subject is None:
+                    subject = open_checkpoint(base.source, base.step, request.paths)
+                    branches = [branch(subject, each, base.settings) for each in candidates]
+                found: Fork | str = fork(subject, branches[index], base.settings, number)
+            except (UserError, MemoryError, RuntimeError) as error:
+                found = f"{candidates[index].name}, fork {number}: {error or type(error).__name__}"
+            connection.send(((index, number), found))

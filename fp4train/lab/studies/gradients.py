@@ -16,8 +16,6 @@ A group of batches is measured at a time, because `gram` needs the errors of two
 one group only.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -32,7 +30,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
 from fp4train.lab.studies.record import Values
 from fp4train.lab.studies.subject import Subject
-from fp4train.nn import Linear
+from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
 from fp4train.run.step import microbatches, step_rows
@@ -65,7 +63,7 @@ class GradientMeter:
 
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
-        self._linears: dict[str, Linear] = {m.layer.name: m for m in subject.run.linears}
+        self._linears: dict[str, PlannedLayer] = {m.layer.name: m for m in subject.run.linears}
         self._before = subject.run.config, subject.run.plan, subject.run.step
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()
@@ -200,7 +198,7 @@ class GradientMeter:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
         total, outputs = 0.0, []
-        with self._outputs() as latest, run.eagerly():
+        with self._outputs() as latest, run.eagerly(), run.region():
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
                 outputs += latest[-1:]

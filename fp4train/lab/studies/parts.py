@@ -8,14 +8,12 @@ The Hadamard transform of wgrad cancels only if both operands have it. An operan
 quantised without the transform; wgrad as a whole has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.subject import Subject, digest
 from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
@@ -112,7 +110,7 @@ class RecipeParts:
             UserError: a backend that is named cannot run it, or a pattern of the policy matches no layer.
         """
         subject = self.subject
-        try:
+        with user_errors(ValueError):
             plan = make_plan(
                 self._layers,
                 Timeline(recipe=recipe, steps=1),
@@ -121,8 +119,6 @@ class RecipeParts:
                 device=Device.of(subject.run.device),
                 backend=subject.run.config.backend,
             )
-        except ValueError as error:
-            raise UserError(str(error)) from error
         return plan.stretches[0].layers
 
     def all(self, *, cells: bool) -> Iterator[RecipePart]:

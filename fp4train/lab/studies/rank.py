@@ -9,20 +9,259 @@ Whatever is asked for, the tests are those of the whole record: all candidates t
 forks that those asked for have, and each new table is counted as a look (`fp4train.lab.studies.sequential`).
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from fp4train.errors import UserError
-from fp4train.lab.studies.bases import Base, Forks, RankRequest, open_bases
-from fp4train.lab.studies.progress import study_progress
+import torch
+
+from fp4train import checkpoint
+from fp4train.config import plain
+from fp4train.config.schema import Config
+from fp4train.errors import UserError, user_errors
+from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
+from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, Job, Pool, branch, here, open_checkpoint
 from fp4train.lab.studies.ranking import Entry, Ranking
-from fp4train.lab.studies.record import open_record
+from fp4train.lab.studies.record import MEASUREMENTS, Shown, StudyRecord, open_record, study_progress
 from fp4train.lab.studies.sequential import Looks
-from fp4train.run.checks import nothing_quantised
+from fp4train.lab.studies.subject import STUDIES, Subject, digest
+from fp4train.run.checks import learning_rate, nothing_quantised
+from fp4train.run.record import directory as run_directory
+
+_log = logging.getLogger(__name__)
+
+_THREADS = "threads"
+"""The record's entry for the number of threads, on which the last bits of a sum depend."""
+
+
+MOST = 10_000
+"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """The question that a ranking answers.
+
+    Args:
+        runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
+        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
+        forks: for each candidate at each checkpoint.
+        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
+            run's, for `steps` 24, or with schedule="own" the rest of the run.
+        margin: nats per token; differences below it do not matter.
+        processes: that make forks at the same time.
+        out: the folder of the ranking; None: one in RUN/studies.
+        packages, folders: of the user's own classes and options.
+        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
+    """
+
+    runs: Sequence[Path]
+    steps_at: Sequence[int | None] = (None,)
+    sweep: Sequence[str]
+    forks: int = 6
+    steps: int | None = None
+    schedule: str = "linear"
+    lr: float | None = None
+    batches: int | None = None
+    margin: float = 0.0005
+    processes: int = 1
+    out: Path | None = None
+    packages: Sequence[str] = ()
+    folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("forks", "processes"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}")
+        if not 0 <= self.margin < float("inf"):
+            raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A checkpoint.
+
+    Args:
+        source, step: the run directory, and the step.
+        settings: of its forks.
+        run: identity of the run; copies of a run have the same.
+        trained: the name of the recipe that the run is trained in.
+        tokens: of the validation batches.
+        identity: of its record.
+        branches: the candidates, in the order of the sweep.
+        subject: the open checkpoint; None: it is opened again when forks are made.
+    """
+
+    source: Path
+    step: int
+    settings: ForkSettings
+    run: str
+    trained: str
+    tokens: int
+    identity: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    branches: Sequence[Branch] = field(repr=False, default=())
+    subject: Subject | None = field(repr=False, default=None)
+
+    @property
+    def title(self) -> str:
+        """ "runs/a, step 200"."""
+        return f"{self.source}, step {self.step}"
+
+    @property
+    def mark(self) -> str:
+        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
+        subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
+        return digest([{**subject, "settings": None}, self.settings])[:8]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its rankings."""
+        return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
+
+    @property
+    def elsewhere(self) -> int:
+        """The number of other rankings of the run at this step, with other settings."""
+        found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
+        return sum(path.parent != self.folder for path in found)
+
+
+def open_bases(request: RankRequest) -> list[Base]:
+    """The checkpoints that a ranking asks for.
+
+    Raises:
+        UserError: there is no such checkpoint or option, or one is named twice.
+    """
+    wanted = [(source, step) for source in map(run_directory.require_run, request.runs) for step in request.steps_at]
+    places = [(source, _step(source, step)) for source, step in wanted]
+    axes = sweep_axes(request.sweep, request.folders)
+    bases: dict[str, Base] = {}
+    for source, step in places:
+        base = _open(request, axes, source, step, keep=len(places) == 1)
+        if (same := bases.setdefault(base.mark, base)) is not base:
+            raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
+    return list(bases.values())
+
+
+def _step(source: Path, wanted: int | None) -> int:
+    have = checkpoint.steps(source / run_directory.CHECKPOINTS)
+    if not have:
+        raise UserError(f"{source} has no checkpoint yet: forks need the weights and the moments of one")
+    if wanted is not None and wanted not in have:
+        raise UserError(f"step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+    return have[-1] if wanted is None else wanted
+
+
+def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool) -> Base:
+    subject = open_checkpoint(source, step, request.paths)
+    settings = _settings(request, subject.run.config, step)
+    saved = plain(run_directory.read_config(source))
+    sections = {name: saved[name] for name in SECTIONS}
+    if settings.schedule == "linear":
+        sections["phases"] = {}  # those of the run belong to its own schedule
+    asked = candidates(axes, sections)
+    train, batches = subject.run.config.train, min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
+    return Base(
+        source=source,
+        step=step,
+        settings=settings,
+        run=subject.identity["run"] or str(source),
+        trained=subject.run.config.recipe.name,
+        tokens=batches * train.tokens,
+        identity={"study": "rank", **subject.identity, **asdict(settings)},
+        branches=[branch(subject, each, settings) for each in asked],
+        subject=subject if keep else None,
+    )
+
+
+def _settings(request: RankRequest, config: Config, step: int) -> ForkSettings:
+    left = config.train.steps - step
+    own = request.schedule == "own"
+    if own and left < 1:
+        raise UserError(
+            f"schedule=own: the run ends at step {config.train.steps}, no step is left after step {step}; give an "
+            "earlier step=…, or schedule=linear"
+        )
+    if own and request.lr is not None:
+        raise UserError("schedule=own has the rates of the run: leave out lr=, or give schedule=linear")
+    if own and request.steps is not None and request.steps > left:
+        raise UserError(f"steps={request.steps}: the run has {left} steps left after step {step}")
+    lr = learning_rate(config, min(step, config.train.steps - 1)) if request.lr is None else request.lr
+    with user_errors(ValueError):
+        return ForkSettings(
+            steps=(left if own else 24) if request.steps is None else request.steps,
+            schedule=request.schedule,
+            lr=lr,
+            batches=config.eval.batches if request.batches is None else request.batches,
+        )
+
+
+class Forks:
+    """The forks of the candidates at one checkpoint, made where its record lacks them."""
+
+    def __init__(self, request: RankRequest, base: Base, record: StudyRecord) -> None:
+        self.request, self.base, self.record = request, base, record
+        self.threads = self._threads(request.processes)
+
+    def _threads(self, processes: int) -> int:
+        """The threads of each process; a ranking that goes on keeps those that it began with."""
+        now = max(1, torch.get_num_threads() // processes)
+        if _THREADS not in self.record:
+            self.record.add(_THREADS, {_THREADS: now})
+        known = int(self.record[_THREADS][_THREADS])
+        if known != now:
+            _log.info("threads: %d in each process, as the ranking began, so that its numbers stay the same", known)
+        return known
+
+    def of(self, key: str, count: int) -> list[Fork | None]:
+        """The first `count` forks of a candidate; None for one that is not recorded."""
+        keys = [f"{key}/{number}" for number in range(count)]
+        return [Fork(**self.record[each]) if each in self.record else None for each in keys]
+
+    @property
+    def recorded(self) -> int:
+        """How many forks of each candidate are recorded."""
+        return self.missing(len(self.record.known) + 1)[0][1]
+
+    @property
+    def candidates(self) -> list[str]:
+        """The keys of all candidates in the record, whoever asked for them."""
+        every = (key.rpartition("/")[0] for key, values in self.record.known.items() if "recipe" in values)
+        return list(dict.fromkeys(every))
+
+    def missing(self, count: int) -> list[Job]:
+        """The forks with the numbers below `count` that are not recorded, seed by seed."""
+        return [
+            (index, number)
+            for number in range(count)
+            for index, branch in enumerate(self.base.branches)
+            if f"{branch.key}/{number}" not in self.record
+        ]
+
+    def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
+        """Make the forks of `jobs`; `done` of `most` are made before."""
+        with ExitStack() as stack:
+            for (index, number), found in self._run(jobs, stack):
+                branch = self.base.branches[index]
+                self.record.add(f"{branch.key}/{number}", asdict(found))
+                done += 1
+                ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
+                where = "" if self.base.subject else f"{self.base.title}: "
+                shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
+
+    def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
+        if not jobs:
+            return iter(())
+        base, request = self.base, self.request
+        if request.processes > 1:
+            count = min(request.processes, len(jobs))
+            return stack.enter_context(Pool(base, request, self.threads, count)).run(jobs)
+        subject = base.subject or open_checkpoint(base.source, base.step, request.paths)
+        return here(subject, base.branches, base.settings, self.threads, jobs)
 
 
 def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:

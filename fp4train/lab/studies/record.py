@@ -7,15 +7,20 @@ The first line says what the measurements are of. A study that goes on compares 
 of another one. The lines are chained, so that one that was changed, lost or moved is noticed; a last line that a kill
 tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what is read back equals what was measured in
 every bit.
+
+How far a study is, is a bar on a terminal and lines elsewhere, with the time that is left.
 """
 
-from __future__ import annotations
-
 import json
+import logging
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from tqdm import tqdm
 
 from fp4train import __version__
 from fp4train.config.binding import flattened
@@ -23,6 +28,8 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
 from fp4train.track.metrics import MetricsLog, read_metrics
+
+_log = logging.getLogger(__name__)
 
 MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
@@ -132,3 +139,50 @@ def open_record(folder: Path, identity: Mapping[str, Any], step: int) -> Iterato
             yield record
         finally:
             record.close()
+
+
+class Shown(Protocol):
+    """Receives how far a study is."""
+
+    def __call__(self, done: int, total: int | None, what: str = "") -> None:
+        """`done` of `total` are made (None: it is not known how many there will be); `what` is made, or comes next.
+
+        The first call says how many there were before: the time that is left follows from those made since.
+        """
+
+
+@contextmanager
+def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
+    """Show what a study makes.
+
+    Args:
+        unit: what is counted, in the singular: "fork".
+        every: seconds between two lines where there is no terminal; 0: a line for each.
+    """
+    terminal = sys.stderr.isatty()
+    bar = tqdm(disable=not terminal, unit=unit, dynamic_ncols=True, smoothing=0.1)
+    begun: tuple[float, int] | None = None
+    last = time.perf_counter()
+
+    def show(done: int, total: int | None, what: str = "") -> None:
+        nonlocal begun, last
+        now = time.perf_counter()
+        if begun is None:
+            begun, bar.initial = (now, done), done
+        began, before = begun
+        with suppress(OSError):  # a terminal that was closed is no reason to end a study
+            bar.total, bar.n = total, done
+            bar.set_postfix_str(what, refresh=False)
+            bar.refresh()
+        if not terminal and what and now - last >= every:
+            last = now
+            counted = f"{done} of {total} {unit}s" if total else f"{done} {unit}s"
+            if total is not None and done != before:
+                counted += f", {tqdm.format_interval((now - began) / (done - before) * (total - done))} left"
+            _log.info("%s: %s", counted, what)
+
+    try:
+        yield show
+    finally:
+        with suppress(OSError):
+            bar.close()

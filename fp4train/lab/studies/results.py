@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,71 +38,101 @@ NAME = 300
 """Characters of a name in a study."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SensitivityResult:
-    """The findings on one recipe at one step.
+    """The findings on one recipe at one step, of what `sensitivity_json` wrote.
 
-    Args:
-        parts: by name. curve: from nothing kept to everything that is worth it. gpu: of its times.
-        keep, chosen: the patterns of the policy, and its point. measured: its nMSE on batches that did not choose it.
-        gain: nMSE saved against keeping nothing, batch by batch; None if nothing is kept, or in results of before it
-            was measured.
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
     """
 
-    run: str
-    step: int
-    recipe: str
-    batches: int
-    parts: Mapping[str, Finding] = field(repr=False)
-    curve: Sequence[Point] = field(repr=False)
-    gpu: str | None
-    keep: Sequence[str]
-    chosen: Point
-    measured: Estimate
-    gain: Estimate | None
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        policy, gpu = found["policy"], found.get("gpu")
+        self.run = plain(Path(str(found.get("run", ""))).name, NAME)
+        self.step, self.batches = int(found["step"]), int(found["batches"])
+        self.recipe = plain(found["recipe"], NAME)
+        self.parts = {name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()}
+        """Findings by name of part."""
+        self.curve = [_read_point(each) for each in found["pareto"]]
+        """From nothing kept to everything that is worth it."""
+        self.gpu = None if gpu is None else plain(gpu, NAME)
+        """The GPU of its times."""
+        self.keep, self.chosen = [plain(each, NAME) for each in policy["keep"]], _read_point(policy)
+        """The patterns of the policy, and its point."""
+        self.measured = _read_finding("", policy["measured"]).nmse
+        """The policy's nMSE on batches that did not choose it."""
+        self.gain = None if (judged := policy.get("judged")) is None else _read_estimate(judged["gain"])
+        """nMSE saved against keeping nothing, batch by batch; None if nothing is kept, or in results of before it was
+        measured."""
 
     def of_kind(self, kind: str) -> list[Finding]:
         return [part for part in self.parts.values() if part.kind == kind]
 
 
-@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """A ranking on one or several checkpoints, of what `rank_json` wrote.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not, or an earlier version did.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        if "checkpoints" not in found:
+            raise ValueError("made by an earlier fp4train: the same `fp4train rank` makes it anew")
+        self.body = {key: value for key, value in found.items() if key != "identity"}
+        """Equal for the results of one ranking in the folders of its runs."""
+        checkpoints, entries, units = found["checkpoints"], found["candidates"], int(found["units"])
+        settings, of = checkpoints[0]["settings"], str(found["reference"])
+        self.checkpoints = [
+            plain(f"{each['run']}, step {int(each['step'])}, trained in {each['trained']}", NAME)
+            for each in checkpoints
+        ]
+        """ "runs/a, step 200", …, with what trained them."""
+        self.forks, self.steps = int(found["forks"]), int(settings["steps"])
+        """The forks of each candidate at each checkpoint, and their steps."""
+        self._count = self.forks * len(checkpoints)
+        self._freedom = (units if units > 1 else self._count) - 1
+        rate = f"rate {settings.get('lr', math.nan):.3g} → 0" if settings.get("schedule") != "own" else "own schedule"
+        one = f"from step {int(checkpoints[0]['step'])}, {rate}"
+        self.where = one if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints"
+        self.reference, self.floor = plain(of, NAME), self.gap(found["floor"])
+        pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
+        asked = {str(each["name"]): each for each in entries if each["asked"]}
+        names = dict.fromkeys((*map(str, found["order"]), *asked))
+        self.candidates = [CandidateResult(self, asked[name], pairs.get(frozenset((name, of)))) for name in names]
+        """In their order, diverged ones last."""
+
+    def gap(self, each: Mapping[str, Any] | None) -> Estimate | None:
+        """A gap with the freedom of its base runs."""
+        return None if each is None else _read_estimate({**each, "count": self._count, "freedom": self._freedom})
+
+
 class CandidateResult:
     """One candidate; gaps in nats per token, None for the reference and for what diverged.
 
     Args:
-        gap, high: in the recipe and in high precision. together: the interval of the gap with those of all other pairs.
-        gaps: at each checkpoint. p: None for the reference, and before there are enough forks for a test.
-        spikes: where forks of it spiked.
+        ranking: of it. entry: the candidate. pair: of it and the reference; None for the reference itself.
     """
 
-    name: str
-    gap: Estimate | None
-    high: Estimate | None
-    together: tuple[float, float] | None
-    gaps: Sequence[float]
-    p: float | None
-    verdict: str
-    group: str
-    diverged: str | None
-    spikes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankResult:
-    """A ranking on one or several checkpoints; the candidates in their order, diverged ones last.
-
-    Args:
-        checkpoints: "runs/a, step 200", …, with what trained them. forks: of each candidate at each of them.
-        where: "from step 200, rate 0.003 → 0", "at each of 3 checkpoints".
-    """
-
-    checkpoints: Sequence[str]
-    forks: int
-    steps: int
-    where: str
-    reference: str
-    floor: Estimate | None
-    candidates: Sequence[CandidateResult] = field(repr=False)
+    def __init__(self, ranking: RankResult, entry: Mapping[str, Any], pair: Mapping[str, Any] | None) -> None:
+        reference, tested = str(ranking.body["reference"]), pair if ranking.body["tested"] else None
+        is_reference = str(entry["name"]) == reference
+        of: Mapping[str, Any] = {} if is_reference else entry
+        self.name = plain(str(entry["name"]), NAME)
+        self.gap, self.high = ranking.gap(of.get("gap")), ranking.gap(of.get("gap_high"))
+        """In the recipe, and in high precision."""
+        sign = 1 if pair and str(pair["first"]) == reference else -1
+        ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
+        self.together = (ends[0], ends[1]) if len(ends) == 2 else None
+        """The interval of the gap with those of all other pairs."""
+        self.gaps = [_number(each) for each in of.get("gaps", ())]
+        """At each checkpoint."""
+        self.p = None if tested is None else _number(tested["p"])
+        """None for the reference, and before there are enough forks for a test."""
+        self.verdict = "reference" if is_reference else "" if tested is None else str(tested["verdict"])
+        self.group = str(entry.get("group") or "")
+        self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
+        self.spikes = [plain(each, NAME) for each in entry["spikes"]]
+        """Where forks of it spiked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +162,9 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                 with studies.folder(name) as folder:
                     try:
                         if folder.has_file(SENSITIVITY):
-                            sensitivities.append(read_sensitivity(_parsed(top, folder, SENSITIVITY, problems)))
+                            sensitivities.append(SensitivityResult(_parsed(top, folder, SENSITIVITY, problems)))
                         elif folder.has_file(RANKING):
-                            rankings.append(read_rank(_parsed(top, folder, RANKING, problems)))
+                            rankings.append(RankResult(_parsed(top, folder, RANKING, problems)))
                         else:
                             problems.append(f"{folder.path} has no result: the study is not finished")
                     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -222,30 +252,6 @@ def _read_point(each: Mapping[str, Any]) -> Point:
     return Point(kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each.get("time")))
 
 
-def read_sensitivity(found: Mapping[str, Any]) -> SensitivityResult:
-    """The result that `sensitivity_json` wrote.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
-    """
-
-    policy, gpu = found["policy"], found.get("gpu")
-    judged = policy.get("judged")
-    return SensitivityResult(
-        run=plain(Path(str(found.get("run", ""))).name, NAME),
-        step=int(found["step"]),
-        recipe=plain(found["recipe"], NAME),
-        batches=int(found["batches"]),
-        parts={name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()},
-        curve=[_read_point(each) for each in found["pareto"]],
-        gpu=None if gpu is None else plain(gpu, NAME),
-        keep=[plain(each, NAME) for each in policy["keep"]],
-        chosen=_read_point(policy),
-        measured=_read_finding("", policy["measured"]).nmse,
-        gain=None if judged is None else _read_estimate(judged["gain"]),
-    )
-
-
 def rank_json(found: Ranking) -> dict[str, Any]:
     """Everything that a ranking found, as JSON values; an interval that is not known is null."""
     return {
@@ -293,62 +299,6 @@ def _gap(found: Estimate) -> dict[str, Any]:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
-
-
-def read_rank(found: Mapping[str, Any]) -> RankResult:
-    """The result that `rank_json` wrote.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not, or an earlier version did.
-    """
-    if "checkpoints" not in found:
-        raise ValueError("made by an earlier fp4train: the same `fp4train rank` makes it anew")
-    pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
-    entries = {str(each["name"]): each for each in found["candidates"] if each["asked"]}
-    order = [str(name) for name in found["order"]]
-    reference, floor, checkpoints = str(found["reference"]), found["floor"], found["checkpoints"]
-
-    count = int(found["forks"]) * len(checkpoints)
-    freedom = (int(found["units"]) if int(found["units"]) > 1 else count) - 1
-
-    def gap(each: Mapping[str, Any] | None) -> Estimate | None:
-        return None if each is None else _read_estimate({**each, "count": count, "freedom": freedom})
-
-    def candidate(name: str) -> CandidateResult:
-        entry = entries[name]
-        of = {} if name == reference else entry
-        pair = pairs.get(frozenset((name, reference)))
-        sign = 1 if pair and str(pair["first"]) == reference else -1
-        ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
-        tested = pair if found["tested"] else None
-        return CandidateResult(
-            name=plain(name, NAME),
-            gap=gap(of.get("gap")),
-            high=gap(of.get("gap_high")),
-            together=(ends[0], ends[1]) if len(ends) == 2 else None,
-            gaps=[_number(each) for each in of.get("gaps", ())],
-            p=None if tested is None else _number(tested["p"]),
-            verdict="reference" if name == reference else "" if tested is None else str(tested["verdict"]),
-            group=str(entry.get("group") or ""),
-            diverged=str(entry["diverged"][0]) if entry["diverged"] else None,
-            spikes=[plain(each, NAME) for each in entry["spikes"]],
-        )
-
-    first, settings = checkpoints[0], checkpoints[0]["settings"]
-    rate = f"rate {settings.get('lr', math.nan):.3g} → 0" if settings.get("schedule") != "own" else "own schedule"
-    where = f"from step {int(first['step'])}, {rate}"
-    return RankResult(
-        checkpoints=[
-            plain(f"{each['run']}, step {int(each['step'])}, trained in {each['trained']}", NAME)
-            for each in checkpoints
-        ],
-        forks=int(found["forks"]),
-        steps=int(settings["steps"]),
-        where=where if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints",
-        reference=plain(reference, NAME),
-        floor=gap(floor),
-        candidates=[candidate(name) for name in (*order, *(each for each in entries if each not in order))],
-    )
 
 
 def _number(value: Any) -> float:

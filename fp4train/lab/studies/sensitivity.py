@@ -5,8 +5,6 @@ numbers to the bit: the batches are those that the run would train on next, and 
 seed r at the step of the batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
-from fp4train.lab.studies.progress import Shown
-from fp4train.lab.studies.record import StudyRecord, Values
+from fp4train.lab.studies.record import Shown, StudyRecord, Values
 from fp4train.lab.studies.statistics import estimate
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe

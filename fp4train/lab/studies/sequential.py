@@ -32,8 +32,6 @@ Holm's procedure (Scand. J. Stat. 1979) and for looks by the same shares. It ass
 normally: two or three of them cannot show it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ distribution function of Student's t is the regularised incomplete beta function
 (with sympy); scipy would be 35 MB for this one function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ its class and the fields that differ from their defaults. A field that a later v
 description until somebody sets it: an object older than an option has that option's default.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -31,9 +29,9 @@ from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.device import choose_device
+from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
-from fp4train.run.restored import load_init, load_weights
 from fp4train.run.run import Run
 
 STUDIES = "studies"

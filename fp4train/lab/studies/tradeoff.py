@@ -10,11 +10,10 @@ which is exact for nothing and everything kept, and between them if the parts do
 order of damage per cost; a unit whose damage is not told apart from 0 is never kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fp4train.backends.table import GEMMS
 from fp4train.errors import UserError
@@ -139,17 +138,13 @@ def as_policy(parts: RecipeParts, kept: Sequence[Unit]) -> LayerPolicy:
 
 def common_prefix(names: Sequence[str]) -> str:
     """The components that all names begin with: "blocks.0"."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns))
 
 
 def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Unit]:
     parts = found.parts
-    sizes = {name: plan.layer.in_features * plan.layer.out_features for name, plan in parts.layers.items()}
+    sizes = {name: plan.layer.weights for name, plan in parts.layers.items()}
     whole = 3 * sum(sizes.values())
 
     def unit(layer: str, gemms: tuple[str, ...], damage: float, clear: bool) -> Unit:
@@ -184,14 +179,13 @@ def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
 def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
     """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per step on `gpu`."""
     config = parts.subject.run.config.train
-    rows = config.microbatch or config.batch_size
     plan = make_plan(
         [each.layer for each in parts.layers.values()],
         Timeline(recipe=parts.recipe, steps=1),
         EVERY_LAYER,
-        tokens=rows * config.seq_len,
+        tokens=config.rows(1) * config.seq_len,
         device=Device.elsewhere(gpu),
     )
-    costs = estimate_costs(plan, gpu, microbatches=config.batch_size // rows).stretches[0]
+    costs = estimate_costs(plan, gpu, microbatches=config.microbatches).stretches[0]
     longer = {(row.layer, row.gemm_name): row.bf16 - row.total for row in costs.rows}
     return longer, costs.total, costs.bf16

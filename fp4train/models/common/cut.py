@@ -6,7 +6,11 @@ first stage turns tokens into the residual stream, each one runs its blocks, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
+from fp4train.shards import RowOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,12 @@ class TensorCut:
         vocabulary: modules with a weight [vocabulary, width], cut along the vocabulary.
         tokens: modules that act on each token alone (norms). Their parameters stay whole, and their attribute `tensor`
             is set: if tokens are cut, their gradients are sums over the ranks.
+        heads: modules that act on each head alone (norms of queries and keys), like `tokens`: their parameters stay
+            whole, and their gradients are sums over the ranks, whether tokens are cut or not.
+        rows: parameters, by name, cut along their first dimension, which is that of heads, groups or channels: each
+            rank computes with its own.
+        segments: by the name of a layer of `out` or of a parameter of `rows` how many of its rows belong together, from
+            the first on: each rank has its part of each segment. Without an entry all are one.
         counts: (module, attribute, key of the configuration) of numbers that are divided by p.
     """
 
@@ -33,6 +44,9 @@ class TensorCut:
     in_: tuple[str, ...]
     vocabulary: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     counts: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -49,9 +63,11 @@ class TokenRanks:
 
 
 class TensorParallel(Protocol):
-    """A model that tensor parallelism can cut. Its `tensor` is set when it is cut."""
+    """A model that tensor parallelism can cut. Its `tensor` and `row_orders` are set when it is cut."""
 
     tensor: TokenRanks | None
+    row_orders: Mapping[str, RowOrder]
+    """The parameters that are cut in segments, by name."""
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How it is cut."""
@@ -94,6 +110,54 @@ class StageCut:
     first: tuple[str, ...]
     last: tuple[str, ...]
     width: int
+
+
+def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
+    """Shares blocks out in order, so that the most expensive of `parts` parts costs least.
+
+    Of such shares the most even one is taken, by the sum of squares, and of those the one whose first parts are the
+    shortest: early stages keep the activations of the most microbatches.
+
+    Args:
+        costs: of each block, at least as many as `parts`; in a unit of their own, such as weights per token.
+        last: cost of what the last part does besides, such as the head.
+
+    Returns:
+        The indices of each part's blocks, at least one.
+    """
+    count = len(costs)
+    sums = [0, *accumulate(costs)]
+
+    def needed(most: int) -> int:
+        """The parts that blocks fill, from the last one on, if none costs more than `most`."""
+        found, spent = 1, last
+        for cost in reversed(costs):
+            if spent + cost > most:
+                found, spent = found + 1, 0
+            spent += cost
+        return found
+
+    bounds = range(max(*costs, costs[-1] + last), sums[count] + last + 1)
+    most = bounds[bisect_left(bounds, True, key=lambda bound: needed(bound) <= parts)]
+
+    # By the first block of the rest: the least sum of squares where no part costs more, and where the first part ends.
+    rest = [sums[count] - sums[start] + last for start in range(count)]
+    tables: list[list[tuple[float, int]]] = [[(cost * cost if cost <= most else math.inf, count) for cost in rest]]
+    for part in range(1, parts):
+        after, table = tables[-1], []
+        for start in range(count - part):
+            best: tuple[float, int] = math.inf, count
+            for end in range(start + 1, count - part + 1):
+                cost = sums[end] - sums[start]
+                if cost > most:
+                    break
+                best = min(best, (cost * cost + after[end][0], end))
+            table.append(best)
+        tables.append(table)
+    ends = [0]
+    for table in reversed(tables):
+        ends.append(table[ends[-1]][1])
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 class Tie(Protocol):

@@ -1,4 +1,4 @@
-"""A decoder's two ends: how tokens become the residual stream, and how the stream becomes logits or the loss.
+"""The decoder that families share: embedding, blocks with what they keep or recompute, stages, head and loss.
 
 The vocabulary may be cut over ranks (arXiv:1909.08053, section 3): each holds V/p rows of the weight. A token's row
 lies on one rank, and the sum over the ranks adds zeros to it, so the embedding equals that of one rank in every bit.
@@ -6,6 +6,10 @@ lies on one rank, and the sum over the ranks adds zeros to it, so the embedding 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,25 +18,153 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
+from fp4train.models.common.cache import DecodeCache
 from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
+from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.nn.ranks import all_rows, local, with_summed_gradient
-from fp4train.precision.context import activation_dtype
+from fp4train.precision.context import activation_dtype, recompute
+from fp4train.shards import RowOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """What the shapes of all families have.
+
+    Args:
+        width: width of the residual stream.
+        heads, kv_heads: numbers of query heads and key/value heads; kv_heads divides heads (grouped-query attention).
+        head_dim: elements of a head; None: width / heads.
+        tied: whether the head shares the weight of the embedding.
+        max_positions: tokens of the longest sequence that the model is made for; None: train.seq_len.
+        norm_eps: ε of RMSNorm.
+        recompute: save only the blocks' inputs for backward and recompute the other activations.
+        vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM aligned.
+        vocab_size: rows of embedding and head, at least as many as the tokenizer has ids; None: those, padded.
+    """
+
+    width: int = 128
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int | None = None
+    tied: bool = True
+    max_positions: int | None = None
+    norm_eps: float = 1e-5
+    recompute: bool = False
+    vocab_multiple: int = 64
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "kv_heads", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("head_dim", "max_positions", "vocab_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"model.{name}={value} must be at least 1, or null")
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"model.norm_eps={self.norm_eps} must be finite and above 0")
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a head."""
+        return self.head_dim or self.width // self.heads
+
+    def rows(self, vocab_size: int) -> int:
+        """Rows of embedding and head for a tokenizer of `vocab_size` ids."""
+        return self.vocab_size or -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def check(self, vocab_size: int, seq_len: int) -> None:
+        """Check that the model suits a tokenizer of `vocab_size` ids and sequences of `seq_len` tokens.
+
+        Raises:
+            ValueError: the tokenizer has more ids than there are rows, or a sequence more tokens than `max_positions`.
+        """
+        if self.max_positions is not None and seq_len > self.max_positions:
+            raise ValueError(
+                f"train.seq_len={seq_len} exceeds model.max_positions={self.max_positions}, the longest sequence that "
+                "the model is made for: choose shorter sequences, or give model.max_positions=… to extend it"
+            )
+        if vocab_size > self.rows(vocab_size):
+            raise ValueError(
+                f"the tokenizer has {vocab_size} ids, and model.vocab_size={self.vocab_size} rows are fewer: choose "
+                "the tokenizer that belongs to the model (data/tokenizer=…)"
+            )
 
 
 class Decoder(nn.Module):
     """A language model of `embed`, `blocks`, `norm` and `head`, which several ranks may share.
 
-    A family's `forward` calls its blocks between `enter` and `leave`.
+    `forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits. As a stage of a
+    pipeline (`stage`) all but the first take the residual stream, and all but the last give it.
+
+    A block is called with the residual stream, what `positions` gives, what the cache keeps of it (or None), and, where
+    documents are told apart, which tokens each one sees (`document_mask`).
     """
 
     embed: nn.Embedding
+    blocks: nn.ModuleList
     norm: nn.Module
     head: nn.Linear
+    seq_len: int
+    """The longest sequence."""
+    recomputes = False
+    """Whether only the inputs of blocks are kept for the backward pass."""
     tensor: TokenRanks | None = None
     """The ranks that share the vocabulary and the tokens; set when the model is cut."""
+    row_orders: Mapping[str, RowOrder] = MappingProxyType({})
+    """The parameters that tensor parallelism cuts in segments, by name; set when the model is cut."""
+    documents: int | None = None
+    """The id that ends a document, where attention stays within documents; None: it goes over all tokens before."""
+    masked = False
+    """Whether targets may be below 0, which have no loss: `loss` is then their sum over all tokens, not over those."""
+    hidden = False
+    """Whether the forward pass ends with the hidden states [tokens, D] that the head reads, of a teacher."""
     stage = WHOLE
     """The part of the model that this module is; set when it is cut."""
+
+    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What the blocks need to know of the positions of the tokens `first` to `end`, in `dtype`."""
+        return ()
+
+    def forward(
+        self,
+        input: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        time: int | None = None,
+        cache: DecodeCache | None = None,
+        teacher: TeacherStates | None = None,
+    ) -> Tensor:
+        """The loss, the logits [B, T, vocabulary], or the residual stream.
+
+        Args:
+            input: tokens [B, T]; on a later stage of a pipeline the residual stream [B, T, D], or where tensor-parallel
+                ranks share the tokens this rank's rows of it [B·T / p, D].
+            targets_BT: tokens.
+            time: T, for a later stage; None: the second dimension of `input`.
+            cache: of the tokens before those of `input`, which are added to it.
+            teacher: with targets, what the loss is against.
+        """
+        time = input.shape[1] if time is None else time
+        first = 0 if cache is None else cache.seen
+        if (end := first + time) > self.seq_len:
+            raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
+        x = self.enter(input)
+        arguments: tuple[Any, ...] = self.positions(first, end, x.dtype)
+        if cache is not None:
+            for block, kept in zip(self.blocks, cache.blocks, strict=True):
+                x = block(x, *arguments, kept)
+            cache.seen = end
+            return self.leave(x, targets_BT, time)
+        if self.documents is not None:
+            arguments = (*arguments, None, document_mask(input, self.documents))
+        for block in self.blocks:
+            x = recompute(block, x, *arguments) if self.recomputes and self.training else block(x, *arguments)
+        return self.leave(x, targets_BT, time, teacher)
 
     def enter(self, input: Tensor) -> Tensor:
         """The residual stream before the blocks; `input` is tokens [B, T], or on a later stage the stream itself."""
@@ -41,20 +173,35 @@ class Decoder(nn.Module):
         dtype = activation_dtype(self.embed.weight.dtype)
         return embed(input, self.stage.embedding(self.embed.weight), dtype, self.tensor)
 
-    def leave(self, x: Tensor, targets_BT: Tensor | None, time: int) -> Tensor:
-        """The mean loss in nats per token, without targets the logits [B, T, vocabulary]; the stream on an earlier
-        stage."""
+    def leave(self, x: Tensor, targets_BT: Tensor | None, time: int, teacher: TeacherStates | None = None) -> Tensor:
+        """The mean loss in nats per token, with a teacher that against it; without targets the logits
+        [B, T, vocabulary]; the stream on an earlier stage."""
         if not self.stage.last:
             return x
         x, w_VD = self.stage.head(self.norm(x), self.head.weight)
         x_MD = whole_tokens(x, self.tensor)
+        if self.hidden:
+            return x_MD
+        if teacher is not None and targets_BT is not None:
+            return chunked_distillation(x_MD, w_VD, targets_BT.flatten(), teacher, masked=self.masked)
         if targets_BT is None:
             return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
-        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor)
+        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked)
 
     def fp4train_stages(self) -> StageCut:
         """How a pipeline cuts the model. Stages send each other the residual stream."""
         return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim)
+
+
+def document_mask(tokens_BT: Tensor, end: int) -> Tensor:
+    """Which tokens each one attends to: those of its own document up to itself; bool [B, 1, T, T].
+
+    Args:
+        end: the id that ends a document, and belongs to it.
+    """
+    ends = tokens_BT == end
+    number = ends.cumsum(1) - ends.long()  # ends before each token
+    return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 
 class _Sum(torch.autograd.Function):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.quantize.random import INITIAL, MASK, RandomKey, philox4x32
-from fp4train.shards import TensorShard, shard_of
+from fp4train.shards import TensorShard, row_orders, shard_of
 
 DRAWS = ("torch", "counter")
 _WORDS = 4
@@ -70,7 +70,24 @@ class Filled:
     value: float
 
 
-Initial: TypeAlias = Normal | Filled
+@dataclass(frozen=True)
+class Uniform:
+    """Independent values, evenly distributed between `low` and `high`; `through` maps each in float64."""
+
+    low: float
+    high: float
+    through: Callable[[Tensor], Tensor] = torch.clone
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """`of` the numbers 0, 1, … along the first dimension, in float64; the same in all others."""
+
+    of: Callable[[Tensor], Tensor]
+
+
+Initial: TypeAlias = Normal | Uniform | Numbered | Filled
+"""Only `Normal` values come from torch's generator with the draw `torch`; `Uniform` ones are drawn by counter."""
 
 
 @runtime_checkable
@@ -95,7 +112,7 @@ def why_not_born(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, device: torch.device, *, seed: int, draw: str, whole: nn.Module | None = None
+    model: nn.Module, device: torch.device, *, seed: int, draw: str | None, whole: nn.Module | None = None
 ) -> None:
     """Give a model on the meta device memory on `device`, and its initial weights and buffers, in place.
 
@@ -104,13 +121,13 @@ def materialise(
     Args:
         model: a `Born` one, converted or not, with parameters of any sharding.
         seed: that of the run.
-        draw: `torch` or `counter`.
+        draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold anything until then.
         whole: with `torch`, the model on the meta device that `model` is a stage of; None: `model` is whole.
 
     Raises:
         ValueError: a parameter or buffer has no initial values, or `draw` is neither of the two.
     """
-    if draw not in DRAWS:
+    if draw not in (*DRAWS, None):
         raise ValueError(f"draw={draw!r} is not one of {', '.join(DRAWS)}")
     if reason := why_not_born(model):
         raise ValueError(f"{reason}: build it on the CPU")
@@ -120,12 +137,13 @@ def materialise(
     _check_names("buffer", [name for name, _ in model.named_buffers()], buffers)
     with _swapped():
         model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
+    orders = row_orders(model)
+    parts = {name: shard_of(parameter, orders.get(name)) for name, parameter in model.named_parameters()}
     if draw == "counter":
-        for name, parameter in parameters.items():
-            _fill(shard_of(parameter), values[name], seed, name)
-    else:
-        _draw_in_order(parameters, whole if whole is not None else model, seed)
+        for name, part in parts.items():
+            _fill(part, values[name], seed, name)
+    elif draw is not None:
+        _draw_in_order(parts, whole if whole is not None else model, seed)
     own = dict(model.named_buffers())
     for name, tensor in buffers.items():
         own[name].copy_(tensor)
@@ -139,7 +157,7 @@ def initialise(model: nn.Module, draw: str) -> None:
     for name, initial in model.initial_values().items():
         if parameters[name].is_meta:
             continue
-        if draw == "counter" or isinstance(initial, Filled):
+        if draw == "counter" or not isinstance(initial, Normal):
             _fill(shard_of(parameters[name]), initial, torch.initial_seed() % (1 << 64), name)
         else:
             nn.init.normal_(parameters[name], std=initial.std)
@@ -161,14 +179,28 @@ def _swapped() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def _fill(part: TensorShard, initial: Initial, seed: int, name: str) -> None:
+def _fill(shard: TensorShard, initial: Initial, seed: int, name: str) -> None:
+    for box in shard.boxes():
+        _fill_box(box, initial, seed, name)
+
+
+def _fill_box(part: TensorShard, initial: Initial, seed: int, name: str) -> None:
     if isinstance(initial, Filled):
         part.tensor.fill_(initial.value)
-    else:
+    elif isinstance(initial, Normal):
         fill_normal(part.tensor, part.shape, part.offsets, initial.std, key_of(seed, name))
+    else:  # on the CPU: other devices may round a logarithm in another way
+        values = torch.empty(part.tensor.shape, dtype=torch.float64, device="cpu")
+        if isinstance(initial, Uniform):
+            _fill_drawn(values, part.shape, part.offsets, lambda p: p, key_of(seed, name))
+            values = initial.through(initial.low + (initial.high - initial.low) * values)
+        else:
+            numbers = torch.arange(len(values), dtype=torch.float64, device="cpu") + part.offsets[0]
+            values = initial.of(numbers).view(-1, *[1] * (values.dim() - 1)).expand(values.shape)
+        part.tensor.copy_(values)
 
 
-def _draw_in_order(parameters: Mapping[str, nn.Parameter], model: nn.Module, seed: int) -> None:
+def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int) -> None:
     """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then the model's own."""
     assert isinstance(model, Born)
     generator = torch.Generator().manual_seed(seed)
@@ -176,16 +208,16 @@ def _draw_in_order(parameters: Mapping[str, nn.Parameter], model: nn.Module, see
         _pass_over(module, generator)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, initial in model.initial_values().items():
-        part = shard_of(parameters[name]) if name in parameters else None
-        if isinstance(initial, Filled):
+        part = parts.get(name)
+        if not isinstance(initial, Normal):
             if part is not None:
-                part.tensor.fill_(initial.value)
+                _fill(part, initial, seed, name)
             continue
         drawn = torch.empty(shapes[name], dtype=torch.float32)
         nn.init.normal_(drawn, std=initial.std, generator=generator)
-        if part is not None:
-            box = zip(part.offsets, part.tensor.shape, strict=True)
-            part.tensor.copy_(drawn[tuple(slice(first, first + size) for first, size in box)])
+        for box in () if part is None else part.boxes():
+            sides = zip(box.offsets, box.tensor.shape, strict=True)
+            box.tensor.copy_(drawn[tuple(slice(first, first + size) for first, size in sides)])
 
 
 def _pass_over(module: nn.Module, generator: torch.Generator) -> None:
@@ -222,6 +254,13 @@ def fill_normal(into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], 
     Args:
         into: any floating dtype and device; the values are rounded to its dtype once.
     """
+    _fill_drawn(into, shape, offsets, lambda p: _inverse_normal(p) * std, key)
+
+
+def _fill_drawn(
+    into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], of: Callable[[Tensor], Tensor], key: RandomKey
+) -> None:
+    """Fill `into` with `of` the probabilities at its place, which are float64 and even between 0 and 1."""
     if not into.numel():
         return
     if not shape:
@@ -232,7 +271,7 @@ def fill_normal(into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], 
     for rows, index in _rows(tuple(into.shape[:-1]), shape[:-1], offsets[:-1], max(1, chunk // wide), into.device):
         for start in range(0, columns, wide):
             end = min(start + wide, columns)
-            values = _draw(key, rows, first + start, end - start) * std
+            values = of(_draw(key, rows, first + start, end - start))
             into.view(-1, columns)[index, start:end] = values.to(into.dtype)
 
 
@@ -251,7 +290,7 @@ def _rows(
 
 
 def _draw(key: RandomKey, rows_R: Tensor, first: int, columns: int) -> Tensor:
-    """Standard normal values [R, columns] of the given rows, from column `first` on; float64."""
+    """Probabilities [R, columns] of the given rows, from column `first` on; float64."""
     group = first // _WORDS
     count = -(-(first + columns) // _WORDS) - group
     column = torch.arange(group, group + count, dtype=torch.int64, device=rows_R.device)[None, :]
@@ -261,7 +300,7 @@ def _draw(key: RandomKey, rows_R: Tensor, first: int, columns: int) -> Tensor:
     words = philox4x32((column, row & MASK, third, fourth), (key.seed & MASK, key.seed >> 32))
     bits = torch.stack(words, dim=-1).reshape(len(rows_R), count * _WORDS)
     skip = first - group * _WORDS
-    return _inverse_normal((bits[:, skip : skip + columns].double() + 0.5) * 2.0**-32)
+    return (bits[:, skip : skip + columns].double() + 0.5) * 2.0**-32
 
 
 def _inverse_normal(p: Tensor) -> Tensor:

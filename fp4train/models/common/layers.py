@@ -9,11 +9,15 @@ depends only on the distance between their positions. Grouped queries: arXiv:230
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.backends import widened
+from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import TokenRanks, shared_by
 
 
@@ -30,10 +34,47 @@ class RMSNorm(nn.RMSNorm):
         return y
 
 
-def rope_angles(seq_len: int, head_dim: int, base: float) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slower rotations for longer sequences than a model was first trained with, as in Llama 3.1 (arXiv:2407.21783).
+
+    A pair that turns at most `low_freq_factor` times within `original_length` tokens turns `factor` times slower, one
+    that turns at least `high_freq_factor` times as before; between the two its frequency is interpolated.
+
+    Args:
+        factor: at least 1.
+        low_freq_factor, high_freq_factor: numbers of turns; the second is larger.
+        original_length: tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"model.rope_scaling.factor={self.factor} must be finite and at least 1")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be above 0 and below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        if self.original_length < 1:
+            raise ValueError(f"model.rope_scaling.original_length={self.original_length} must be at least 1")
+
+    def __call__(self, frequency: Tensor) -> Tensor:
+        """The scaled frequencies, in radians per token like the given ones."""
+        turns = self.original_length * frequency / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+
+def rope_angles(seq_len: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
     """Rotation angles [seq_len, head_dim] in radians, on the CPU; the second half of a row repeats the first."""
     with torch.device("cpu"):  # on the meta device torch would load its compiler for these few operations
         inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        inverse = inverse if scaling is None else scaling(inverse)
         angles = torch.outer(torch.arange(seq_len).float(), inverse)
     return torch.cat((angles, angles), dim=-1)
 
@@ -47,35 +88,71 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 class Attention(nn.Module):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
-    The four projections are linear layers without bias, which `fp4train.convert` replaces; the products of queries,
-    keys and values stay in the dtype of the activations.
+    The four projections are linear layers, which `fp4train.convert` replaces; the products of queries, keys and values
+    stay in the dtype of the activations.
 
     Args:
-        width: D, the width of the residual stream; a multiple of `heads`.
-        heads: number of query heads, with E = width / heads elements each.
+        width: D, the width of the residual stream.
+        heads: number of query heads.
         kv_heads: number of key and value heads; divides `heads`.
+        head_dim: E, the elements of a head; None: D / heads.
+        qkv_bias: whether the projections to queries, keys and values have a bias, as Qwen2 does.
+        qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in Qwen3; None: no norm.
     """
 
-    def __init__(self, *, width: int, heads: int, kv_heads: int) -> None:
+    fp4train_fused = (("wq", "wk", "wv"),)
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: float | None = None,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
-        self.head_dim = width // heads
-        self.wq = nn.Linear(width, heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.head_dim = width // heads if head_dim is None else head_dim
+        self.wq = nn.Linear(width, heads * self.head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=qkv_bias)
         self.wo = nn.Linear(heads * self.head_dim, width, bias=False)
+        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions.
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_TE: Tensor | None,
+        sin_TE: Tensor | None,
+        cache: KeyValues | None = None,
+        mask_BTT: Tensor | None = None,
+        *,
+        time: int | None = None,
+    ) -> Tensor:
+        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions; None:
+        heads are not rotated, and there are `time` positions.
 
-        If tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
+        With a cache the tokens follow those in it, attend to them too, and are added to it. With a mask, bool
+        [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel ranks
+        share the tokens, x and the result are this rank's rows [B·T / p, D].
         """
-        time = cos_TE.shape[0]
-        q = self.wq(x_BTD).view(-1, time, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        if time is None:
+            time = x_BTD.shape[1] if cos_TE is None else cos_TE.shape[0]
+        q = self.wq(x_BTD).view(-1, time, self.heads, self.head_dim)
+        k = self.wk(x_BTD).view(-1, time, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
-        grouped = self.kv_heads != self.heads
-        y = widened(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=grouped)
+        if cos_TE is not None and sin_TE is not None:
+            q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
+        grouped, causal, mask = self.kv_heads != self.heads, mask_BTT is None, mask_BTT
+        if cache is not None:
+            k, v = cache.extended(k, v)
+            causal, mask = k.shape[2] == time, seen_mask(time, k.shape[2], k.device)
+        y = widened(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out

@@ -23,8 +23,8 @@ _LOGITS_IN_A_CHUNK = 1 << 23
 """Logits held at a time: 32 MB in float32, which a CPU's caches and memory take well."""
 
 _ROWS_ON_A_GPU = 4096
-"""Rows of a chunk at least: each chunk reads the head and its gradient anew, ≈ 16·V·D bytes, 2 GB at 128 k × 1024,
-where the logits of 4096 rows are 2 GB."""
+"""Rows of a chunk at least: each chunk reads the head twice in BF16, and reads and writes its float32 gradient, 12·V·D
+bytes, 1.6 GB at 128 k × 1024, where the logits of 4096 rows are 2 GB."""
 
 
 def chunk_rows(device: str, vocabulary: int) -> int:
@@ -33,10 +33,23 @@ def chunk_rows(device: str, vocabulary: int) -> int:
     return max(rows, _ROWS_ON_A_GPU) if device == "cuda" else rows
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class ChunkedLoss(torch.autograd.Function):
+    """A loss whose forward pass makes the gradients of hidden states and head, times the number of tokens."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dw = ctx.saved_tensors
+        # Divided by the tokens only here, together with a loss scale in `grad`: before, float16 would underflow.
+        share = grad / ctx.tokens
+        others = (None,) * (len(ctx.needs_input_grad) - 2)
+        return None if dh is None else times(dh, share), None if dw is None else times(dw, share), *others
+
+
+class _ChunkedCrossEntropy(ChunkedLoss):
     @staticmethod
     def forward(
-        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype, ranks: Ranks | None
+        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype, ranks: Ranks | None, masked: bool
     ) -> Tensor:
         tokens = h_MD.shape[0]
         rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
@@ -48,41 +61,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
             h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
+            counts = target >= 0 if masked else None
+            target = target if counts is None else target.masked_fill(~counts, 0)
             logits = widened(torch.mm, h, w.T).float()
             if ranks is None:
                 log_norm, at_target = logits.logsumexp(-1, keepdim=True), logits.gather(1, target)
             else:
                 log_norm, at_target, target, here = _over_ranks(logits, target, ranks)
-            total += (log_norm - at_target).sum()
+            losses = log_norm - at_target
+            total += (losses if counts is None else losses * counts).sum()
             if dh is None and dw is None:
                 continue
             grad = logits.sub_(log_norm).exp_()
             ones = torch.full_like(target, -1, dtype=grad.dtype)
             grad.scatter_add_(1, target, ones if ranks is None else ones * here)
-            grad = grad.to(dtype)
+            grad = (grad if counts is None else grad.mul_(counts)).to(dtype)
             if dh is not None and ranks is None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             elif dh is not None and ranks is not None:  # partial sums, added before they are rounded
                 dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
             if dw is not None:
-                dw += _share_of_dw(grad, h)
+                add_share_of_dw(dw, grad, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dh, dw = ctx.saved_tensors
-        # Divided by the tokens only here, together with a loss scale in `grad`: before, float16 would underflow.
-        share = grad / ctx.tokens
-        return (
-            None if dh is None else _times(dh, share),
-            None if dw is None else _times(dw, share),
-            None,
-            None,
-            None,
-        )
 
 
 def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,19 +99,27 @@ def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Ten
     return largest + mass.log(), at_target, column, here
 
 
-def _share_of_dw(grad_CV: Tensor, h_CD: Tensor) -> Tensor:
-    """A chunk's gradient of the head; on GPUs not rounded before it is added."""
+def add_share_of_dw(dw_VD: Tensor, grad_CV: Tensor, h_CD: Tensor) -> None:
+    """Add a chunk's gradient of the head, in place; on GPUs within the product, in float32.
+
+    Args:
+        dw_VD: float32, the sum so far.
+        grad_CV, h_CD: of the chunk's logits and hidden states, of one dtype.
+    """
     if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
-        return torch.mm(grad_CV.T, h_CD, out_dtype=torch.float32)
-    return widened(torch.mm, grad_CV.T, h_CD)
+        torch.addmm(dw_VD, grad_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
+    else:
+        dw_VD += widened(torch.mm, grad_CV.T, h_CD)
 
 
-def _times(x: Tensor, factor: Tensor) -> Tensor:
+def times(x: Tensor, factor: Tensor) -> Tensor:
     """x times a float32 factor, rounded once: a factor rounded to BF16 would scale all gradients by up to 0.4 %."""
     return (x.float() * factor).to(x.dtype)
 
 
-def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None) -> Tensor:
+def chunked_cross_entropy(
+    h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None, *, masked: bool = False
+) -> Tensor:
     """Mean cross-entropy in nats, float32 scalar.
 
     Args:
@@ -118,8 +128,10 @@ def chunked_cross_entropy(h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor:
         w_VD: head weight [vocabulary, width].
         targets_M: int64 [tokens].
         tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same loss.
+        masked: a target below 0 has no loss; the sum is divided by all tokens even so.
     """
     dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
     ranks = None if tensor is None else tensor.ranks
-    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, w_VD if ranks is None else local(w_VD), targets_M, dtype, ranks)  # type: ignore[no-untyped-call]
+    weight = w_VD if ranks is None else local(w_VD)
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, dtype, ranks, masked)  # type: ignore[no-untyped-call]
     return loss

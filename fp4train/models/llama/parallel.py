@@ -3,11 +3,11 @@
 | parameter | cut along |
 |---|---|
 | embed, head | the vocabulary |
-| wq, wk, wv | heads (out features) |
+| wq, wk, wv and their biases | heads (out features) |
 | wo | heads (in features) |
 | gate, up | the hidden width (out features) |
 | down | the hidden width (in features) |
-| norms | not cut |
+| norms | not cut; those of queries and keys normalise this rank's heads |
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from __future__ import annotations
 from fp4train.models.common.cut import TensorCut
 
 
-def tensor_cut(layers: int) -> TensorCut:
-    """The cut of `layers` blocks, of the embedding and of the head."""
+def tensor_cut(layers: int, *, qk_norm: bool) -> TensorCut:
+    """The cut of `layers` blocks, of the embedding and of the head.
+
+    Args:
+        qk_norm: whether the blocks normalise queries and keys.
+    """
     blocks = [f"blocks.{index}" for index in range(layers)]
 
     def each(*names: str) -> tuple[str, ...]:
@@ -27,5 +31,6 @@ def tensor_cut(layers: int) -> TensorCut:
         in_=each("attention.wo", "mlp.down"),
         vocabulary=("embed", "head"),
         tokens=(*each("attention_norm", "mlp_norm"), "norm"),
+        heads=each("attention.q_norm", "attention.k_norm") if qk_norm else (),
         counts=tuple((name, count, f"model.{count}") for name in each("attention") for count in ("heads", "kv_heads")),
     )

@@ -4,6 +4,7 @@
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
     parts         the same of parts of the in features, each in a recipe of its own
+    groups        the same of a group of weights, each for its own rows (experts)
 
 `make_executor` alone decides between them. What an executor carries from step to step are states of its layer, because
 it outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own.
@@ -14,17 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from torch import Tensor
+
 from fp4train.backends import LAYER_BACKENDS, LayerState
 from fp4train.nn.call import Executor
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.executors.groups import GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.scaling import DataRanks, DelayedScaling
 from fp4train.precision.plan import LayerPlan
 
 if TYPE_CHECKING:
-    from fp4train.nn.linear import Linear
+    from fp4train.nn.planned import PlannedLayer
 
 
 _STATES: Final[Mapping[str, type[DelayedScaling | ChannelNorms]]] = {
@@ -37,6 +41,8 @@ STATE_TENSORS: Final = DelayedScaling.tensors | {f"{ChannelNorms.name}.{k}": v f
 
 def _kind(plan: LayerPlan) -> type[Executor]:
     """The executor of a layer that is not cut."""
+    if plan.layer.experts:
+        return GroupGemms
     if not plan.quantised:
         return TorchLayer
     if plan.layer_backend is not None:
@@ -48,7 +54,9 @@ def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None,
     """What runs `plan`; arguments as for `Executor`."""
     if shard is not None and shard.tensor is not None:
         return CutGemms(plan, device, shard, sums=sums)
-    kind = TorchLayer if device == "meta" else _kind(plan)  # for meta tensors the shape is enough
+    kind = _kind(plan)
+    if device == "meta" and kind is not GroupGemms:  # for meta tensors the shape is enough
+        kind = TorchLayer
     return kind(plan, device, shard, sums=sums)
 
 
@@ -57,7 +65,7 @@ def why_no_graph(plan: LayerPlan) -> str | None:
     return _kind(plan).why_no_graph(plan)
 
 
-def make_state(layer: Linear, name: str) -> LayerState:
+def make_state(layer: PlannedLayer, name: str) -> LayerState:
     """A state of `layer` that has seen nothing, by name."""
     if name in LAYER_BACKENDS:
         return LAYER_BACKENDS[name].kernels(layer.layer.name)
@@ -66,7 +74,28 @@ def make_state(layer: Linear, name: str) -> LayerState:
     return made
 
 
-def join_states(layers: Iterable[Linear], ranks: DataRanks) -> None:
+def saved_states(states: Mapping[str, LayerState]) -> dict[str, Tensor]:
+    """The tensors of a layer's states, for a checkpoint: those of delayed scaling by their own names, those of others
+    behind the name of their state."""
+    return {
+        key if name == DelayedScaling.name else f"{name}.{key}": tensor
+        for name, each in states.items()
+        for key, tensor in each.state().items()
+    }
+
+
+def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What `saved_states` gave, by the name of the state."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        name, _, rest = key.partition(".")
+        if name in DelayedScaling.tensors:
+            name, rest = DelayedScaling.name, key
+        found.setdefault(name, {})[rest] = tensor
+    return found
+
+
+def join_states(layers: Iterable[PlannedLayer], ranks: DataRanks) -> None:
     """After the last backward of a step: the states of all layers become those of the whole batch."""
     layers = list(layers)
     for name, kind in _STATES.items():

@@ -12,7 +12,8 @@ they are gathered before a GEMM, and the sum leaves each rank its tokens. Partia
 once, as a single rank rounds its product.
 
 A tensor's amax is the maximum over all ranks that hold a part of it; the index of an element, which selects its random
-bits, counts from the first element of the whole layer. Then the codes of a shard are the shard of the codes.
+bits, counts from the first element of the whole layer. Then the codes of a shard are the shard of the codes. The out
+features of a shard may be several runs of the whole layer's, one in each segment of its weight.
 
 Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are sent. A row-wise form
 [M, K] is cut along its rows, a column-wise form [K, M] along its blocked columns. Both equal the forms of the gathered
@@ -23,7 +24,6 @@ per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ)
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.call import EAGER, Call
+from fp4train.nn.call import EAGER, Biases, Call, Counts, Weights
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import Ranks, local
@@ -41,10 +41,11 @@ from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut
 from fp4train.quantize.sharded import divided_tensors, joined
+from fp4train.shards import Runs
 from fp4train.text import check_choice
 
 if TYPE_CHECKING:
-    from fp4train.nn.linear import Linear
+    from fp4train.nn.planned import PlannedLayer
 
 Cut = Literal["in", "out"]
 AMAXES = ("tp", "data", "local")
@@ -68,6 +69,7 @@ class LayerShard:
         cut: "out" or "in"; None: not cut.
         sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`.
         first: index of this rank's first out feature ("out") or in feature ("in"; not cut: that of a part of them).
+        runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
             also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
@@ -80,6 +82,7 @@ class LayerShard:
     cut: Cut | None = None
     sequence: bool = False
     first: int = 0
+    runs: Runs = ()
     data: Ranks | None = None
     amax: str = "tp"
     gather: str = "recipe"
@@ -99,6 +102,10 @@ class LayerShard:
         """The place of a part of the in features of a layer that is not cut, whose first one is `first`."""
         assert self.cut is None
         return replace(self, first=first)
+
+    def runs_of(self, tensor: str) -> Runs:
+        """The runs of this rank's out features where they are several and rows of w or columns of dy."""
+        return self.runs if tensor in ("w", "dy") and len(self.runs) > 1 else ()
 
     def starts(self, tensor: str) -> tuple[int, int]:
         """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
@@ -179,7 +186,7 @@ class CutGemms(Gemms):
         self.route = EAGER  # collectives, and tokens whose number changes
 
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         w_NK, bias_N = local(weights[0]), None if biases[0] is None else local(biases[0])
         if self.device == "meta":
@@ -286,4 +293,4 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
         piece.reshape(-1, bytes_.shape[1]).contiguous().view(tensor.dtype)
         for piece, bytes_, tensor in zip(pieces, sent, own, strict=True)
     ]
-    return joined(part, whole, ranks.size, columns=along_tokens)
+    return joined(part, whole, ranks.size * part.shape[1 if along_tokens else 0], columns=along_tokens)

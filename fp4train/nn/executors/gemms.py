@@ -13,7 +13,7 @@ For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, OPERANDS, Prepared
-from fp4train.nn.call import Call, Executor, Route, gradient_dtypes
+from fp4train.backends import BACKENDS, Prepared, named
+from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights, gradient_dtypes
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
@@ -31,7 +31,7 @@ from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.linear import Linear
+    from fp4train.nn.planned import PlannedLayer
 
 Saved = tuple[Quantized | Tensor | None, ...]
 """What backward needs of x, for each part of its channels: q(xᵀ), x in high precision, or None."""
@@ -63,7 +63,9 @@ class Gemms(Executor):
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         dtype = self.dtype
-        self.fprop, self.dgrad, self.wgrad = (BACKENDS[gemm.backend] for gemm in plan.gemms)
+        self.fprop, self.dgrad, self.wgrad = (
+            BACKENDS[gemm.backend].summing(gemm.operands.accumulator) for gemm in plan.gemms
+        )
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
         self.y_dtype = torch.float32 if term else dtype
         self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
@@ -72,31 +74,30 @@ class Gemms(Executor):
         self.x = Operand("x", (fprop.first, wgrad.second), (self.fprop.takes_codes, True), device, shard)
         codes = self.dgrad.takes_codes, self.wgrad.takes_codes
         self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard)
-        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard)
-        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard)
+        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard, fused=plan.fused)
+        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard, fused=plan.fused)
         delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
         self.states = ("scaling",) if delayed or self.x.delayed or self.dy.delayed else ()
         self.route = Route("operator", dtype, self.keeps_x)
 
     @staticmethod
     def why_no_graph(plan: LayerPlan) -> str | None:
-        for gemm in plan.gemms:
-            for name, spec in zip(OPERANDS[gemm.name], (gemm.operands.first, gemm.operands.second), strict=True):
-                where = f"recipe {plan.recipe.name}, {plan.layer.name}, operand {name} of {gemm.name}"
-                transform = None if spec is None else spec.hadamard
-                if isinstance(transform, Hadamard) and transform.signs == "step":
-                    return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-                if isinstance(transform, Rotation):
-                    return f"{where}: the matrix of {transform} is copied from the host in every call"
-                if spec is not None and spec.delayed is not None and plan.layer_backend is not None:
-                    return (
-                        f"{where}: delayed scaling on backend={gemm.backend} updates its histories on the host; with "
-                        "backend=emulate or native they are fp4train's, which can be recorded"
-                    )
+        for gemm, name, spec in named(plan.operands):
+            where = f"recipe {plan.recipe.name}, {plan.layer.name}, operand {name} of {gemm}"
+            transform = None if spec is None else spec.hadamard
+            if isinstance(transform, Hadamard) and transform.signs == "step":
+                return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
+            if isinstance(transform, Rotation):
+                return f"{where}: the matrix of {transform} is copied from the host in every call"
+            if spec is not None and spec.delayed is not None and plan.layer_backend is not None:
+                return (
+                    f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
+                    "backend=emulate or native they are fp4train's, which can be recorded"
+                )
         return None
 
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         call = layer.call_in(now, self, x_MK.shape[0])
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.nn.call import Call, Executor
+from fp4train.nn.call import Biases, Call, Counts, Executor, Weights
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.scaling import DataRanks, Position
@@ -29,7 +29,7 @@ from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 
 if TYPE_CHECKING:
-    from fp4train.nn.linear import Linear
+    from fp4train.nn.planned import PlannedLayer
 
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
@@ -185,7 +185,7 @@ class ChannelParts(Executor):
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
@@ -202,17 +202,19 @@ class ChannelParts(Executor):
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def _begin(self, call: Call, layer: Linear, norms: ChannelNorms, outliers: OutlierChannels, *, keep: bool) -> Call:
+    def _begin(
+        self, call: Call, layer: PlannedLayer, norms: ChannelNorms, outliers: OutlierChannels, *, keep: bool
+    ) -> Call:
         """`call`, in parts if the outlier channels are chosen.
 
         Args:
             keep: whether prepared weights are kept for the step.
         """
-        split, layer.channels = self.split, None
+        split, self.channels = self.split, None
         if split is None or not norms.begun(outliers, (call.seed, call.step)):
             return call
         channels = norms.channels(split.count, self.device)
-        layer.channels = channels[0]
+        self.channels = channels[0]
         calls = (
             replace(
                 call,

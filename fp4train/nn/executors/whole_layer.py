@@ -8,6 +8,7 @@ product where dw is one term of a sum. `TorchFunction` reads the weight again, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, LayerKernels, widened
-from fp4train.nn.call import Call, Executor, Route
-from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights
+from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
 from fp4train.nn.weights import Gathered, WeightForm, values_of
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
@@ -25,7 +26,7 @@ from fp4train.quantize import Decoded
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.linear import Linear
+    from fp4train.nn.planned import PlannedLayer
 
 
 def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -45,7 +46,7 @@ class TorchLayer(Executor):
         self.route = Route("torch", self.dtype)
 
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         (w_NK,), (bias_N,) = weights, biases
         if not self.sums and not isinstance(w_NK, Gathered):
@@ -54,47 +55,65 @@ class TorchLayer(Executor):
         assert now.context is not None
         keeps = self.sums and layer.keeps_forms
         call = layer.new_call(now.context, self, 0, training=False) if keeps else None
-        y_MN: Tensor = TorchFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, self.sums, call)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = TorchFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, self, call)  # type: ignore[no-untyped-call]
         return y_MN
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call | None) -> tuple[Tensor, Saved]:
+        """(y [M, N] in the dtype of x, what backward needs of x).
+
+        Args:
+            call: of the layer, whose prepared weights hold the rounded one for all calls of a step; None: each call
+                rounds it.
+        """
+        bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+        return widened(F.linear, x_MK, self._rounded(w_NK, call), bias_N), (x_MK,)
+
+    def backward(
+        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call | None, wanted: Sequence[object] = ()
+    ) -> Gradients:
+        """The gradients of those of x, w and bias that are wanted, or that `call` says."""
+        (x_MK,), dx, dw, dbias = saved, None, None, None
+        wanted = wanted or (() if call is None else call.gradients)
+        assert isinstance(x_MK, Tensor)
+        if wanted[0]:
+            assert w_NK is not None
+            dx = widened(torch.mm, dy_MN, self._rounded(w_NK, call))
+        if wanted[1] and self.sums:
+            dw = BACKENDS["torch"].product(Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32)
+        elif wanted[1]:
+            dw = widened(torch.mm, dy_MN.T, x_MK)
+        if wanted[2]:
+            dbias = widened(torch.sum, dy_MN, dim=0)
+        return dx, dw, dbias
+
+    def _rounded(self, w_NK: Tensor, call: Call | None) -> Tensor:
+        if call is None or w_NK.dtype == self.dtype:
+            return values_of(w_NK, self.dtype)
+        rounded = call.weights.form(w_NK, self.w_row, call)
+        assert isinstance(rounded, Decoded)
+        return rounded.values
 
 
 class TorchFunction(torch.autograd.Function):
-    """y [M, N] of (x [M, K], w [N, K], bias [N] or None, sums, call), in the dtype of x.
+    """y [M, N] of (x [M, K], w [N, K], bias [N] or None, executor, call), in the dtype of x.
 
-    As torch's linear layer computes it, in every bit, but that dw is a float32 product with `sums`. `call`: of the
-    layer, whose prepared weights hold the rounded one for all calls of a step; None: each call rounds it.
+    As torch's linear layer computes it, in every bit, but that dw is a float32 product where it is part of a sum.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, sums: bool, call: Call | None = None
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, executor: TorchLayer, call: Call | None
     ) -> Tensor:
         ctx.save_for_backward(x_MK, w_NK)
-        ctx.sums, ctx.call = sums, call
-        return widened(F.linear, x_MK, _rounded(w_NK, x_MK.dtype, call), bias_N)
+        ctx.executor, ctx.call = executor, call
+        return executor.forward(x_MK, w_NK, bias_N, call)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
-        dx = dw = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = widened(torch.mm, dy_MN, _rounded(w_NK, dy_MN.dtype, ctx.call))
-        if ctx.needs_input_grad[1] and ctx.sums:
-            dw = BACKENDS["torch"].product(Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32)
-        elif ctx.needs_input_grad[1]:
-            dw = widened(torch.mm, dy_MN.T, x_MK).to(w_NK.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = widened(torch.sum, dy_MN, dim=0)
-        return dx, dw, dbias, None, None
-
-
-def _rounded(w_NK: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
-    if call is None or w_NK.dtype == dtype:
-        return values_of(w_NK, dtype)
-    rounded = call.weights.form(w_NK, call.executor.w_row, call)
-    assert isinstance(rounded, Decoded)
-    return rounded.values
+        dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, ctx.needs_input_grad)
+        return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
 
 class BackendLayer(Executor):
@@ -108,12 +127,53 @@ class BackendLayer(Executor):
         self.table, self.states = plan.table, (plan.layer_backend,)
 
     def __call__(
-        self, layer: Linear, x_MK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], now: State
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         (w_NK,), (bias_N,), context = weights, biases, now.context
         kernels = cast(LayerKernels, layer.states[self.states[0]])
-        w_NK = w_NK.copied() if isinstance(w_NK, Gathered) else w_NK.contiguous()
+        into = None
+        if self.sums and w_NK.dtype == torch.float32:
+            into = partial(_sum_of, w_NK)
+        if isinstance(w_NK, Gathered) or (into is not None and not w_NK.is_leaf):
+            held: list[Tensor] = []
+            if into is not None and not w_NK.is_leaf:
+                into = partial(_zeros, w_NK, held)
+            w_NK = ValuesFunction.apply(w_NK, held)  # type: ignore[no-untyped-call]
+        else:
+            w_NK = w_NK.contiguous()
         position = None
         if context is not None and context.step is not None and layer.keeps_forms:
             position = (context.seed, context.step)
-        return kernels(x_MK, w_NK, bias_N, self.table, position=position)
+        freed = not layer.keeps_forms
+        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed)
+
+
+class ValuesFunction(torch.autograd.Function):
+    """The values of a weight, contiguous and without a copy where they lie so: those of a gathered one as they came.
+
+    Its gradient is what is returned for them, or what `summed` holds then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w_NK: Tensor, summed: list[Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.summed, ctx.dtype = summed, w_NK.dtype
+        return (w_NK.held() if isinstance(w_NK, Gathered) else w_NK.contiguous()).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw_NK: Tensor | None) -> tuple[Tensor | None, None]:
+        dw_NK = ctx.summed.pop() if ctx.summed else dw_NK
+        return None if dw_NK is None else dw_NK.to(ctx.dtype), None
+
+
+def _sum_of(w_NK: Tensor) -> Tensor:
+    """The gradient of a parameter, zeros at first."""
+    if w_NK.grad is None:
+        w_NK.grad = torch.zeros(w_NK.shape, dtype=w_NK.dtype, device=w_NK.device)
+    return w_NK.grad
+
+
+def _zeros(w_NK: Tensor, held: list[Tensor]) -> Tensor:
+    held.append(torch.zeros(w_NK.shape, dtype=torch.float32, device=w_NK.device))
+    return held[-1]

@@ -3,29 +3,19 @@
 `print(NVFP4())` shows the table of six operands that a recipe defines.
 """
 
-from fp4train.precision.recipes.fp8 import FP8Block, FP8Current, FP8Delayed, FP8Row
-from fp4train.precision.recipes.high import BF16, FP16, FP32
-from fp4train.precision.recipes.mixed import Custom, Mixed
-from fp4train.precision.recipes.mx import MXFP4, MXFP6, MXFP8
-from fp4train.precision.recipes.nvfp4 import NVFP4
-from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.precision.recipes.tetrajet import TetraJetV2, TetraJetV2Outliers
-
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "MXFP4",
-    "MXFP6",
-    "MXFP8",
-    "NVFP4",
-    "Custom",
-    "FP8Block",
-    "FP8Current",
-    "FP8Delayed",
-    "FP8Row",
-    "Mixed",
-    "QuartetII",
-    "TetraJetV2",
-    "TetraJetV2Outliers",
-]
+from fp4train.precision.recipes.fp8 import FP8Block as FP8Block
+from fp4train.precision.recipes.fp8 import FP8Current as FP8Current
+from fp4train.precision.recipes.fp8 import FP8Delayed as FP8Delayed
+from fp4train.precision.recipes.fp8 import FP8Row as FP8Row
+from fp4train.precision.recipes.high import BF16 as BF16
+from fp4train.precision.recipes.high import FP16 as FP16
+from fp4train.precision.recipes.high import FP32 as FP32
+from fp4train.precision.recipes.mixed import Custom as Custom
+from fp4train.precision.recipes.mixed import Mixed as Mixed
+from fp4train.precision.recipes.mx import MXFP4 as MXFP4
+from fp4train.precision.recipes.mx import MXFP6 as MXFP6
+from fp4train.precision.recipes.mx import MXFP8 as MXFP8
+from fp4train.precision.recipes.nvfp4 import NVFP4 as NVFP4
+from fp4train.precision.recipes.quartet import QuartetII as QuartetII
+from fp4train.precision.recipes.tetrajet import TetraJetV2 as TetraJetV2
+from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers

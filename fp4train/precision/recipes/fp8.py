@@ -14,6 +14,11 @@ def _fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32"
     return QuantSpec(element=element, block=block, scale=scale, global_scale=None)
 
 
+def _summed(operands: dict[str, Operands], accumulator: str) -> dict[str, Operands]:
+    """`operands` with the accumulator of fprop."""
+    return operands | {"fprop": replace(operands["fprop"], accumulator=accumulator)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FP8Current(Recipe):
     """FP8 with one scale per tensor, from its current amax (TE: Float8CurrentScaling).
@@ -21,16 +26,19 @@ class FP8Current(Recipe):
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
         power_of_two: round scales down to powers of two.
+        accumulator: of fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto" (`Operands.accumulator`).
     """
 
     element: str = "hybrid"
     power_of_two: bool = False
+    accumulator: str = "auto"
 
     def operands(self) -> dict[str, Operands]:
         check_choice("element", self.element, ("hybrid", "e4m3"))
         scale = "pow2" if self.power_of_two else "fp32"
         x = _fp8("e4m3", (None, None), scale)
-        return by_tensor(x, x, _fp8("e5m2" if self.element == "hybrid" else "e4m3", (None, None), scale))
+        dy = _fp8("e5m2" if self.element == "hybrid" else "e4m3", (None, None), scale)
+        return _summed(by_tensor(x, x, dy), self.accumulator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +52,21 @@ class FP8Delayed(Recipe):
         history: length of the amax history, in steps.
         algorithm: "max" of the history, or its "most_recent" entry.
         margin: headroom above amax, in powers of two.
+        accumulator: as for `FP8Current`.
     """
 
     element: str = "hybrid"
     history: int = 1024
     algorithm: str = "max"
     margin: int = 0
+    accumulator: str = "auto"
 
     def operands(self) -> dict[str, Operands]:
         check_choice("element", self.element, ("hybrid", "e4m3"))
         delayed = Delayed(history=self.history, algorithm=self.algorithm, margin=self.margin)
         x = replace(_fp8("e4m3", (None, None)), delayed=delayed)
-        return by_tensor(x, x, replace(x, element="e5m2" if self.element == "hybrid" else "e4m3"))
+        dy = replace(x, element="e5m2" if self.element == "hybrid" else "e4m3")
+        return _summed(by_tensor(x, x, dy), self.accumulator)
 
 
 @dataclass(frozen=True, kw_only=True)

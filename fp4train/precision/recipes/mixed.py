@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands
 from fp4train.precision.recipe import LossScaling, Recipe
@@ -26,6 +26,9 @@ class Mixed(Recipe):
                     f"{gemm}={part.name} has outlier channels, which belong to the three GEMMs of a layer together: "
                     "give them to Mixed(outliers=…), or take a part without them (outliers=None)"
                 )
+            if part.fused_scales:  # weights belong to fprop and dgrad together
+                object.__setattr__(self, gemm, replace(part, fused_scales=False))
+                object.__setattr__(self, "fused_scales", True)
         super().__post_init__()
 
     @property

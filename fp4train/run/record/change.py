@@ -1,7 +1,5 @@
 """What changes in a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +12,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
+from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import Entry, RecipeChoice, swaps
 from fp4train.run.run import Run
 
@@ -29,6 +28,9 @@ def pick_up_swaps(run: Run) -> bool:
     before = run.timeline
     for request in run.inbox.take({record.values.get("request") for record in run.journal.records}):
         body = request.body or {}
+        if EVALUATION in body:
+            run.inbox.answer(request, *log_evaluation(run, body[EVALUATION]))
+            continue
         name = str(body.get("name", ""))
         try:
             if request.body is None:
@@ -51,6 +53,20 @@ def pick_up_swaps(run: Run) -> bool:
             run.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
             run.inbox.answer(request, True, text)
     return run.timeline is not before
+
+
+def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
+    """Log the results that `fp4train eval` found on a checkpoint of this run: (whether they are some, a sentence)."""
+    try:
+        step, scores = int(body["step"]), [dict(score) for score in body["scores"]]
+        if any(key not in ("task", "recipe") and not key.startswith("eval/") for score in scores for key in score):
+            raise ValueError("a value that no evaluation has")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        _log.error("results of an evaluation are refused: %s", error)
+        return False, f"these are no results of an evaluation ({error})"
+    for score in scores:
+        run.tracker.log_event(step, EVALUATION, score)
+    return True, f"{len(scores)} results are recorded in its metrics"
 
 
 def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:

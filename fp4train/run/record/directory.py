@@ -16,8 +16,6 @@ Everything in the directory is reached through `fp4train.files`: no link in it i
 the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the journal.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -27,14 +25,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import files, sealed
-from fp4train.config.plugins import check_targets
+from fp4train.config.plugins import check_targets, walk
 from fp4train.data.cache import KEPT as DIGESTS
-from fp4train.errors import UserError
+from fp4train.data.template import KEPT as TEMPLATE
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
 from fp4train.sealed import config_parts, saved_config
@@ -49,9 +47,10 @@ CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
-TOKENIZER = ("tokenizer.json", "tokenizer_origin.json")
+TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE)
 SAVED, REMOVED = "checkpoint", "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
+_FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 
@@ -73,11 +72,11 @@ RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
     *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
-    *("data.path", "data.val_path"),
+    *("data.path", "data.val_path", "teacher"),
     "parallel.",
 )
-"""Keys that `resume=` may change as well; any other would make it another run. The data may be at another path, because
-its fingerprint is compared with that in the checkpoint."""
+"""Keys that `resume=` may change as well; any other would make it another run. The data and the teacher may be at
+another path, because their fingerprints are compared with those in the checkpoint."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,10 +85,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: it cannot be written; what was there before is untouched.
     """
-    try:
+    with user_errors(OSError, before=f"{path} cannot be written: "):
         files.write(path, text.encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
 
 
 @contextmanager
@@ -102,11 +99,9 @@ def locked(run: Path, taken: str = "another process trains in it; choose another
     Raises:
         UserError: another process holds it, or it cannot be written.
     """
-    try:
+    with user_errors(OSError, before=f"{run} cannot be written: "):
         folder = Folder.open(run, create=True)
         descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise UserError(f"{run} cannot be written: {error}") from error
     try:
         try:
             try:
@@ -177,10 +172,10 @@ def read_config(run: Path) -> DictConfig:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # An interpolation could reach the environment; a saved configuration holds plain values only.
-    for value in _leaves(saved):
+    for value in (each for _, *both in walk(saved) for each in both):
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
-        if not isinstance(value, str | int | float | bool | None):
+        if not isinstance(value, dict | list | str | int | float | bool | None):
             raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
     if isinstance(saved.get("parallel"), dict):
         saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
@@ -203,18 +198,6 @@ def new_identity() -> str:
     return secrets.token_hex(8)
 
 
-def _leaves(node: Any) -> Iterator[Any]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield key
-            yield from _leaves(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _leaves(value)
-    else:
-        yield node
-
-
 @contextmanager
 def folder_aside(run: Path) -> Iterator[None]:
     """Have the folder `ASIDE` in `run`, empty at first, and remove it in the end.
@@ -222,13 +205,10 @@ def folder_aside(run: Path) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be made.
     """
-    try:
-        with Folder.open(run) as folder:
-            _check_ours(folder)
-            folder.remove_folder(ASIDE)  # a killed process may have left one
-            folder.folder(ASIDE, create=True).close()
-    except OSError as error:
-        raise UserError(f"{run / ASIDE} cannot be written: {error}") from error
+    with user_errors(OSError, before=f"{run / ASIDE} cannot be written: "), Folder.open(run) as folder:
+        _check_ours(folder)
+        folder.remove_folder(ASIDE)  # a killed process may have left one
+        folder.folder(ASIDE, create=True).close()
     try:
         yield
     finally:
@@ -242,19 +222,16 @@ def start_over(run: Path) -> None:
     Raises:
         UserError: what is there is not fp4train's, or cannot be removed.
     """
-    try:
-        with Folder.open(run) as folder:
-            if not folder.has_file(CONFIG):
-                return
-            _check_ours(folder)
-            for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
-                folder.remove_folder(name)
-            drawn = ("curves.png", "statistics.png")
-            for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
-                folder.remove(name)
-            folder.sync()
-    except OSError as error:
-        raise UserError(f"run.overwrite=true: {error}") from error
+    with user_errors(OSError, before="run.overwrite=true: "), Folder.open(run) as folder:
+        if not folder.has_file(CONFIG):
+            return
+        _check_ours(folder)
+        for name in _FOLDERS:
+            folder.remove_folder(name)
+        drawn = ("curves.png", "statistics.png")
+        for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
+            folder.remove(name)
+        folder.sync()
 
 
 def _check_ours(folder: Folder) -> None:
@@ -267,7 +244,7 @@ def _check_ours(folder: Folder) -> None:
             f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
             "what is beside it. Choose another run.name or run.dir"
         )
-    for name in (CHECKPOINTS, REQUESTS, "wandb", "tensorboard"):
+    for name in _FOLDERS:
         if folder.status(name) is not None and not folder.has_folder(name):
             raise UserError(
                 f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "
@@ -281,13 +258,11 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
     Raises:
         UserError: one cannot be read or written.
     """
-    try:
-        with Folder.open(source) as old, Folder.open(run) as new:
-            for name in names:
-                if old.status(name) is not None:
-                    new.write(name, old.pieces(name, METRICS_LIMIT))
-    except OSError as error:
-        raise UserError(f"{run} cannot become a branch of {source}: {error}") from error
+    refused = user_errors(OSError, before=f"{run} cannot become a branch of {source}: ")
+    with refused, Folder.open(source) as old, Folder.open(run) as new:
+        for name in names:
+            if old.status(name) is not None:
+                new.write(name, old.pieces(name, METRICS_LIMIT))
 
 
 def check_restart(run: Path) -> None:
@@ -299,17 +274,14 @@ def check_restart(run: Path) -> None:
     Raises:
         UserError: they are gone.
     """
-    try:
-        with Folder.open(run) as folder:
-            saved = None
-            if folder.has_file(HEARTBEAT):
-                with suppress(ValueError, AttributeError, RecursionError):
-                    saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
-            if not isinstance(saved, int) and folder.has_file(METRICS):
-                told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
-                saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
-    except OSError as error:
-        raise UserError(f"{run}: {error}") from error
+    saved = None
+    with user_errors(OSError, before=f"{run}: "), Folder.open(run) as folder:
+        if folder.has_file(HEARTBEAT):
+            with suppress(ValueError, AttributeError, RecursionError):
+                saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
+        if not isinstance(saved, int) and folder.has_file(METRICS):
+            told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+            saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
     if isinstance(saved, int):
         raise UserError(
             f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "

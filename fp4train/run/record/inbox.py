@@ -4,22 +4,20 @@
 ID.taken, so that it can no longer be cancelled, records the swap with its step and the ID in the journal, and writes
 ID.answer.
 
-A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not begun; requests and
-answers carry a checksum.
+A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not begun, or {"evaluation":
+{"step", "scores"}} for results that are to be logged; requests and answers carry a checksum.
 """
-
-from __future__ import annotations
 
 import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.run.record.directory import REQUESTS, is_running
 from fp4train.run.record.journal import Journal
@@ -28,6 +26,8 @@ from fp4train.worker import Worker
 
 _log = logging.getLogger(__name__)
 
+EVALUATION = "evaluation"
+"""The key of a request to log results, and the event that they are logged as."""
 REQUEST_LIMIT = 1 << 20
 """Bytes of a request, or of an answer, that are read."""
 AT_ONCE = 100
@@ -56,6 +56,13 @@ class SwapRequest(NamedTuple):
     problem: str
 
 
+@contextmanager
+def _requests(run: Path, *, create: bool = False) -> Iterator[Folder]:
+    """The folder of the requests to the process that trains in `run`, open."""
+    with Folder.open(run) as folder, folder.folder(REQUESTS, create=create) as requests:
+        yield requests
+
+
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 
@@ -64,17 +71,14 @@ def ask(run: Path, body: Mapping[str, Any]) -> str:
 
     Args:
         body: "recipe" (plain configuration values), "name" (what the user calls it) and "at" (the step; None: the next
-            one); or "cancel": the step of a recorded swap that has not begun.
+            one); or "cancel": the step of a recorded swap that has not begun; or EVALUATION: results.
 
     Raises:
         UserError: the request cannot be written.
     """
     key = f"{time.time_ns()}-{secrets.token_hex(4)}"
-    try:
-        with Folder.open(run) as folder, folder.folder(REQUESTS, create=True) as requests:
-            requests.write(f"{key}.json", sealed(body))
-    except OSError as error:
-        raise UserError(f"{run / REQUESTS} cannot be written: {error}") from error
+    with user_errors(OSError, before=f"{run / REQUESTS} cannot be written: "), _requests(run, create=True) as requests:
+        requests.write(f"{key}.json", sealed(body))
     return key
 
 
@@ -84,7 +88,7 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> tuple[bool, str]
     while True:
         running = is_running(run)
         try:
-            with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
+            with _requests(run) as requests:
                 found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))[0]
                 with suppress(OSError):
                     requests.remove(f"{request}.answer")
@@ -105,19 +109,15 @@ def pending(run: Path) -> dict[str, dict[str, Any]]:
         UserError: the folder of the requests cannot be read, or is a link.
     """
     found: dict[str, dict[str, Any]] = {}
-    try:
-        with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
-            for name in [name for name in requests.names() if name.endswith(".json")]:
-                try:
-                    found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))[0]
-                except FileNotFoundError:  # taken since
-                    continue
-                except (OSError, ValueError, RecursionError):
-                    found[name.removesuffix(".json")] = {}
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UserError(f"requests cannot be read: {error}") from error
+    refused = user_errors(OSError, before="requests cannot be read: ")
+    with refused, suppress(FileNotFoundError), _requests(run) as requests:
+        for name in [name for name in requests.names() if name.endswith(".json")]:
+            try:
+                found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))[0]
+            except FileNotFoundError:  # taken since
+                continue
+            except (OSError, ValueError, RecursionError):
+                found[name.removesuffix(".json")] = {}
     return found
 
 
@@ -128,15 +128,12 @@ def cancel_request(run: Path, request: str) -> bool:
         UserError: it cannot be removed.
     """
     withdrawn = f"{request}.withdrawn"
-    try:
-        with Folder.open(run) as folder, folder.folder(REQUESTS) as requests:
-            requests.rename(f"{request}.json", withdrawn)  # either this or the training process's rename succeeds
-            requests.remove(withdrawn)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise UserError(f"request {request} cannot be removed: {error}") from error
-    return True
+    refused = user_errors(OSError, before=f"request {request} cannot be removed: ")
+    with refused, suppress(FileNotFoundError), _requests(run) as requests:
+        requests.rename(f"{request}.json", withdrawn)  # either this or the training process's rename succeeds
+        requests.remove(withdrawn)
+        return True
+    return False
 
 
 # -- answering --------------------------------------------------------------------------------------------------------
@@ -278,8 +275,8 @@ def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
     try:
         requests.rename(name, taken)
         body = unsealed(requests.read(taken, REQUEST_LIMIT))[0]
-        if not ({"recipe", "name", "at"} <= set(body) or set(body) == {"cancel"}):
-            raise ValueError("it does not hold recipe, name and at, nor cancel alone")
+        if not ({"recipe", "name", "at"} <= set(body) or set(body) in ({"cancel"}, {EVALUATION})):
+            raise ValueError("it does not hold recipe, name and at, nor cancel or evaluation alone")
         return SwapRequest(key, body, "")
     except FileNotFoundError:
         raise

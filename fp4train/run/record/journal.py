@@ -32,13 +32,14 @@ from typing import Any, NamedTuple
 from fp4train import checkpoint, files
 from fp4train.config.binding import bind, complete, flattened
 from fp4train.config.schema import Config
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
 from fp4train.run.record.directory import CHECKPOINTS, HISTORY, SWAPS, identity
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
 from fp4train.sealed import Appended, checksum
+from fp4train.text import first_line
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import parse_line
 
@@ -171,11 +172,8 @@ class Journal:
         known, size = _lines(self.folder)
         if (known[-1].sum if known else "") != self._written:
             raise UserError(f"{path} is not as this process wrote it: put it back")
-        try:
-            with Appended(self.folder, HISTORY, size) as file:
-                file.write(b"".join(line for _, line in added), sync=True)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error}") from error
+        with user_errors(OSError, before=f"{path} cannot be written: "), Appended(self.folder, HISTORY, size) as file:
+            file.write(b"".join(line for _, line in added), sync=True)
         self._written = added[-1][0].sum if added else self._written
         del self.waiting[: len(added)]
 
@@ -216,7 +214,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
                 raise ValueError("its checksum differs")
             found.append(_record(line))
         except _DAMAGE as error:
-            why = str(error).splitlines()[0] if isinstance(error, ValueError) else "it is no record"
+            why = first_line(error) if isinstance(error, ValueError) else "it is no record"
             raise UserError(
                 f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
                 "without it, but then what ran before is not on record"
@@ -381,10 +379,8 @@ def read_swaps(run: Path) -> list[Swap]:
         UserError: as there, or one is no recipe.
     """
     entries = recorded_swaps(run)
-    try:
+    with user_errors(UserError, before=f"{swaps_file(run)} cannot be read: "):
         return [RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries]
-    except UserError as error:
-        raise UserError(f"{swaps_file(run)} cannot be read: {error}") from error
 
 
 def swaps_file(run: Path) -> Path:

@@ -9,8 +9,6 @@ paths for this run; it says nothing about the rest of the directory.
 A checkpoint and the records beside it must be of the same run, and as the checkpoint saw them.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import hmac
@@ -25,23 +23,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import checkpoint
-from fp4train.config import Config, plain
+from fp4train.config import Config, plain, plugins
 from fp4train.config.binding import path_values
 from fp4train.config.overrides import as_typed
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder, write_all
 from fp4train.paths import lies_in
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record import journal
 from fp4train.run.record.directory import CONFIG, HISTORY
-from fp4train.run.record.journal import (
-    Journal,
-    Record,
-    bare,
-    check_entry,
-    read_journal,
-    recorded_swaps,
-    swaps_file,
-)
 from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
 from fp4train.track.statistics import LIMIT, STATISTICS
 
@@ -81,6 +71,27 @@ def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
             names = ", ".join(outside)
             _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
     run_directory.write_text(run / CONFIG, f"{head}\n{body}")
+
+
+def saved_with(source: Path, step: int | None, paths: Mapping[str, str | None]) -> DictConfig:
+    """The configuration of the run in `source`, to open its checkpoint `step`; `check_paths` says whether the paths in
+    it may be used.
+
+    Args:
+        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+
+    Raises:
+        UserError: it cannot be read, or a key of `paths` is no path of it.
+    """
+    saved = run_directory.read_config(source)
+    before = dict(path_values(plain(saved), Config))
+    for key, path in paths.items():
+        OmegaConf.update(saved, key, path, force_add=True)
+    if strange := [key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}]:
+        raise UserError(f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration of {source}")
+    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = str(source), step, str(source), False
+    saved.plugins = list(plugins.named())
+    return saved
 
 
 def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
@@ -196,28 +207,26 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             name = start.path.name
             _log.warning("%s has lost its first line and is not as %s was trained with", source / CONFIG, name)
     if "swaps" in start.state:
-        try:
+        with user_errors(LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "):
             _check_swaps(source, start.step, start.state, mend=mend)
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{start.path} holds no record of swaps: {error}") from error
 
 
 def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) -> None:
-    path, trained = swaps_file(run), state["swaps"]
+    path, trained = journal.swaps_file(run), state["swaps"]
     for entry in trained:
-        check_entry(entry)
-    here, wanted = ([bare(each) for each in entries] for entries in (recorded_swaps(run), trained))
+        journal.check_entry(entry)
+    here, wanted = ([journal.bare(each) for each in entries] for entries in (journal.recorded_swaps(run), trained))
     if path.name == HISTORY and here != wanted:
-        seen, sums = state.get("history"), {record.sum for record in read_journal(run)}
+        seen, sums = state.get("history"), {record.sum for record in journal.read_journal(run)}
         if seen not in sums if seen else not sums:
             if not mend:
                 at = [*wanted, *here][0]["step"]
                 raise UserError(f"{path} lacks records, but {run} was swapped at step {at}: resume it in place first")
             _log.warning("%s lacks records; its swaps are written anew from the checkpoint of step %d", path, step)
             with Folder.open(run) as folder:
-                journal = Journal.read(folder, run_directory.identity(run))
-                journal.set_swaps(trained, step)
-                journal.write()
+                mended = journal.Journal.read(folder, run_directory.identity(run))
+                mended.set_swaps(trained, step)
+                mended.write()
             return
     if [each for each in here if each["step"] < step] != [each for each in wanted if each["step"] < step]:
         at = next(e["step"] for e in [*wanted, *here] if e["step"] < step and (e not in here or e not in wanted))
@@ -227,7 +236,7 @@ def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) 
         )
 
 
-def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[Record]) -> dict[str, str]:
+def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[journal.Record]) -> dict[str, str]:
     """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a sentence.
 
     Args:

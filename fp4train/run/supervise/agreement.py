@@ -10,8 +10,6 @@ A signal asks a run to end after its current step, so that it can save and close
 | SIGXCPU | the system, when the limit of CPU time is reached, and every second after it |
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -11,6 +11,8 @@ divergence, which ends when 5 losses in a row are within c again. A rise that en
 joins the past. A loss that falls, as in the warm-up, never reaches its limit; few losses have a wide one, because their
 spread says little.
 
+The loss against a teacher begins near 0, where no relative limit says anything: it is judged as one `TAUGHT` higher.
+
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s, (0.02 + 2 / steps)
 |first|) ended above where it began.
 
@@ -39,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 WINDOW = 32
 PERSIST = 5
+TAUGHT = 1.0
+"""Nats per token that the loss against a teacher is judged higher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +172,9 @@ def follow(run: Run, step: Step, loss: float) -> Values:
 
     Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is proven.
     """
-    found, number = run.divergence, step.index + 1
+    found, number, base = run.divergence, step.index + 1, _base(run)
     before = found.seen
-    found.add(step.index, loss)
+    found.add(step.index, loss + base)
     if found.since is not None and number == run.config.train.steps and found.ends_above_its_beginning(number):
         found.high = PERSIST  # no step is left to wait for
     if found.since is not None and found.seen and not before:
@@ -178,7 +182,7 @@ def follow(run: Run, step: Step, loss: float) -> Values:
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
             _log.warning("step %d: %s", number, rise(run))
-        values = {"loss": loss, "level": found.level, "since": found.since + 1}
+        values = {"loss": loss, "level": found.level - base, "since": found.since + 1}
         run.tracker.log_event(number, "divergence", values)
     elif before and not found.seen:
         _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
@@ -195,7 +199,8 @@ def verdict(run: Run) -> str | None:
         return f"diverged: {rise(run)}"
     if run.step < run.config.train.steps or not found.ends_above_its_beginning(run.step):
         return None
-    text = f"the run ends above where it began (loss {median(found.recent):.4g} against {found.first:.4g})"
+    first, last = (found.first or 0.0) - _base(run), median(found.recent) - _base(run)
+    text = f"the run ends above where it began (loss {last:.4g} against {first:.4g})"
     run.tracker.log_event(run.step, "divergence", {"message": text})
     return f"{text}. {_advice(run)}"
 
@@ -251,11 +256,16 @@ def rise(run: Run, *, advice: bool = True) -> str:
     """What the current rise is, and what to do."""
     found = run.divergence
     assert found.since is not None
-    loss, past, since = found.recent[-1], f"far above its past ({found.level:.4g})", f"step {found.since + 1}"
+    base, since = _base(run), f"step {found.since + 1}"
+    loss, past = found.recent[-1] - base, f"far above its past ({found.level - base:.4g})"
     text = f"the loss is {loss:.4g}, {past}, since {since}"
-    if loss <= found.limit:
+    if loss + base <= found.limit:
         text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text
+
+
+def _base(run: Run) -> float:
+    return 0.0 if run.teacher is None else TAUGHT
 
 
 def _advice(run: Run) -> str:

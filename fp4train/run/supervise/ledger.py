@@ -77,7 +77,8 @@ class Step:
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
         loss_scale: its loss was multiplied by.
-        statistics: of a measured step: logs them, and gives what its line says of them.
+        late: called when its numbers are read; each gives what else its line says. That of a measured step logs its
+            statistics.
     """
 
     index: int
@@ -87,7 +88,7 @@ class Step:
     values: Values
     scaling: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     loss_scale: float = 1.0
-    statistics: Callable[[], Values] | None = None
+    late: list[Callable[[], Values]] = field(default_factory=list)
 
     def read(self) -> tuple[float, float]:
         """Mean loss and gradient norm; waits for the device."""
@@ -178,8 +179,8 @@ class Ledger:
         self._check(step)
         loss, norm = step.read()
         values = {"train/loss": loss, "train/grad_norm": norm} | step.values
-        if step.statistics is not None:
-            values |= step.statistics()
+        for each in step.late:
+            values |= each()
         for listener in self.listeners:
             values |= listener(step, loss)
         self.run.tracker.log(step.index + 1, values)

@@ -7,8 +7,6 @@ that fails (an illegal access, a bus error, a GPU that left the bus) is lost for
 last checkpoint, in another process.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -184,7 +182,7 @@ def explain(error: Exception, run: Run) -> UserError | None:
 def _smaller(run: Run) -> str:
     """Which settings take less memory, with the plan's own numbers."""
     config = run.config.train
-    rows = config.microbatch or config.batch_size
+    rows = run.rows
     kept = sum(_kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values())
     words = [
         f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} GiB for the backward of "
@@ -204,7 +202,8 @@ def _smaller(run: Run) -> str:
 def _kept(layer: LayerPlan, tokens: int) -> float:
     """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
     return sum(
-        tokens * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2]) for part in layer.parts
+        tokens * part.layer.per_token * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2])
+        for part in layer.parts
     )
 
 

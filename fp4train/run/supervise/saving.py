@@ -26,17 +26,18 @@ from __future__ import annotations
 import logging
 import mmap
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp4train import checkpoint
+from fp4train.checkpoint.writing import ENDED
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 WAIT_SECONDS = 600.0
 """Longest wait for a checkpoint that is being written; then it is left behind."""
@@ -128,7 +127,7 @@ class Saver:
             state["good"] = step if proven else self.good
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
-        parts = owned(tensors, leads=self.ranks.leads)
+        parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
         held = {n: parts[n].tensor for n in checked if n in parts}
         bad = first_non_finite(held) if run.device.type != "cpu" else None
         copies = self._copy(parts)
@@ -141,7 +140,7 @@ class Saver:
             try:
                 worst = self.ranks.agree(worst)
             except RuntimeError:
-                self._outcomes.put(Outcome(step=step, problem="a rank has ended, or does not answer"))
+                self._outcomes.put(Outcome(step=step, problem=ENDED))
                 return
             if worst:
                 self._outcomes.put(Outcome(step=step, bad=worst))
@@ -162,7 +161,8 @@ class Saver:
         """
         if self.run.config.checkpoint.every and not self._prepared:
             self._prepared = True  # the optimizer has its moments since the first step
-            parts = owned(checkpoint.flatten(self.run.state())[0], leads=self.ranks.leads)
+            tensors, orders = checkpoint.flatten(self.run.state())[0], self.run.row_orders()
+            parts = owned(tensors, leads=self.ranks.leads, orders=orders)
             stored, _ = separate({name: part.tensor for name, part in parts.items()})
             self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
         if (begun := self._begun == step) or self.saved == step:
@@ -265,14 +265,16 @@ class Saver:
 
         def save_in(place: Folder) -> None:
             with ExitStack() as stack:
-                folder = self._agreed(lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True)))
+                folder = self.ranks.together(
+                    lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True))
+                )
                 beside, ranks = self._beside, self.ranks
                 checkpoint.save(
                     folder, step, parts, state, keep=settings.keep, unproven=unproven, beside=beside, ranks=ranks
                 )
 
         try:
-            self._agreed(self._sync)
+            self.ranks.together(self._sync)
             save_in(run.folder)
         except Exception as error:
             problem = str(error)
@@ -280,7 +282,7 @@ class Saver:
             place = settings.also / run.config.run.name
             try:
                 with ExitStack() as stack:
-                    save_in(self._agreed(lambda: stack.enter_context(self._also(place))))
+                    save_in(self.ranks.together(lambda: stack.enter_context(self._also(place))))
             except Exception as error:
                 _log.error("checkpoint.also: %s", error)
             else:
@@ -317,18 +319,6 @@ class Saver:
             also.close()
             raise
         return also
-
-    def _agreed(self, task: Callable[[], Result]) -> Result:
-        """What `task` gives; where it fails on one rank, all raise that rank's reason."""
-        given: list[Result] = []
-        problem = None
-        try:
-            given.append(task())
-        except Exception as error:
-            problem = str(error)
-        if problem := self.ranks.agree(problem):
-            raise checkpoint.CheckpointError(problem)
-        return given[0]
 
 
 def _report(error: Exception) -> None:

@@ -1,10 +1,6 @@
 """What TE's real Python asks of its extension (te_calls_on_cpu.py says how): dtypes of GEMMs, updates of scales."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,16 +19,6 @@ KINDS = {
 }
 HIGH = {"": (), " fprop high": ("fprop",), " wgrad high": ("wgrad",), " forward only": ("dgrad", "wgrad")}
 DTYPES = ["float32", "bfloat16"]
-
-
-@pytest.fixture(scope="module")
-def report() -> Any:
-    path = os.pathsep.join([str(PROGRAM.parents[3]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        pytest.fail(done.stderr[-3000:])
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("bias", ["", ", bias"])

@@ -32,7 +32,12 @@ class FakeTE(types.ModuleType):
         self.built: list[Any] = []
         self.calls: list[tuple[str, Any, tuple[int, ...], torch.dtype]] = []
         state = types.SimpleNamespace(autocast_depth=0, is_first_fp8_module=False)
-        self.quantization = types.SimpleNamespace(FP8GlobalStateManager=types.SimpleNamespace(quantization_state=state))
+        manager = types.SimpleNamespace(
+            quantization_state=state,
+            get_fp8_group=lambda: None,
+            reduce_and_update_fp8_tensors=lambda *, forward: None,
+        )
+        self.quantization = types.SimpleNamespace(FP8GlobalStateManager=manager)
         fake = self
 
         class Linear(nn.Module):
@@ -48,7 +53,7 @@ class FakeTE(types.ModuleType):
             ) -> None:
                 super().__init__()
                 assert device == "meta", "a module for each recipe must not cost memory"
-                self.name, self.fp8_meta, self.recipe = name, {}, None
+                self.name, self.fp8_meta, self.recipe, self._fp8_workspaces = name, {}, None, {}
                 self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
                 self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype)) if bias else None
                 fake.built.append(self)
@@ -72,8 +77,8 @@ class FakeTE(types.ModuleType):
         self.Linear = Linear
 
     @contextmanager
-    def autocast(self, *, enabled: bool, recipe: Any) -> Iterator[None]:
-        assert enabled
+    def autocast(self, *, enabled: bool, recipe: Any, amax_reduction_group: Any) -> Iterator[None]:
+        assert enabled and amax_reduction_group is None
         self.stack.append(recipe)
         self.quantization.FP8GlobalStateManager.quantization_state.autocast_depth += 1
         try:
@@ -200,7 +205,7 @@ def test_state_dicts_are_those_of_nn_linear(te: FakeTE) -> None:
 
 
 def test_delayed_scaling_outside_of_a_region_is_refused(te: FakeTE) -> None:
-    with autocast(FP8Delayed()), pytest.raises(RuntimeError, match=r"region\(recipe\)"):
+    with autocast(FP8Delayed()), pytest.raises(RuntimeError, match=r"region\(recipe.table\(\)\)"):
         convert(Model())(X)
 
 

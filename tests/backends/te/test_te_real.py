@@ -1,10 +1,6 @@
 """TE's real Python code, run without its CUDA extension in a process of its own (te_on_cpu.py says what is faked)."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,16 +11,6 @@ if (availability.version() or ()) < (2, 19):
     pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
 
 PROGRAM = pathlib.Path(__file__).with_name("te_on_cpu.py")
-
-
-@pytest.fixture(scope="module")
-def report() -> Any:
-    path = os.pathsep.join([str(PROGRAM.parents[3]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        pytest.fail(done.stderr[-3000:])
-    return json.loads(done.stdout)
 
 
 def test_tes_linear_on_tes_reference_equals_emulation_to_the_bit(report: Any) -> None:

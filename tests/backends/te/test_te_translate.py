@@ -104,6 +104,22 @@ def test_fp8_formats_and_blocks() -> None:
     assert (block.x_block_scaling_dim, block.w_block_scaling_dim, block.grad_block_scaling_dim) == (1, 2, 1)
 
 
+@pytest.mark.parametrize(("accumulator", "split"), [("auto", False), ("fast", False), ("exact", True)])
+def test_the_accumulator_of_fprop_reaches_te(accumulator: str, split: bool) -> None:
+    made = to_te(FP8Current(accumulator=accumulator).table())
+    assert type(made) is recipes.Float8CurrentScaling
+    kinds = (made.fp8_gemm_fprop, made.fp8_gemm_dgrad, made.fp8_gemm_wgrad)
+    assert [kind.use_split_accumulator for kind in kinds] == [split, True, True]
+
+
+def test_an_accumulator_that_te_does_not_choose_is_refused() -> None:
+    assert to_te(FP8Delayed(accumulator="fast").table())
+    partly = FP8Current(accumulator="exact").with_high_precision("wgrad")
+    for recipe in (FP8Delayed(accumulator="exact"), partly):
+        with pytest.raises(ValueError, match="fprop: TE has accumulator='exact' for FP8Current"):
+            to_te(recipe.table())
+
+
 def test_delayed_scaling() -> None:
     made = to_te(FP8Delayed(element="e4m3", history=16, algorithm="most_recent", margin=1).table())
     assert type(made) is recipes.DelayedScaling

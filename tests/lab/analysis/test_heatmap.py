@@ -1,6 +1,5 @@
 """Statistics become arrays by layer, operand and step, and pictures, whatever a run can write."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.colors import LogNorm
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis.figure import NARROW, WIDE
-from fp4train.lab.analysis.heatmap import RATIO, draw_statistics, errors_of, worst_maps, worst_operand
+from fp4train.lab.analysis.heatmap import RATIO, Errors, draw_statistics, worst_maps, worst_operand
 from fp4train.track import STATISTICS, Statistics, read_statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
@@ -45,7 +44,7 @@ def test_a_run_without_statistics_says_how_to_get_some(tmp_path: Path) -> None:
 
 
 def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> None:
-    found = errors_of(read_statistics(write_run(tmp_path / "a", errors=True)))
+    found = Errors(read_statistics(write_run(tmp_path / "a", errors=True)))
     assert found.steps == [10, 20, 30, 40]
     assert found.layers == list(LAYERS) and found.operands == ["fprop.x", "wgrad.dy"]
     assert found.values["sqnr_db"][0, 0].tolist() == [19, 18, 17, 16]
@@ -56,25 +55,27 @@ def test_errors_are_arrays_and_the_worst_layer_comes_first(tmp_path: Path) -> No
 
 
 def test_a_ratio_that_spans_decades_has_a_logarithmic_map_with_plain_numbers(tmp_path: Path) -> None:
-    found = errors_of(read_statistics(write_run(tmp_path / "a", errors=True)))
+    found = Errors(read_statistics(write_run(tmp_path / "a", errors=True)))
     ratios = np.geomspace(0.5, 5000, found.gradient_to_noise.size).reshape(found.gradient_to_noise.shape)
     ratios.flat[0] = 0.0  # a gradient that vanished has no place on the scale
+    found.gradient_to_noise = ratios
     for width in (WIDE, NARROW):
-        figure = worst_maps(replace(found, gradient_to_noise=ratios))(width)
+        figure = worst_maps(found)(width)
         figure.canvas.draw()
         panel = next(axes for axes in figure.axes if axes.get_title(loc="left") == RATIO)
         assert isinstance(panel.images[0].norm, LogNorm)
         assert np.ma.count_masked(panel.images[0].get_array()) == 1  # type: ignore[no-untyped-call]
         bar = panel.images[0].colorbar
         assert bar is not None and {"10", "1000"} <= {each.get_text() for each in bar.ax.get_yticklabels()}
-    without = worst_maps(replace(found, gradient_to_noise=np.zeros_like(ratios)))(WIDE)
+    found.gradient_to_noise = np.zeros_like(ratios)
+    without = worst_maps(found)(WIDE)
     assert RATIO not in [axes.get_title(loc="left") for axes in without.axes]
 
 
 def test_what_was_not_measured_is_not_a_number(tmp_path: Path) -> None:
     write_statistics(tmp_path, [10])
     write_statistics(tmp_path, [20], ("z", LAYERS[0]))
-    found = errors_of(read_statistics(tmp_path))
+    found = Errors(read_statistics(tmp_path))
     assert found.layers == [*LAYERS, "z"], "in the order of their first steps"
     measured = ~np.isnan(worst_operand(found.values["sqnr_db"]))
     assert measured.tolist() == [[True, True], [True, False], [False, True]]

@@ -10,11 +10,12 @@ from torch import nn
 
 from fp4train.hardware import GPUS, find_gpu
 from fp4train.lab.costs.blocks import packed_bytes
-from fp4train.lab.costs.cluster import cluster_cost
+from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
 from fp4train.lab.costs.memory import rank_memory
 from fp4train.lab.costs.search import batch_problem, candidates, problems
-from fp4train.lab.costs.workload import aligned_shard, row_wise, stages
+from fp4train.lab.costs.workload import aligned_shard, tensor_cut
+from fp4train.models.common.cut import TensorCut
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 
@@ -31,6 +32,18 @@ def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(recipe: Recip
     assert (cost.saved + cost.weights + norms) / MIB == pytest.approx(published, rel=0.005)
 
 
+@pytest.mark.parametrize(("name", "attention"), [("8B", 4096), ("Qwen2 7B", 3584), ("Qwen3 4B", 4096)])
+def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: int) -> None:
+    """`attention`: heads × head dimension, which is not the width of Qwen3 4B."""
+    shape, found = SHAPES[name], measured(name, BF16(), H100)
+    assert found.parameters == shape.parameter_count(vocab_size=128256)
+    embedding = 0 if shape.tied else 128256 * shape.width
+    expected = 6 * (found.parameters - embedding) + 6 * shape.layers * attention * SEQ_LEN
+    assert found.flops_per_token == pytest.approx(expected, rel=1e-9)
+    memory = rank_memory(found, Mesh(tensor=2)).parameters
+    assert found.parameters / 2 < memory < found.parameters / 2 * 1.001
+
+
 def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
     memory = rank_memory(measured("405B", NVFP4(), GB200), Mesh(shard=128, tensor=8))
     assert memory.parameters == pytest.approx(396e6, rel=0.002)
@@ -40,7 +53,7 @@ def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
 
 
 def test_parameters_of_the_published_shapes() -> None:
-    assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [8.0, 70.6, 405.9]
+    assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [8.0, 70.6, 405.9, 7.4, 4.0]
 
 
 def test_a_weight_is_gathered_as_half_a_byte() -> None:
@@ -135,7 +148,7 @@ def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
 
 def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
     load = measured("405B", NVFP4(), GB200)
-    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
+    cost = ClusterCost(load, GB200, NVL72, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
     staged = {k: v for k, v in cost.parts.items() if k not in ("optimizer", "pipeline sends")}
     staged = {k: v for k, v in staged.items() if not k.startswith(("first", "norm"))}
     assert cost.parts["pipeline bubble"] / sum(staged.values()) == pytest.approx(cost.mesh.bubble)
@@ -147,7 +160,7 @@ def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
 @pytest.mark.parametrize("shard", [2, 8, 64])
 def test_more_shards_hold_less_and_send_more(shard: int) -> None:
     load = measured("70B", NVFP4(), GB200)
-    few, many = (cluster_cost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard))
+    few, many = (ClusterCost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard))
     assert many.memory.parts["moments"] == pytest.approx(few.memory.parts["moments"] / 2)
     assert many.memory.total < few.memory.total
     assert many.collectives[0].sent > few.collectives[0].sent
@@ -156,7 +169,7 @@ def test_more_shards_hold_less_and_send_more(shard: int) -> None:
 def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
     load = measured("70B", NVFP4(), GB200)
     mesh = Mesh(shard=64)
-    kept, again = (cluster_cost(replace(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0))
+    kept, again = (ClusterCost(replace(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0))
     inputs = 80 * SEQ_LEN * 8192 * 2
     assert again.memory.parts["activations"] == pytest.approx(inputs + load.kinds[0].cost.saved)
     assert again.memory.total < kept.memory.total
@@ -180,10 +193,10 @@ def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
     load = measured("8B", NVFP4(), H100, backend="emulate")
     mesh = Mesh(tensor=8, codes=True)
     elements, blocks = SEQ_LEN * 4096, 32
-    sent = {each.name: each.sent for each in cluster_cost(load, H100, DGX, mesh).collectives}
+    sent = {each.name: each.sent for each in ClusterCost(load, H100, DGX, mesh).collectives}
     expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
     assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
-    plain = {e.name: e.sent for e in cluster_cost(load, H100, DGX, Mesh(tensor=8, joined=True)).collectives}
+    plain = {e.name: e.sent for e in ClusterCost(load, H100, DGX, Mesh(tensor=8, joined=True)).collectives}
     assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
 
 
@@ -219,16 +232,19 @@ def test_embedding_and_head_count_in_what_is_sent() -> None:
     load = measured("8B", NVFP4(), GB200, backend="emulate")
     outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
     blocks = sum(w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights)
-    cost = cluster_cost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
+    cost = ClusterCost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
     sent = {each.name: each.sent for each in cost.collectives}
     assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
     assert sent["weight gather, backward"] == pytest.approx(7 / 8 * 2 * blocks)
     assert sent["gradient reduction"] == pytest.approx(7 / 8 * 4 * load.parameters)
 
 
-def test_stages_differ_by_one_block_at_most() -> None:
-    assert [len(part) for part in stages(Mesh(pipeline=8), 126)] == [16] * 6 + [15] * 2
-    assert [part.start for part in stages(Mesh(pipeline=3), 9)] == [0, 3, 6]
+def test_the_ranks_of_a_pipeline_hold_the_blocks_that_a_run_gives_them() -> None:
+    """405B on 16 stages: one block less on the first and the last, as arXiv:2407.21783, section 3.3.2, has it."""
+    load = measured("405B", BF16(), H100)
+    assert [counts.total() for counts in load.stages(Mesh(pipeline=16))] == [7, *[8] * 14, 7]
+    assert [counts.total() for counts in load.stages(Mesh(pipeline=8))] == [15, *[16] * 6, 15]
+    assert [counts.total() for counts in load.stages(Mesh(pipeline=4, virtual=2))] == [31, 32, 32, 31]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=str)
@@ -244,20 +260,20 @@ def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> Non
     assert Group.of(DGX, 16, 1).near == 8
     assert Group.of(NVL72, 64, 1).link == "NVLink"
     assert Group.of(NVL72, 128, 1).near == 64
-    near, far = Group.of(DGX, 8, 1).gather_seconds(8e9), Group.of(DGX, 8, 8).gather_seconds(8e9)
+    near, far = (Group.of(DGX, 8, stride).gather(8e9).seconds for stride in (1, 8))
     assert far > 5 * near
-    assert Group.of(DGX, 1, 1).gather_seconds(8e9) == 0
+    assert Group.of(DGX, 1, 1).gather(8e9).seconds == 0
 
 
 def test_a_ring_of_gathers_sends_all_but_the_own_part() -> None:
-    assert Group.of(DGX, 8, 1).sent(8e9) == 7e9
+    assert Group.of(DGX, 8, 1).gather(8e9).sent == 7e9
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         (Mesh(tensor=16), r"parallel.tp=16 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8"),
-        (Mesh(pipeline=8), r"parallel.pp=8 does not divide the 126 blocks: parallel.pp may be 1, 2, 3, 6, 7, 9"),
+        (Mesh(pipeline=128), r"parallel.pp=128 exceeds the 126 blocks: parallel.pp may be at most 126"),
     ],
 )
 def test_a_mesh_that_cannot_cut_the_model_is_refused_with_what_can(mesh: Mesh, message: str) -> None:
@@ -275,15 +291,12 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
 def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
     """A family says itself how it is cut; for others the names of Llama hold."""
 
-    class Cut:
-        in_ = ("out",)
-
     class Named(nn.Module):
-        def fp4train_tensor_cut(self) -> Cut:
-            return Cut()
+        def fp4train_tensor_cut(self) -> TensorCut:
+            return TensorCut(out=(), in_=("out",))
 
-    assert row_wise(Named()) == {"out"}
-    assert len(row_wise(model("8B"))) == 64
+    assert tensor_cut(Named()).in_ == ("out",)
+    assert len(tensor_cut(model("8B")).in_) == 64
 
 
 def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
@@ -299,12 +312,12 @@ def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     assert all(each.cost.mesh.gpus == 16 and each.cost.tokens == 64 * SEQ_LEN for each in found)
     assert {each.cost.mesh.tensor for each in found} == {1, 2, 4, 8}
     assert {each.cost.mesh.gather for each in found} == {"bf16"}
-    assert not cluster_cost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, "8 B need 128 GB of state"
+    assert not ClusterCost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, "8 B need 128 GB of state"
 
 
 def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
     model.cache_clear()
     started = time.process_time()
     load = measured("405B", NVFP4(), GB200)
-    cluster_cost(load, GB200, NVL72, Mesh(shard=128, tensor=8))
+    ClusterCost(load, GB200, NVL72, Mesh(shard=128, tensor=8))
     assert time.process_time() - started < 8

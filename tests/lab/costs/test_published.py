@@ -8,7 +8,7 @@ import pytest
 from llama_shapes import measured
 
 from fp4train.hardware import Gpu, find_gpu
-from fp4train.lab.costs.cluster import ClusterCost, cluster_cost
+from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import interconnect
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
@@ -42,7 +42,7 @@ class Point:
             compiled=self.compiled,
             recomputed=self.recomputed,
         )
-        return cluster_cost(load, self.gpu, interconnect(self.gpu), self.mesh)
+        return ClusterCost(load, self.gpu, interconnect(self.gpu), self.mesh)
 
 
 def titan(model: str, recipe: Recipe, published: float, **mesh: int | bool) -> dict[str, object]:
@@ -71,6 +71,12 @@ def fsdp4(recipe: Recipe, published: float) -> Point:
     return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, recomputed=0.5)
 
 
+def eight(recipe: Recipe, published: float, *, fused: bool = False) -> Point:
+    """As `torch.compile` fuses, or each operation by itself."""
+    mesh = Mesh(shard=8, gather="bf16", own_units=True)
+    return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, compiled=fused)
+
+
 B405 = {"replicate": 8, "pipeline": 8, "virtual": 4, "microbatches": 192, "hides_tensor": True}
 B70 = {"replicate": 16, "pipeline": 4, "virtual": 5, "microbatches": 16}
 T405 = {"shard": 8, "tensor": 8, "pipeline": 8, "microbatches": 32, "hides_tensor": True}
@@ -97,6 +103,9 @@ POINTS = {
     "torchtitan 8B, FSDP 4, Blackwell, NVFP4": fsdp4(NVFP4(), 30040),
     "torchtitan 8B, FSDP 4, Blackwell, MXFP8": fsdp4(MXFP8(), 28084),
     "torchtitan 8B, FSDP 4, Blackwell, BF16": fsdp4(BF16(), 21919),
+    "2610.00053, 8B, BF16": eight(BF16(), 18800),
+    "2610.00053, 8B, TE NVFP4": eight(NVFP4(), 27600),
+    "2610.00053, 8B, NVFP4, fused": eight(NVFP4(), 37900, fused=True),
     "Megatron-Bridge 405B, 256 GB300, NVFP4": bridge("405B", "GB300", NVFP4(), 1440, tensor=4, **B405),
     "Megatron-Bridge 405B, 256 GB300, FP8": bridge("405B", "GB300", FP8Current(), 1024, tensor=4, **B405),
     "Megatron-Bridge 405B, 256 GB300, MXFP8": bridge("405B", "GB300", MXFP8(), 960, tensor=2, context=2, **B405),
@@ -107,7 +116,11 @@ POINTS = {
         "405B", "H100", FP8Current(), 328, tensor=8, context=2, **{**B405, "virtual": 8}
     ),
 }
-LIMITS = {"torchtitan 405B, 512 H100, FP8, 1F1B": 0.45, "torchtitan 70B, 256 H100, FP8, async TP": 0.35}
+LIMITS = {
+    **{f"2610.00053, 8B, {name}": 0.25 for name in ("BF16", "TE NVFP4")},
+    "torchtitan 405B, 512 H100, FP8, 1F1B": 0.45,
+    "torchtitan 70B, 256 H100, FP8, async TP": 0.35,
+}
 """Errors above those of the other points, which the document explains."""
 
 
@@ -121,7 +134,7 @@ def row(name: str) -> str:
 
 def documented() -> list[str]:
     section = DOCUMENT.read_text("utf-8").partition("## Throughput beside published points")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron)", line)]
+    return [line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron|2610)", line)]
 
 
 @pytest.mark.parametrize("name", POINTS)

@@ -1,26 +1,13 @@
 """A tiny trained run that studies look at."""
 
-import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import TINY, Cli
 
 from fp4train.cli import main
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text with something to learn in it."""
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
-    draw = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +21,6 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         main([*TINY, *data, *tokenizer, f"run.dir={run}", "checkpoint.every=3"])
     assert ended.value.code == 0
     return run
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command_line import Cli, Outcome, wait_for
 
-import fp4train.lab.studies.workers as workers
+import fp4train.lab.studies.forks as workers
 from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.record import MEASUREMENTS
 

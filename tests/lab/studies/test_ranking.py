@@ -10,10 +10,10 @@ import pytest
 
 from fp4train.lab.analysis.figure import PICTURE, Draw, save_png
 from fp4train.lab.studies import figures
-from fp4train.lab.studies.bases import Base
 from fp4train.lab.studies.forks import Fork, ForkSettings
+from fp4train.lab.studies.rank import Base
 from fp4train.lab.studies.ranking import Entry, Ranking, render
-from fp4train.lab.studies.results import rank_json, read_rank
+from fp4train.lab.studies.results import RankResult, rank_json
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}
 
@@ -47,7 +47,7 @@ def ranking(forks: int, gaps: dict[str, float] | None = None, runs: int = 1, **c
 
 def picture(found: Ranking) -> Draw:
     """As the command draws it: from what it writes."""
-    return figures.ranking(read_rank(json.loads(json.dumps(rank_json(found)))), named=True)
+    return figures.ranking(RankResult(json.loads(json.dumps(rank_json(found)))), named=True)
 
 
 def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:

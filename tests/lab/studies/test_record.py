@@ -1,13 +1,15 @@
-"""The record of a study: what was measured is kept to the bit; what is not this study's is refused."""
+"""The record of a study: what was measured is kept to the bit; what is not this study's is refused. Its progress."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.record import MEASUREMENTS, open_record
+from fp4train.lab.studies import record
+from fp4train.lab.studies.record import MEASUREMENTS, open_record, study_progress
 
 WHO: dict[str, Any] = {"study": "test", "run": "ab", "weights": "cd"}
 
@@ -110,3 +112,32 @@ def test_a_full_disk_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.Mo
         record.add("c", {"x": 3})
     with open_record(tmp_path, WHO, 200) as record:
         assert list(record.known) == ["a", "b", "c"]
+
+
+# -- how far it is
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(record.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(record.sys.stderr, "isatty", lambda: False, raising=False)
+    return now
+
+
+def test_the_time_left_follows_from_what_was_made_now_not_from_the_record(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), study_progress("fork") as shown:
+        shown(6, 12)  # from the record
+        clock[0] += 20
+        shown(7, 12, "NVFP4, seed 1, loss 1.7")
+    assert caplog.messages == ["7 of 12 forks, 01:40 left: NVFP4, seed 1, loss 1.7"]
+
+
+def test_lines_come_now_and_then_where_that_is_asked_for(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), study_progress("measurement", every=15.0) as shown:
+        for number in range(40):
+            shown(number, None, "fprop")
+            clock[0] += 1
+    assert caplog.messages == ["15 measurements: fprop", "30 measurements: fprop"]

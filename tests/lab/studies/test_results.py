@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made import write_ranking, write_run, write_sensitivity
 
-from fp4train.lab.studies.results import read_rank, read_sensitivity
+from fp4train.lab.studies.results import RankResult, SensitivityResult
 from fp4train.sealed import unsealed
 
 
@@ -18,7 +18,7 @@ def written(path: Path) -> dict[str, Any]:
 
 
 def test_a_sensitivity_is_read_as_findings_and_points(tmp_path: Path) -> None:
-    found = read_sensitivity(written(write_sensitivity(write_run(tmp_path / "a"))))
+    found = SensitivityResult(written(write_sensitivity(write_run(tmp_path / "a"))))
     (first, second) = found.of_kind("layer")
     assert (first.what, second.what) == ("blocks.0.mlp.up", "blocks.1.mlp.up")
     assert (first.nmse.mean, first.nmse.error, first.nmse.freedom, first.bias2) == (0.08, 0.01, 7, None)
@@ -30,12 +30,12 @@ def test_an_interval_without_degrees_of_freedom_is_refused(tmp_path: Path, freed
     body = written(write_sensitivity(write_run(tmp_path / "a")))
     body["policy"]["measured"]["nmse"]["freedom"] = freedom
     with pytest.raises((ValueError, TypeError)):
-        read_sensitivity(body)
+        SensitivityResult(body)
 
 
 def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) -> None:
     one, three = (
-        read_rank(written(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs)))
+        RankResult(written(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs)))
         for runs in (("runs/a",), ("runs/a", "runs/b", "runs/c"))
     )
     for found, freedom in ((one, 5), (three, 2)):
@@ -50,6 +50,6 @@ def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_pat
     body = written(write_ranking(write_run(tmp_path / "a")))
     (pair,) = body["pairs"]
     pair["first"], pair["second"] = pair["second"], pair["first"]
-    assert read_rank(body).candidates[1].together == (-0.003, -0.001)
+    assert RankResult(body).candidates[1].together == (-0.003, -0.001)
     pair["together"] = [None, None]
-    assert read_rank(json.loads(json.dumps(body))).candidates[1].together is None
+    assert RankResult(json.loads(json.dumps(body))).candidates[1].together is None

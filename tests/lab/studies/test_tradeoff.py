@@ -137,7 +137,7 @@ def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
     report = SensitivityReport(
         subject=parts.subject, found=replace(found, signal=ONE), trade=trade, judged=judged(gain)
     )
-    said = "\n".join(report._conclusions(len(parts.layers)))
+    said = report.render([])
     assert "judged on the 8 batches after those that chose it: nMSE 0.0400" in said and "0.0600 ± 0." in said
     assert ("this policy is not told apart from keeping nothing" in said) is not told
     assert (
@@ -151,7 +151,7 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(par
     trade = trade_off(found, keep=0.15, cost=None, gpu=None)
     report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
     assert report.policy_file() is None and sensitivity_json(report)["policy"]["judged"] is None
-    said = "\n".join(report._conclusions(len(parts.layers)))
+    said = report.render([])
     assert "no policy: no layer's damage is told apart from the floor" in said and "batches=… or budget=…" in said
 
 
@@ -159,5 +159,5 @@ def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: Recipe
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     trade = trade_off(found, keep=0.0001, cost=None, gpu=None)
     report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
-    said = "\n".join(report._conclusions(len(parts.layers)))
+    said = report.render([])
     assert "no policy: of what is worth keeping blocks.0.mlp.up costs least" in said and "allow more" in said

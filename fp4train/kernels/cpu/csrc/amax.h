@@ -52,18 +52,25 @@ static void FN(amax_rows)(const AmaxJob *job, int64_t row0, int64_t row1, int64_
     else amax_rows_with(job, row0, row1, col0, col1, 1);
 }
 
-INLINE I hadamard_amax(I largest) { return round_to_bf16(f_mul(f_bits(largest), f_set(0.25f))); }
+INLINE I hadamard_amax(I largest, int size) { return round_to_bf16(f_mul(f_bits(largest), hadamard_factor(size))); }
 
 INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                               int wide) {
     I all = i_set(0);
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch);
-    const Signs signs = signs_of(job->signs);
+    const Signs signs = signs_of(job->signs[0]);
+    float group_signs[MAX_HADAMARD];
+    if (job->hadamard > 16) signs_of_group(job->signs, job->hadamard, group_signs);
     for (int64_t row = row0; row < row1; row += 16) {
         const int inside = columns_inside(&job->x, row);
         prefetch_ahead(&job->x, row0, row1, col0, col1, wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
-        for (int64_t col = col0; col < col1; col += 16) {
+        for (int64_t col = col0; job->hadamard > 16 && col < col1; col += job->hadamard) {
+            F group[MAX_HADAMARD];
+            for (int i = 0; i < job->hadamard; i += 16) load_columns(&x, row, col + i, wide, inside, 1, group + i);
+            all = i_max(all, hadamard_group_max(group, job->hadamard, group_signs));
+        }
+        for (int64_t col = col0; job->hadamard <= 16 && col < col1; col += 16) {
             F tile[16];
             load_columns(&x, row, col, wide, inside, job->hadamard, tile);
             if (job->hadamard) {
@@ -75,13 +82,13 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
         }
         if (job->amax_stride) {
             int32_t lanes[16];
-            i_store(lanes, job->hadamard ? hadamard_amax(all) : all);
+            i_store(lanes, job->hadamard ? hadamard_amax(all, job->hadamard) : all);
             for (int n = 0; n < 16 && row + n < job->x.rows; n++)
                 raise_to(job->amax + (row + n) * job->amax_stride, (uint32_t)lanes[n]);
             all = i_set(0);
         }
     }
-    if (!job->amax_stride) raise_to(job->amax, largest_lane(job->hadamard ? hadamard_amax(all) : all));
+    if (!job->amax_stride) raise_to(job->amax, largest_lane(job->hadamard ? hadamard_amax(all, job->hadamard) : all));
 }
 
 static void FN(amax_columns)(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {

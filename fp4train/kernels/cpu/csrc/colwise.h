@@ -7,11 +7,9 @@
  */
 #ifndef FP4_COLWISE_H
 #define FP4_COLWISE_H
-#include "hadamard.h"
-#include "philox.h"
-#include "scale.h"
+#include "group.h"
 
-enum { CHUNK = TILE_COLUMNS, MAX_COLUMN_BLOCK = 32 };
+enum { MAX_COLUMN_BLOCK = 32 };
 
 typedef struct {
     uint8_t values[16][4 * CHUNK] __attribute__((aligned(64)));
@@ -23,13 +21,16 @@ typedef struct {
 typedef struct {
     int nvfp4; /* see is_nvfp4 */
     int wide, stochastic, hadamard, values, codes;
+    int group; /* see group.h */
+    int e2m1;  /* the element, whatever the scales */
 } ColumnVariant;
 
 /* Round sixteen columns to the grid. Two BF16 values, or eight or four codes, fill one word of a lane. */
 INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *random, int64_t at, Columns *out,
                        ColumnVariant v) {
-    const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
-    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int e2m1 = v.nvfp4 || v.e2m1;
+    const Element e = element_of(e2m1 ? E2M1 : job->element);
+    const int packed = e2m1 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
     const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || f32 || exact_in_bf16(job->scale, job->outer);
     I values[16], codes[4] = {i_set(0), i_set(0), i_set(0), i_set(0)};
 #pragma GCC unroll 8
@@ -39,11 +40,11 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
         if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
         if (v.stochastic) {
             const I low = random_low(random[i / 2]), high = random_high(random[i / 2]);
-            even = v.nvfp4 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
-            odd = v.nvfp4 ? round_stochastic_e2m1(t1, high) : round_stochastic(t1, high, e);
+            even = e2m1 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
+            odd = e2m1 ? round_stochastic_e2m1(t1, high) : round_stochastic(t1, high, e);
         } else {
-            even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
-            odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
+            even = e2m1 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
+            odd = e2m1 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
         }
         if (v.values) {
             const F y0 = f_mul(even.value, scale->decode), y1 = f_mul(odd.value, scale->decode);
@@ -99,14 +100,14 @@ INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global globa
 }
 
 /* `at`: the position of the block in the chunk. */
-INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const Block *block, Columns *out,
+INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const F *x, const Scale *scale, Columns *out,
                         ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I random[8];
-    i_store(out->scales[at / job->block_cols], block->scale.stored);
+    i_store(out->scales[at / job->block_cols], scale->stored);
     for (int j = 0; j < tiles; j++) {
         if (v.stochastic) random_columns_16(job, row, col + 16 * j, random);
-        round_tile(job, block->x + 16 * j, &block->scale, random, at + 16 * j, out, v);
+        round_tile(job, x + 16 * j, scale, random, at + 16 * j, out, v);
     }
 }
 
@@ -141,42 +142,18 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
         if (job->codes)
             copy_out((char *)job->codes + (row + n) * job->codes_stride + (packed ? col / 2 : col), out->codes[n],
                      packed ? codes / 2 : codes, job->stream);
-        if (!job->scales) continue;
-        const int64_t blocks = coded / block, at = (row + n) * job->scales_stride + col / block;
+        if (!job->scales || (n && job->block_rows > 1)) continue;
+        const int64_t blocks = coded / block, at = (row + n) / job->block_rows * job->scales_stride + col / block;
         if (bytes && blocks == CHUNK / 16) memcpy((uint8_t *)job->scales + at, scales[n], CHUNK / 16);
         else if (bytes) copy_rest((uint8_t *)job->scales + at, scales[n], blocks);
         else for (int64_t b = 0; b < blocks; b++) ((int32_t *)job->scales)[at + b] = out->scales[b][n];
     }
 }
 
-/* The blocks of a chunk, which is one outer block: all are loaded before the first is rounded. */
-_Static_assert((int)CHUNK == (int)OUTER_COLUMNS, "a chunk is an outer block");
-INLINE void outer_chunk(const Job *job, int64_t row, int64_t col, int64_t coded, int inside, const Signs *signs, Columns *out,
-                        ColumnVariant v) {
-    const int64_t block = job->block_cols;
-    Block blocks[CHUNK / 16];
-    I maxima[CHUNK / 16], largest = i_set(0);
-    for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
-        maxima[i] = load_block(job, row, col + at, inside, signs, &blocks[i], v);
-        largest = i_max(largest, maxima[i]);
-    }
-    if (job->outer_amax) {
-        int32_t lanes[16];
-        i_store(lanes, largest);
-        for (int n = 0; n < 16 && row + n < job->x.rows; n++)
-            memcpy(job->outer_amax + (row + n) * job->outer_stride + col / OUTER_COLUMNS, lanes + n, 4);
-    }
-    const Global global = global_scale(job, f_bits(largest));
-    for (int64_t at = 0, i = 0; at < coded; at += block, i++) {
-        blocks[i].scale = block_scale(job, maxima[i], global, 1);
-        round_block(job, row, col + at, at, &blocks[i], out, v);
-    }
-}
-
 INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                          ColumnVariant v) {
     const int64_t block = job->block_cols;
-    const int64_t width = job->hadamard ? (job->x.cols + 15) / 16 * 16 : job->x.cols; /* the transform fills the padding */
+    const int64_t size = job->hadamard ? job->hadamard : 1, width = (job->x.cols + size - 1) / size * size; /* the transform fills the padding */
     const int64_t padded = (width + block - 1) / block * block;
     const int64_t end = col1 < job->x.cols ? col1 : padded, real = col1 < job->x.cols ? col1 : width;
     Columns out;
@@ -184,25 +161,34 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     Job local = *job;
     const Matrix *x = &job->x;
-    const Signs signs = signs_of(job->signs);
+    const Signs signs = signs_of(job->signs[0]);
+    Group group;
+    float group_signs[MAX_HADAMARD];
+    if (v.group && job->hadamard) signs_of_group(job->signs, job->hadamard, group_signs);
+    F given = f_set(job->amax ? job->amax[0] : 0.0f);
+    Global global = row_scale(job, given);
     local.x = compact(x, row0, row1, col0, col1, v.wide, scratch);
     job = &local;
     for (int64_t row = row0; row < row1; row += 16) {
         const int inside = columns_inside(&job->x, row);
         prefetch_ahead(x, row0, row1, col0, col1, v.wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
-        float given[16] = {0};
-        for (int n = 0; n < 16 && job->amax; n++)
-            given[n] = job->amax[(row + n < job->x.rows ? row + n : row) * job->amax_stride];
-        const Global global = row_scale(job, f_load(given));
+        if (job->amax_stride) {
+            float lanes[16];
+            for (int n = 0; n < 16; n++) lanes[n] = job->amax[row + n < job->x.rows ? row + n : row];
+            given = f_load(lanes);
+            global = row_scale(job, given);
+        }
         for (int64_t col = col0; col < end; col += CHUNK) {
             const int64_t coded = end - col < CHUNK ? end - col : CHUNK;
-            if (!v.nvfp4 && job->outer) {
-                outer_chunk(job, row, col, coded, inside, &signs, &out, v);
+            if (v.group) {
+                scale_group(job, row, col, coded, given, global, v.wide, inside, group_signs, &group);
+                for (int64_t at = 0, i = 0; at < coded; at += block, i++)
+                    round_block(job, row, col + at, at, group.x + at, &group.scales[i], &out, v);
             } else {
                 prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
                 for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
                     if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &signs, &blocks[i ^ 1], v);
-                    round_block(job, row, col + at, at, &blocks[i], &out, v);
+                    round_block(job, row, col + at, at, blocks[i].x, &blocks[i].scale, &out, v);
                 }
             }
             flush_columns(job, row, col, real - col < CHUNK ? real - col : CHUNK, coded, &out);
@@ -229,6 +215,13 @@ VARIANT(columns_bf16, 0, 0, 0, job->hadamard != 0, job->values != NULL, job->cod
 VARIANT(columns_bf16_stochastic, 0, 0, 1, job->hadamard != 0, job->values != NULL, job->codes != NULL)
 VARIANT(columns_wide, 0, 1, 0, job->hadamard != 0, job->values != NULL, job->codes != NULL)
 VARIANT(columns_wide_stochastic, 0, 1, 1, job->hadamard != 0, job->values != NULL, job->codes != NULL)
+#define GROUPS(name, stochastic, e2m1) \
+    VARIANT(name, 0, job->x.input != INPUT_BF16, stochastic, 0, job->values != NULL, job->codes != NULL, 1, e2m1)
+GROUPS(groups_any, 0, 0)
+GROUPS(groups_any_stochastic, 1, 0)
+GROUPS(groups_e2m1, 0, 1)
+GROUPS(groups_e2m1_stochastic, 1, 1)
+#undef GROUPS
 #undef VARIANT
 
 static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
@@ -237,8 +230,13 @@ static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int
         {{columns_nvfp4_values, columns_nvfp4_codes}, {columns_nvfp4_hadamard_values, columns_nvfp4_hadamard_codes}},
         {{columns_nvfp4_stochastic_values, columns_nvfp4_stochastic_codes},
          {columns_nvfp4_stochastic_hadamard_values, columns_nvfp4_stochastic_hadamard_codes}}};
+    static void (*const groups[2][2])(const Job *, int64_t, int64_t, int64_t, int64_t, int64_t) = {
+        /* stochastic, E2M1 */
+        {groups_any, groups_e2m1}, {groups_any_stochastic, groups_e2m1_stochastic}};
     const int wide = job->x.input != INPUT_BF16, s = job->stochastic != 0, codes = job->codes != NULL;
-    if (!wide && is_nvfp4(job) && codes != (job->values != NULL))
+    if (job->outer || job->hadamard > 16 || job->eden || is_four_over_six(job))
+        groups[s][job->element == E2M1](job, row0, row1, col0, col1, ahead);
+    else if (!wide && is_nvfp4(job) && codes != (job->values != NULL))
         nvfp4[s][job->hadamard != 0][codes](job, row0, row1, col0, col1, ahead);
     else if (wide) (s ? columns_wide_stochastic : columns_wide)(job, row0, row1, col0, col1, ahead);
     else (s ? columns_bf16_stochastic : columns_bf16)(job, row0, row1, col0, col1, ahead);

@@ -1,6 +1,7 @@
-/* Hadamard transform of sixteen neighbours: y = (x * signs) H_16 / 4, in float32 from BF16, rounded to BF16.
+/* Hadamard transform of n = 16, 32, 64 or 128 neighbours: y = (x * signs) H_n / sqrt(n), in float32 from BF16, rounded to BF16.
  *
- * The sixteen neighbours are sixteen vectors and a lane is one group, so the butterfly of strides 1, 2, 4, 8 needs no shuffles.
+ * The neighbours are vectors and a lane is one transform, so the butterfly of strides 1, 2, 4, … needs no shuffles. Sixteen are in
+ * registers; the strides above run over memory, which the first cache holds.
  */
 #ifndef FP4_HADAMARD_H
 #define FP4_HADAMARD_H
@@ -51,6 +52,49 @@ INLINE I hadamard_16_max(F *x, const Signs *signs) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         largest = i_max(largest, i_bits(f_add(f_bits(magnitude_bits(x[i])), f_bits(magnitude_bits(x[i + 8])))));
+    return largest;
+}
+
+/* 1 / sqrt(n), as float32. */
+INLINE F hadamard_factor(int size) {
+    return f_set(size == 16 ? 0.25f : size == 32 ? 0x1.6a09e6p-3f : size == 64 ? 0.125f : 0x1.6a09e6p-4f);
+}
+
+/* +1 or -1 per column of a transform. */
+INLINE void signs_of_group(const uint32_t *bits, int size, float *signs) {
+    for (int i = 0; i < size; i++) signs[i] = bits[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+}
+
+/* Without the factor and the rounding. */
+NOINLINE void butterfly(F *group, int size, const float *signs) {
+    for (int at = 0; at < size; at += 16) {
+        F x[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) x[i] = f_mul(group[at + i], f_set(signs[at + i]));
+        STAGE(1)
+        STAGE(2)
+        STAGE(4)
+        STAGE(8)
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) group[at + i] = x[i];
+    }
+    for (int stride = 16; stride < size; stride *= 2)
+        for (int at = 0; at < size; at += 2 * stride)
+            for (int i = at; i < at + stride; i++) {
+                const F a = group[i], b = group[i + stride];
+                group[i] = f_add(a, b);
+                group[i + stride] = f_sub(a, b);
+            }
+}
+INLINE void hadamard_group(F *group, int size, const float *signs) {
+    butterfly(group, size, signs);
+    for (int i = 0; i < size; i++) group[i] = f_bits(round_to_bf16_fast(f_mul(group[i], hadamard_factor(size))));
+}
+/* max|y|, as float bits, before the factor and the rounding. */
+INLINE I hadamard_group_max(F *group, int size, const float *signs) {
+    I largest = i_set(0);
+    butterfly(group, size, signs);
+    for (int i = 0; i < size; i++) largest = i_max(largest, magnitude_bits(group[i]));
     return largest;
 }
 #undef STAGE

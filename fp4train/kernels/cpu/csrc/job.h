@@ -12,7 +12,8 @@ enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
 enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3 }; /* UE5M3: scales only */
 enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_GIVEN };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
-enum { FORMULA_TE_2_14, FORMULA_TE_2_13 };
+enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
+enum { NEAREST, STOCHASTIC, EDEN };
 enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER };
 enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a float32 scale, which multiplies the elements */
 
@@ -39,8 +40,9 @@ typedef struct {
     uint64_t seed;
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
     int64_t own_cols; /* if a row of x is several rows of the tensor: their width; the counter is that of the tensor. 0: one row */
-    int hadamard;                                          /* 0 or 16 */
-    uint32_t signs;                                        /* bit i: column i of sixteen is negated */
+    int eden;                                              /* correct the scales of each transform: see group.h */
+    int hadamard;                                          /* 0, 16, 32, 64 or 128 */
+    uint32_t signs[4];                                     /* bit i % 32 of word i / 32: column i of a transform is negated */
     void *values;       /* BF16 or float32 [rows, cols], without the global scale; or NULL */
     int values_f32;
     int64_t values_stride; /* elements */
@@ -55,7 +57,7 @@ typedef struct {
 typedef struct {
     Matrix x;
     int hadamard;
-    uint32_t signs;
+    uint32_t signs[4];
     uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1); atomic maximum */
     int64_t amax_stride;
 } AmaxJob;
@@ -63,6 +65,9 @@ typedef struct {
 /* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 2 };
+/* Of the numbers that fields can hold. An extension of another version does not know some of them. */
+enum { VERSION = 2 };
+enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */
 typedef struct {
@@ -70,8 +75,8 @@ typedef struct {
     int32_t block_rows, block_cols;
     int32_t whole;      /* extent of the only scale, SCALE_F32 or SCALE_POW2; blocks are then a unit of work */
     int32_t amax;       /* extent of the amax that scales need besides those of blocks */
-    int32_t stochastic, hadamard;
-    uint32_t signs;
+    int32_t rounding, hadamard;
+    uint32_t signs; /* of the first 32 columns of a transform, which repeat */
     int32_t draws_signs; /* the signs are those of the seed, step and layer instead */
     int32_t values_f32;  /* values are written as float32, not as BF16 */
     float largest, bound, margin; /* margin: divisor of `whole` scales */

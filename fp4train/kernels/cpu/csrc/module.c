@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "adamw.h"
 #include "job.h"
 #include "philox_one.h"
 #include "threads.h"
@@ -157,7 +158,7 @@ static int unpack_form(PyObject *object, Form *form) {
         PyErr_SetString(PyExc_ValueError, "quantize: x is neither BF16, float32 nor FP16");
         return 0;
     }
-    const int64_t wide = s->hadamard ? ceil_div(p.cols, 16) * 16 : p.cols, packed = s->element == E2M1;
+    const int64_t wide = s->hadamard ? ceil_div(p.cols, s->hadamard) * s->hadamard : p.cols, packed = s->element == E2M1;
     const int64_t coded = given ? p.cols + (packed && p.cols % 2) : ceil_div(wide, s->block_cols) * s->block_cols;
     static const float largest_of[] = {[INPUT_BF16] = 0x1.fep127f, [INPUT_F32] = FLT_MAX, [INPUT_F16] = 65504.0f};
     form->amaxes = s->amax == EXTENT_ROW ? p.rows : 1;
@@ -193,14 +194,14 @@ static int unpack_form(PyObject *object, Form *form) {
         .largest = s->largest,
         .bound = s->bound,
         .scale_limit = largest_of[p.input],
-        .stochastic = s->stochastic,
+        .stochastic = s->rounding == STOCHASTIC,
+        .eden = s->rounding == EDEN,
         .seed = p.seed,
         .row_offset = p.row_offset,
         .col_offset8 = p.col_offset8,
         .step_operand = p.step_operand,
         .layer = p.layer,
         .hadamard = s->hadamard,
-        .signs = s->draws_signs ? drawn_signs(p.seed, p.step_operand, p.layer) : s->signs,
         .values = (void *)p.values,
         .values_f32 = s->values_f32,
         .values_stride = wide,
@@ -211,10 +212,14 @@ static int unpack_form(PyObject *object, Form *form) {
         .scales_stride = given ? 0 : coded / s->block_cols,
         .stream = p.rows * p.cols * 2 >= s->stream_bytes,
     };
+    if (s->draws_signs) drawn_signs(p.seed, p.step_operand, p.layer, (uint32_t)s->hadamard, form->job.signs);
+    else for (int i = 0; i < 4; i++) form->job.signs[i] = s->signs;
     return 1;
 }
 
-static int works_across(const Job *job) { return job->hadamard || (job->x.stride_col != 1 && job->x.stride_row == 1); }
+static int works_across(const Job *job) {
+    return job->hadamard || job->formula >= FOUR_OVER_SIX_MAE || (job->x.stride_col != 1 && job->x.stride_row == 1);
+}
 
 /* The number of narrow rows to treat as one: a kernel works on strips of sixteen blocks of a row, which narrow rows do not fill. */
 static int64_t rows_together(int64_t rows, int64_t cols, int64_t block) {
@@ -238,6 +243,7 @@ static void join_narrow_rows(Job *job) {
 
 /* Compute the amaxes that are not given. One pass serves two forms that need the same amax. */
 static void measure(const Kernels *kernels, Form *rows, Form *columns, int threads) {
+    if (columns && !rows && !columns->job.hadamard && columns->job.x.stride_col == 1) rows = columns, columns = NULL;
     Form *const forms[2] = {rows, columns};
     AmaxJob amax[2];
     const AmaxJob *wanted[2] = {NULL, NULL};
@@ -247,7 +253,8 @@ static void measure(const Kernels *kernels, Form *rows, Form *columns, int threa
         Form *form = forms[i];
         if (!form || !form->measure) continue;
         memset(form->amax, 0, sizeof(float) * (size_t)form->amaxes);
-        amax[i] = (AmaxJob){form->job.x, form->job.hadamard, form->job.signs, (uint32_t *)form->amax, form->job.amax_stride};
+        amax[i] = (AmaxJob){.x = form->job.x, .hadamard = form->job.hadamard, .amax = (uint32_t *)form->amax, .amax_stride = form->job.amax_stride};
+        memcpy(amax[i].signs, form->job.signs, sizeof amax[i].signs);
         wanted[i] = &amax[i];
     }
     if (wanted[0] || wanted[1]) run_amax(kernels, wanted[0], wanted[1], threads);
@@ -406,6 +413,7 @@ static PyObject *pool_name(PyObject *self, PyObject *nothing) {
 static PyMethodDef methods[] = {
     {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, quantize_doc},
     {"decode", (PyCFunction)(void (*)(void))decode, METH_FASTCALL, decode_doc},
+    {"adamw", (PyCFunction)(void (*)(void))adamw, METH_FASTCALL, "adamw(job, threads): run a packed job"},
     {"has_isa", has_isa, METH_O, has_isa_doc},
     {"thread_pool", pool_name, METH_NOARGS, thread_pool_doc},
     {NULL, NULL, 0, NULL},
@@ -414,7 +422,7 @@ static PyMethodDef methods[] = {
 /* `layout`: (LAYOUT, bytes of a packed job, bytes of a packed decode job), which must equal those of Python. */
 static int add_layout(PyObject *module) {
     PyObject *layout = Py_BuildValue("(inn)", LAYOUT, (Py_ssize_t)sizeof(PackedJob), (Py_ssize_t)sizeof(PackedDecode));
-    const int failed = !layout || PyModule_AddObjectRef(module, "layout", layout) < 0;
+    const int failed = !layout || PyModule_AddObjectRef(module, "layout", layout) < 0 || PyModule_AddIntConstant(module, "version", VERSION) < 0;
     Py_XDECREF(layout);
     return failed ? -1 : 0;
 }

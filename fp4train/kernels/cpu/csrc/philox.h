@@ -91,16 +91,16 @@ INLINE void random_row_256(const Job *job, int64_t row, int64_t col, uint16_t *b
                       q_or(q_and(c[i].w[2], low), q_shl32(c[i].w[3])));
 }
 
-/* Bits of the sixteen columns from `col` for sixteen rows, lane n being row + n: column 2 i has the low half of the lanes
- * of words[i], column 2 i + 1 the high half. */
-INLINE void random_columns_16(const Job *job, int64_t row, int64_t col, I *words) {
+/* Bits of the eight columns from `col`, and of the eight that begin `apart` eights later, for sixteen rows, lane n being row + n:
+ * column 2 i of them has the low half of the lanes of words[i], column 2 i + 1 the high half. */
+INLINE void random_columns(const Job *job, int64_t row, int64_t col, int64_t apart, I *words) {
     static const uint64_t even[8] = {0, 2, 4, 6, 8, 10, 12, 14};
     const uint64_t seed = job->seed, p1 = multiplier1 * job->step_operand;
     Half half[4];
     Counters c[4];
     for (int i = 0; i < 4; i++) {
         /* round 0: counters differ only in the second word */
-        const uint32_t group = (uint32_t)((uint64_t)(col / 8) + job->col_offset8) + (uint32_t)(i >> 1);
+        const uint32_t group = (uint32_t)((uint64_t)(col / 8) + job->col_offset8) + (uint32_t)(i >> 1) * (uint32_t)apart;
         const uint64_t p0 = multiplier0 * group;
         const uint32_t w2 = (uint32_t)(p0 >> 32) ^ job->layer ^ round_key1(seed, 0);
         const Q rows = q_add(q_load(even), q_set((uint64_t)row + job->row_offset + (uint64_t)(i & 1)));
@@ -115,4 +115,5 @@ INLINE void random_columns_16(const Job *job, int64_t row, int64_t col, I *words
     for (int k = 0; k < 2; k++)
         for (int w = 0; w < 4; w++) words[4 * k + w] = i_interleave(c[2 * k].w[w], c[2 * k + 1].w[w]);
 }
+INLINE void random_columns_16(const Job *job, int64_t row, int64_t col, I *words) { random_columns(job, row, col, 1, words); }
 #endif

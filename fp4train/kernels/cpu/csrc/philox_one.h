@@ -20,15 +20,14 @@ static inline void philox_one(uint32_t c[4], uint64_t seed) {
     }
 }
 
-/* Bit i: column i of sixteen is negated. Equal for all operands of a step and layer: see transform.drawn. */
-static inline uint32_t drawn_signs(uint64_t seed, uint32_t step_operand, uint32_t layer) {
-    uint32_t key[4] = {UINT32_MAX, UINT32_MAX, step_operand & ~7u, layer}, signs = 0;
+/* Bit i % 32 of word i / 32: column i of `size` is negated. Equal for all operands of a step and layer: see transform.drawn. */
+static inline void drawn_signs(uint64_t seed, uint32_t step_operand, uint32_t layer, uint32_t size, uint32_t signs[4]) {
+    uint32_t key[4] = {UINT32_MAX, UINT32_MAX, step_operand & ~7u, layer};
     philox_one(key, seed);
-    for (uint32_t i = 0; i < 16; i++) {
+    for (uint32_t i = 0; i < size; i++) {
         uint32_t words[4] = {i, 0, 0, 0};
         philox_one(words, (uint64_t)key[0] << 32 | key[1]);
-        signs |= (words[0] & 1) << i;
+        signs[i / 32] |= (words[0] & 1) << i % 32;
     }
-    return signs;
 }
 #endif

@@ -112,6 +112,7 @@ INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCA
 INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3; }
 /* Whether decoded values are exact in BF16: elements and such scales have at most four significant bits each. */
 INLINE int exact_in_bf16(int scale, int outer) { return (scale_has_mantissa(scale) && !outer) || scale == SCALE_GIVEN; }
+INLINE int is_four_over_six(const Job *job) { return job->formula >= FOUR_OVER_SIX_MAE; }
 /* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these. */
 INLINE int is_nvfp4(const Job *job) {
     return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer;

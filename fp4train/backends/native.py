@@ -1,0 +1,342 @@
+"""Products of the codes themselves on tensor cores, by torch's scaled_mm.
+
+What `torch.nn.functional.scaled_mm` takes of A [M, K] and B [N, K], which it multiplies as A·Bᵀ (torch 2.11,
+aten/src/ATen/native/cuda/ScaledBlas.cpp; layouts of scales: cuBLAS documentation, "Narrow precision data types usage"):
+
+| scheme | runs on | codes | scales of A, likewise of B |
+|---|---|---|---|
+| FP8, one scale | compute capability 8.9 and newer; CPUs | E4M3 or E5M2 | float32, of the tensor or [M, 1] |
+| NVFP4 | 10.x | E2M1, two per byte | E4M3 per 1×16, in tiles of 128×4; one float32 global scale |
+| MXFP8 | 10.x | E4M3 or E5M2 | E8M0 per 1×32, in tiles of 128×4 |
+| FP8 blocks, 1×128 | 9.0 | E4M3 or E5M2 | float32 [M, K/128], rows adjacent in memory |
+| FP8 blocks, 128×128 | 9.0 | E4M3 or E5M2 | float32 [⌈K/128⌉ to a multiple of 4, M/128], K adjacent; one operand only |
+
+A is row-major and B column-major: both are stored with K contiguous, as `Quantized` stores them. Square blocks of NVFP4
+and MXFP8 have the scale of their block repeated for each row. Global scales multiply the float32 accumulator, so the
+result is rounded once, and equals emulation up to the order of accumulation.
+
+On a CPU torch computes the product slowly, so it is used there only if the backend is given by name. scaled_mm takes
+sizes that are multiples of 16 (32, 128): in_features and out_features must be; tokens are padded with zero codes, whose
+products are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from fp4train.backends.emulate import EMULATE
+from fp4train.backends.protocol import Prepared
+from fp4train.backends.table import Operands, Shape, Table
+from fp4train.hardware import Device
+from fp4train.quantize import Quantized, QuantSpec, to_torch
+from fp4train.text import first_line
+
+_CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_WHOLE: Final = ((None, None), (1, None))
+"""Blocks of one scale per tensor or row."""
+_MULTIPLE: Final = 16
+"""Rows of A and B are padded to multiples of this; so are the columns of those with one scale per tensor or row."""
+_SQUARE: Final = (128, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScheme:
+    """One kind of block-scaled operand.
+
+    Args:
+        title: name in messages.
+        elements: element formats; cols: width of a block.
+        rows: heights of a block; None: any.
+        capabilities: the compute capabilities that multiply it, from the first up to, but without, the second.
+        cuda: the first version of CUDA whose cuBLAS does.
+        multiple: of in_features and out_features; tokens are padded to it where they are contracted.
+        dtypes: of the product.
+    """
+
+    title: str
+    elements: tuple[str, ...]
+    scales: tuple[str, ...]
+    cols: int
+    rows: tuple[int, ...] | None = None
+    capabilities: tuple[tuple[int, int], tuple[int, int]] = ((10, 0), (11, 0))
+    cuda: tuple[int, int] = (12, 8)
+    multiple: int = 32
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    scaling: ScalingType
+
+    def takes(self, spec: QuantSpec) -> bool:
+        rows, cols = spec.block
+        return (
+            spec.element in self.elements
+            and spec.scale in self.scales
+            and spec.global_scale != "block"
+            and cols == self.cols
+            and rows is not None
+            and (self.rows is None or rows in self.rows)
+        )
+
+
+SCHEMES: Final = (
+    BlockScheme(title="NVFP4", elements=("e2m1",), scales=("e4m3",), cols=16, scaling=ScalingType.BlockWise1x16),
+    BlockScheme(
+        title="MXFP8",
+        elements=("e4m3", "e5m2"),
+        scales=("e8m0",),
+        cols=32,
+        dtypes=("bfloat16", "float16", "float32"),
+        scaling=ScalingType.BlockWise1x32,
+    ),
+    BlockScheme(
+        title="FP8 in blocks",
+        elements=("e4m3", "e5m2"),
+        scales=("fp32", "pow2"),
+        cols=128,
+        rows=(1, 128),
+        capabilities=((9, 0), (9, 1)),
+        cuda=(12, 9),
+        multiple=128,
+        scaling=ScalingType.BlockWise1x128,
+    ),
+)
+
+
+def scheme(spec: QuantSpec) -> BlockScheme | None:
+    """The scheme of a block-scaled operand, or None."""
+    return next((each for each in SCHEMES if each.takes(spec)), None)
+
+
+class Native:
+    """torch's scaled_mm.
+
+    fast: whether FP8 with one scale per tensor or row is summed in the fast accumulator, which keeps 14 bits.
+    """
+
+    name = "native"
+    takes_codes = True
+
+    def __init__(self, *, fast: bool = False) -> None:
+        self.fast = fast
+
+    def summing(self, accumulator: str) -> Native:
+        return FAST if accumulator == "fast" else NATIVE
+
+    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
+        first, second = table[gemm].both
+        if first is None or second is None:
+            return "scaled_mm needs both operands quantised"
+        for spec in (first, second):
+            whole = spec.element in _CODES and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
+            if not whole and scheme(spec) is None:
+                return f"scaled_mm does not take element={spec.element} block={spec.block} scale={spec.scale}"
+        kind, other = scheme(first), scheme(second)
+        if (kind or first.block) != (other or second.block):
+            return "scaled_mm needs the same kind of scale for both operands"
+        if first.element == second.element == "e5m2":
+            return "scaled_mm cannot multiply E5M2 by E5M2"
+        if kind is not None:
+            return why_not_blocks(kind, table[gemm], table, layer, device)
+        return _why_not_whole(first, table, layer, device)
+
+    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """The product, as in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
+        assert isinstance(a, Quantized) and isinstance(b, Quantized)
+        if 0 in (*a.shape, *b.shape):
+            return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
+        try:
+            if (kind := scheme(a.spec)) is not None:
+                return _product_of_blocks(kind, a, b, out_dtype, bias)
+            return _product(a, b, out_dtype, bias, fast=self.fast)
+        except RuntimeError as error:
+            if "CUBLAS_STATUS" not in str(error):
+                raise
+            raise RuntimeError(
+                f"cuBLAS does not multiply [{a.shape[0]}, {a.shape[1]}] by [{b.shape[0]}, {b.shape[1]}]ᵀ of "
+                f"{a.spec.element.upper()}·{b.spec.element.upper()} into {out_dtype} ({first_line(error)}); "
+                "backend=emulate computes the same product"
+            ) from error
+
+    def writes_float32(self, spec: QuantSpec | None) -> bool:
+        return spec is None or spec.block != (1, None)  # one scale per row: BF16 only
+
+
+NATIVE, FAST = Native(), Native(fast=True)
+
+
+def _indivisible(layer: Shape, multiple: int, what: str = "") -> str | None:
+    """Why the size of a layer is not one that scaled_mm takes; None if it is."""
+    for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
+        if size % multiple:
+            return f"scaled_mm{what} needs {name} divisible by {multiple}, not {size}"
+    return None
+
+
+# -- FP8 with one scale per tensor or row -----------------------------------------------------------------------------
+
+
+def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) -> str | None:
+    """Why operands of one scale per tensor or row cannot be multiplied; None if they can."""
+    if reason := _indivisible(layer, _MULTIPLE):
+        return reason
+    if device.type not in ("cpu", "cuda"):
+        return f"scaled_mm is not used on {device}"
+    if device.type == "cuda" and (device.capability or (0, 0)) < (8, 9):
+        return f"FP8 needs compute capability 8.9; {device} has {'.'.join(map(str, device.capability or ()))}"
+    if spec.block == (1, None):
+        if device.type == "cuda" and table.dtype != "bfloat16":
+            return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
+        if device.type == "cpu" and not cpu_multiplies_rows():
+            return f"torch {torch.__version__} has no scaled_mm with one scale per row on CPUs"
+    return None
+
+
+@functools.cache
+def cpu_multiplies_rows() -> bool:
+    """Whether this torch's scaled_mm takes one scale per row on CPUs; 2.11 takes one per tensor only."""
+    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.T, scale_a=scales, scale_b=scales.T, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None, *, fast: bool) -> Tensor:
+    rows, columns = a.shape[0], b.shape[0]
+    a_codes, a_scales = _padded(a)
+    b_codes, b_scales = _padded(b)
+    inside = bias is not None and out_dtype != torch.float32 and columns == b_codes.shape[0]
+    y = torch._scaled_mm(
+        a_codes.view(_CODES[a.spec.element]),
+        b_codes.view(_CODES[b.spec.element]).T,
+        scale_a=a_scales,
+        scale_b=b_scales.T.contiguous(),
+        bias=bias.to(out_dtype) if bias is not None and inside else None,
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+    )[:rows, :columns]
+    return y if bias is None or inside else y + bias.to(y.dtype)
+
+
+def _padded(x: Quantized) -> tuple[Tensor, Tensor]:
+    """(codes, scales) with rows and columns padded to multiples of 16: zero codes, and scales of 1 for added rows."""
+    rows, columns = -x.codes.shape[0] % _MULTIPLE, -x.codes.shape[1] % _MULTIPLE
+    if not rows and not columns:
+        return x.codes, x.scales
+    scales = F.pad(x.scales, (0, 0, 0, rows), value=1.0) if x.spec.block[0] == 1 else x.scales
+    return F.pad(x.codes, (0, columns, 0, rows)), scales
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def why_not_blocks(kind: BlockScheme, operands: Operands, table: Table, layer: Shape, device: Device) -> str | None:
+    """Why tensor cores cannot multiply operands of one scheme; None if they can."""
+    if all(spec is not None and spec.block == _SQUARE for spec in operands.both):
+        return "scaled_mm cannot multiply two operands in blocks of 128×128"
+    if device.type != "cuda":
+        return f"scaled_mm multiplies {kind.title} on NVIDIA GPUs only, not on {device}"
+    least, beyond = kind.capabilities
+    capability = device.capability or (0, 0)
+    if not least <= capability < beyond:
+        needed = f"{least[0]}.x" if beyond == (least[0] + 1, 0) else f"{least[0]}.{least[1]}"
+        have = ".".join(map(str, capability))
+        return f"scaled_mm of {kind.title} needs compute capability {needed}; {device} has {have}"
+    if device.here and (built := cuda_version()) is not None and built < kind.cuda:
+        built_for, needed = (".".join(map(str, version)) for version in (built, kind.cuda))
+        return f"scaled_mm of {kind.title} needs CUDA {needed}; this torch is built for CUDA {built_for}"
+    if table.dtype not in kind.dtypes:
+        return f"scaled_mm of {kind.title} gives {' and '.join(kind.dtypes)}, not {table.dtype}"
+    return _indivisible(layer, kind.multiple, f" of {kind.title}")
+
+
+def cuda_version() -> tuple[int, int] | None:
+    """The version of CUDA that this torch is built for; None: for CPUs."""
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+class _Operand(NamedTuple):
+    """One operand as scaled_mm takes it."""
+
+    data: Tensor
+    scales: list[Tensor]
+    scaling: list[ScalingType]
+    swizzle: list[SwizzleType]
+
+
+def _product_of_blocks(
+    kind: BlockScheme, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    width = max(x.element_width for x in (a, b))
+    width += -width % kind.multiple
+    factors = [x.global_decode() for x in (a, b)]
+    # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
+    inside = all(factor is None or factor.dim() == 0 for factor in factors)
+    left, right = (_operand(x, kind, width, f if inside else None) for x, f in zip((a, b), factors, strict=True))
+    outside = []
+    if not inside:
+        outside = [f.T if index and f.dim() else f for index, f in enumerate(factors) if f is not None]
+    plain = bias is None and not outside
+    y = F.scaled_mm(
+        left.data,
+        right.data.T,
+        left.scales,
+        left.scaling,
+        right.scales,
+        right.scaling,
+        left.swizzle,
+        right.swizzle,
+        output_dtype=out_dtype if plain else torch.float32,
+        use_fast_accum=False,
+    )[: a.shape[0], : b.shape[0]]
+    if plain:
+        return y
+    for factor in outside:
+        y *= factor
+    return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+
+
+def _operand(x: Quantized, kind: BlockScheme, width: int, factor: Tensor | None) -> _Operand:
+    x = _padded_blocks(x, width)
+    hardware = to_torch(x)
+    data, scales = hardware.data, hardware.scales
+    if kind.cols == 128:
+        if x.spec.block == _SQUARE:
+            # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
+            scales = F.pad(scales, (0, -scales.shape[1] % 4)).T
+            return _Operand(data, [scales], [ScalingType.BlockWise128x128], [SwizzleType.NO_SWIZZLE])
+        return _Operand(data, [scales.T.contiguous().T], [kind.scaling], [SwizzleType.NO_SWIZZLE])
+    if factor is None:
+        return _Operand(data, [scales], [kind.scaling], [SwizzleType.SWIZZLE_32_4_4])
+    return _Operand(
+        data,
+        [scales, factor],
+        [kind.scaling, ScalingType.TensorWise],
+        [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+    )
+
+
+def _padded_blocks(x: Quantized, width: int) -> Quantized:
+    """x with zero codes up to `width` columns and a multiple of 16 rows."""
+    height, cols = x.spec.block
+    assert height is not None and cols is not None
+    rows = -x.shape[0] % (_MULTIPLE if height == 1 else max(_MULTIPLE, height))
+    columns = width - x.element_width
+    if not rows and not columns:
+        return x
+    per_byte = 2 if x.spec.element == "e2m1" else 1
+    blocks = -(-(x.shape[0] + rows) // height) - x.scales.shape[0]
+    return x._replace(
+        shape=(x.shape[0] + rows, width),
+        codes=F.pad(x.codes, (0, columns // per_byte, 0, rows)),
+        scales=F.pad(x.scales, (0, columns // cols, 0, blocks)),
+    )

@@ -1,0 +1,126 @@
+"""fp4train eval RUN|FOLDER [task=NAME,FILE.yaml | text=PATH] [recipe=A,B] [step=STEP] [batches=8] [--json]
+
+Loss and bits per byte of a run's model on its held-out text, or tasks of lm_eval, in any recipes (docs/evaluation.md).
+FOLDER is a model of Hugging Face, for task= and text=.
+
+  recipe=A,B       and recipe.KEY=VALUE, policy=NAME; the default is high precision, and the recipe that the forward
+                   pass was trained in
+  step=200         the checkpoint; the default is the newest
+  batches=8        of held-out text; the default is the run's, which gives its val/loss
+  text=PATH        instead of held-out text: a text file, or those of a folder
+  task=NAME        tasks of lm_eval, or a YAML file of your own; several are separated by commas
+  limit=100        only so many documents of each task
+  shots=5          examples before each question
+  rows=16          most sequences of a batch, for tasks and text
+  record=false     do not keep the results; otherwise they are an event in the run's metrics, and in its tracker
+  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
+  plugins=[NAME]   packages of the classes of your own that the run uses
+  --json           as data
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fp4train.cli.output import usage
+from fp4train.cli.trained import STEP, with_model
+from fp4train.config.overrides import Option, count, read_options, truth
+from fp4train.errors import UserError, user_errors
+from fp4train.text import tabulate, whole_number
+
+if TYPE_CHECKING:
+    from fp4train.exchange.evaluation import Score
+    from fp4train.exchange.trained import NamedRecipe, TrainedModel
+
+USAGE = usage(__doc__)
+OPTIONS = {
+    "step": STEP,
+    "task": Option(),
+    "text": Option(),
+    "batches": Option(count, "batches={!r} must be a whole number from 1"),
+    "limit": Option(count, "limit={!r} must be a whole number from 1"),
+    "shots": Option(whole_number, "shots={!r} must be a whole number from 0"),
+    "rows": Option(count, "rows={!r} must be a whole number from 1", 16),
+    "record": Option(truth, "record={}: true or false", True),
+}
+COUNTS = ("tokens", "bytes", "documents")
+_OF = {"batches": "held-out text", "limit": "task=…", "shots": "task=…", "rows": "task=… and text=…"}
+"""Options, and what they are of."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the scores and record them; returns the exit code."""
+    as_data = "--json" in arguments
+    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
+    given = line.options
+    if given["task"] is not None and given["text"] is not None:
+        raise UserError("task=… and text=… are two evaluations: give one of them")
+    kind = "task=…" if given["task"] is not None else "text=…" if given["text"] is not None else "held-out text"
+    for key, of in _OF.items():
+        if given[key] != OPTIONS[key].default and kind not in of:
+            raise UserError(f"{key}=… is of {of}, not of {kind}")
+
+    def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
+        from fp4train.exchange.results import record
+
+        own = [trained.high_precision, *([] if trained.trained_in is None else [trained.own])]
+        began, scores = time.perf_counter(), []
+        for score in _scores(trained, named or own, given):
+            scores.append(score)
+        seconds = time.perf_counter() - began
+        if as_data:
+            about = {"run": str(trained.source), "step": trained.step, "seconds": round(seconds, 3)}
+            print(json.dumps({**about, "scores": [asdict(score) for score in scores]}))
+        else:
+            print(f"{trained.title}, {seconds:.1f} s\n")
+            print(_tables(scores))
+        said = record(trained, scores) if given["record"] else ""
+        if said and not as_data:
+            print(f"\nrecorded in {said}" if said.endswith("jsonl") else f"\n{said}")
+        return 0
+
+    return with_model("eval", USAGE, line, list(OPTIONS), given["step"], task)
+
+
+def _scores(trained: TrainedModel, recipes: Sequence[NamedRecipe], given: dict[str, Any]) -> Iterator[Score]:
+    from fp4train.exchange.evaluation import held_out, texts
+
+    if given["text"] is not None:
+        return texts(trained, recipes, given["text"], given["rows"])
+    if given["task"] is None:
+        return held_out(trained, recipes, given["batches"])
+    with user_errors(ImportError, before="task=… needs lm_eval (", after="): pip install 'fp4train[lm-eval]'"):
+        from fp4train.exchange.harness import tasks
+    names = [name for name in given["task"].split(",") if name]
+    if not names:
+        raise UserError("task= names no task")
+    return tasks(trained, recipes, names, rows=given["rows"], limit=given["limit"], shots=given["shots"])
+
+
+def _tables(scores: Sequence[Score]) -> str:
+    """A table per task, with a row per recipe and a column per metric, with its standard error where there is one."""
+    tables = []
+    for task in dict.fromkeys(score.task for score in scores):
+        mine = [score for score in scores if score.task == task]
+        names = list(dict.fromkeys(name for score in mine for name in score.values if "_stderr" not in name))
+        rows = [(score.recipe, *(_cell(score.values, name) for name in names)) for score in mine]
+        tables.append("\n".join(tabulate([(task, *names), *rows], right=range(1, len(names) + 1))))
+    return "\n\n".join(tables)
+
+
+def _cell(values: Mapping[str, float], name: str) -> str:
+    value, error = values.get(name), values.get(_error_of(name))
+    if value is None:
+        return ""
+    shown = f"{value:,.0f}" if float(value).is_integer() and name in COUNTS else f"{value:.4f}"
+    return shown if error is None else f"{shown} ± {error:.4f}"
+
+
+def _error_of(metric: str) -> str:
+    """ "acc_stderr" of "acc", "acc_stderr,strict" of "acc,strict", as lm_eval calls them."""
+    name, comma, kind = metric.partition(",")
+    return f"{name}_stderr{comma}{kind}"

@@ -1,0 +1,93 @@
+"""fp4train sample RUN|FOLDER prompt="…" [tokens=64] [temperature=1] [seed=0] [recipe=NAME] [step=STEP] [--json]
+
+Text that the model of a run, or of a Hugging Face folder, writes after a prompt, in any recipe (docs/evaluation.md).
+
+  prompt="def f("  the text to go on from
+  tokens=64        most tokens to write; it ends earlier at the end of a document, and where the context is full
+  temperature=1    what the logits are divided by; 0: the most likely token each time
+  top_k=40         only so many of the most likely tokens
+  top_p=0.9        only the most likely tokens that together have this probability
+  seed=0           of the random numbers: the same command writes the same text
+  recipe=bf16      and recipe.KEY=VALUE, policy=NAME; the default is the recipe that the forward pass was trained in
+  step=200         the checkpoint; the default is the newest
+  plugins=[NAME]   packages of the classes of your own that the run uses
+  --json           as data, with the token ids
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fp4train.cli.output import usage
+from fp4train.cli.trained import STEP, with_model
+from fp4train.config.overrides import Option, count, number, read_options
+from fp4train.errors import UserError, user_errors
+from fp4train.text import whole_number
+
+if TYPE_CHECKING:
+    from fp4train.exchange.generation import Sampling
+    from fp4train.exchange.trained import NamedRecipe, TrainedModel
+
+USAGE = usage(__doc__)
+OPTIONS = {
+    "prompt": Option(),
+    "step": STEP,
+    "tokens": Option(count, "tokens={!r} must be a whole number from 1", 64),
+    "temperature": Option(number, "temperature={!r} must be a number ≥ 0", 1.0),
+    "top_k": Option(count, "top_k={!r} must be a whole number from 1"),
+    "top_p": Option(number, "top_p={!r} must be a number above 0 and at most 1", 1.0),
+    "seed": Option(whole_number, "seed={!r} must be a whole number from 0", 0),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Print the text as it is sampled; returns the exit code."""
+    from fp4train.exchange.generation import Sampling
+
+    as_data = "--json" in arguments
+    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
+    prompt, step, *_ = line.options.values()
+    if prompt is None:
+        raise UserError(f'sample needs prompt="…": {USAGE}')
+    with user_errors(ValueError):
+        sampling = Sampling(**{key: value for key, value in line.options.items() if key not in ("prompt", "step")})
+
+    def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
+        if len(named) > 1:
+            raise UserError(f"sample writes in one recipe, not in {', '.join(each.name for each in named)}")
+        return _sample(trained, named[0] if named else trained.own, prompt, sampling, as_data)
+
+    return with_model("sample", USAGE, line, list(OPTIONS), step, task)
+
+
+def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool) -> int:
+    from fp4train.exchange.generation import TextStream, generate
+
+    tokenizer = trained.text_tokenizer()
+    stream, ids, began = TextStream(tokenizer), tokenizer.encode(prompt), time.perf_counter()
+    written: list[int] = []
+    for (token,) in generate(trained, [ids], sampling, named=named, ends=[tokenizer.end_of_document]):
+        if not written and not as_data:
+            print(prompt, end="")
+        assert token is not None
+        written.append(token)
+        grown = stream.add(token)
+        if not as_data:
+            print(grown, end="", flush=True)
+    rest, seconds = stream.end(), time.perf_counter() - began
+    if as_data:
+        made = {"ids": written, "ended": written[-1] == tokenizer.end_of_document, "seconds": round(seconds, 3)}
+        about = {"run": str(trained.source), "step": trained.step, "recipe": named.name, "prompt": prompt}
+        print(json.dumps({**about, **asdict(sampling), "text": stream.text, **made}))
+        return 0
+    print(rest)
+    whole = len(written) == sampling.tokens or written[-1] == tokenizer.end_of_document
+    ended = "" if whole else "; the context is full"
+    where = f"{trained.title} in {named.name}"
+    print(f"{where}: {len(written)} tokens in {seconds:.2f} s{ended}", file=sys.stderr)
+    return 0

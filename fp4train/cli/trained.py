@@ -1,0 +1,98 @@
+"""The words that verbs on a trained model share: recipes, policies, plugins, and paths of the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.override_parser.types import Override
+
+from fp4train.config import overrides, plugins
+from fp4train.config.binding import bind
+from fp4train.config.overrides import CommandLine, Option
+from fp4train.config.schema import Config
+from fp4train.errors import UserError
+from fp4train.precision import LayerPolicy, Recipe
+from fp4train.text import near_miss, whole_number
+
+if TYPE_CHECKING:
+    from fp4train.exchange.trained import NamedRecipe, TrainedModel
+
+Task = Callable[["TrainedModel", Sequence["NamedRecipe"]], int]
+"""What a verb does with a model and the recipes that are named, of which there may be none."""
+
+STEP = Option(whole_number, "step={!r} must be the step of a checkpoint")
+CHOSEN = ("recipe", "policy")
+_PATHS = {field.name for field in fields(Config)} - {"plugins", *CHOSEN}
+"""Sections of a run's configuration, whose paths may be given."""
+
+
+def with_model(verb: str, usage: str, line: CommandLine, known: Sequence[str], step: int | None, task: Task) -> int:
+    """Load the model of the one run that a command names, and do `task`; returns its exit code.
+
+    Args:
+        line: the command line, of which the verb has taken its own options (`known`, for suggestions).
+        step: of the checkpoint; None: the newest.
+
+    Raises:
+        UserError: another number of runs, an unknown key or option, or what `load_trained` refuses.
+    """
+    folders, strange = overrides.own_folders(line.flags), overrides.other_flags(line.flags)
+    if strange:
+        raise UserError(f"{verb} knows no flag {strange[0]}: {usage}")
+    if len(line.runs) != 1:
+        raise UserError(f"{verb} takes the directory of one run: {usage}")
+    words = overrides.parse(line.overrides)
+    ours = [word.key_or_group.partition(".")[0] in CHOSEN for word in words]
+    chosen = [str(word.input_line) for word, own in zip(words, ours, strict=True) if own]
+    paths = named_paths([word for word, own in zip(words, ours, strict=True) if not own], (*CHOSEN, *known))
+    with plugins.using(overrides.plugins(line.overrides), folders):
+        from fp4train.exchange.trained import load_trained
+        from fp4train.lab.studies.candidates import sweep_axes
+
+        axes = sweep_axes(overrides.with_files(chosen), folders)
+        trained = load_trained(Path(line.runs[0]), step, paths)
+        return task(trained, _named(trained, axes))
+
+
+def named_paths(words: Iterable[Override], known: Sequence[str]) -> dict[str, str | None]:
+    """Paths of the run's configuration that a command names, by their full keys.
+
+    Args:
+        words: of the command line, without the verb's own options, which are `known`, for suggestions.
+
+    Raises:
+        UserError: a key is no path, and is not `plugins`.
+    """
+    paths: dict[str, str | None] = {}
+    for word in words:
+        key = word.key_or_group
+        if key.partition(".")[0] in _PATHS and isinstance(path := word.value(), str | None):
+            paths[key] = path
+        elif key != "plugins":
+            every = (*known, "plugins")
+            raise UserError(f"unknown key {key!r}{near_miss(key, every)} (known: {', '.join(every)})")
+    return paths
+
+
+def _named(trained: TrainedModel, axes: Sequence[tuple[str, list[tuple[str, object]]]]) -> list[NamedRecipe]:
+    """The recipes that a command names with the policies; a policy alone is that of the model's own recipe."""
+    from fp4train.config.schema import plain
+    from fp4train.exchange.trained import NamedRecipe
+    from fp4train.lab.studies.candidates import candidates
+
+    if not axes:
+        return []
+    saved: Mapping[str, object] = plain(trained.cfg)
+    alone = not any(key.partition(".")[0] == "recipe" for key, _ in axes)
+    return [
+        NamedRecipe(
+            name=trained.own.name if alone else each.name,
+            recipe=trained.own.recipe if alone else bind(each.recipe, Recipe, "recipe"),
+            policy=bind(each.policy, LayerPolicy, "policy"),
+        )
+        for each in candidates(axes, saved)
+        if each.asked
+    ]

@@ -1,0 +1,81 @@
+"""fp4train verify FOLDER against=RUN [key=value…] [--json]
+
+Whether a folder that `export` wrote has the numbers of the run: codes, block scales, global scales, what is in high
+precision, names, shapes and configuration; a line for each layer. Exit code 0: all are equal; 1: not.
+
+  against=RUN      the run directory
+  step=200         the checkpoint; the default is the one that the folder names, or the newest
+  stretch=100      a step of the steps whose codes the folder has; the default is as it says
+  loss=8           also the loss of the folder in transformers, on so many batches of held-out text, beside the run's
+  --json           as data
+  data.path=PATH   and other paths of the run's data, where it names some outside of itself, for loss=
+  plugins=[NAME]   packages of classes of your own that the run needs
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4train.cli.output import usage
+from fp4train.cli.trained import named_paths
+from fp4train.config import overrides, plugins
+from fp4train.config.overrides import Option, read_options
+from fp4train.errors import UserError
+from fp4train.text import columns, whole_number
+
+if TYPE_CHECKING:
+    from fp4train.exchange.verify import Verified
+
+USAGE = usage(__doc__)
+OPTIONS = {
+    "against": Option(Path),
+    "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
+    "stretch": Option(whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"),
+    "loss": Option(whole_number, "loss={!r} must be a number of batches"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, and print a line for each layer; returns the exit code."""
+    from fp4train.exchange.verify import verify
+
+    line = read_options([each for each in arguments if each != "--json"], OPTIONS)
+    run, step, stretch, batches = (line.options[key] for key in OPTIONS)
+    if line.flags:
+        raise UserError(f"verify knows no flag {line.flags[0]}: {USAGE}")
+    if len(line.runs) != 1 or run is None:
+        raise UserError(f"verify needs one folder and the run that it was made from: {USAGE}")
+    paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
+    with plugins.using(overrides.plugins(line.overrides)):
+        found = verify(Path(line.runs[0]), run, step=step, stretch=stretch)
+        losses: dict[str, float] = {}
+        if batches:
+            from fp4train.exchange.served import served_losses
+
+            losses = served_losses(found, batches, paths)
+    if "--json" in arguments:
+        print(json.dumps({**found.as_json(), "losses": losses}, indent=1))
+    else:
+        _show(found, losses)
+    return 0 if found.equal else 1
+
+
+def _show(found: Verified, losses: dict[str, float]) -> None:
+    rows = [
+        (each.name, each.module, each.form, "; ".join(each.differences) or f"equal: {', '.join(each.parts)}")
+        for each in found.layers
+    ]
+    print("\n".join(columns(rows)))
+    for each in found.others:
+        print(each)
+    for name, loss in losses.items():
+        print(f"loss {loss:.4f}: {name}")
+    wrong = sum(bool(each.differences) for each in found.layers)
+    of = f"{found.run} at step {found.step}" + (f", {found.stretch}" if found.stretch else "")
+    if found.equal:
+        print(f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are equal in every bit")
+    else:
+        more = f" and {len(found.others)} other differences" if found.others else ""
+        print(f"{found.folder} differs from {of}: {wrong} of {len(found.layers)} modules{more}")

@@ -1,0 +1,118 @@
+"""`init=FOLDER`: a run that begins with the weights of a Hugging Face folder has that folder's model and tokenizer.
+
+The sections `model` and `data.tokenizer` are made of the folder's `config.json` and `tokenizer.json`, so that the saved
+configuration of the run describes its model without the folder.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fp4train import sealed
+from fp4train.checkpoint import model_folder
+from fp4train.config.binding import MISSING
+from fp4train.config.plugins import families
+from fp4train.config.schema import plain
+from fp4train.data.tokenizers import Pretrained
+from fp4train.errors import UserError, user_errors
+from fp4train.models.hf import HuggingFaceFamily, family_for
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+def names_folder(init: str | None) -> bool:
+    """Whether `init` names a Hugging Face folder, and no run directory."""
+    return init is not None and not (Path(init) / sealed.CONFIG).is_file() and model_folder.is_model_folder(Path(init))
+
+
+def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
+    """`cfg` with the model and the tokenizer of the folder that `cfg.init` names; unchanged where it names none.
+
+    Args:
+        changed: the keys that the command line sets. Those of the model that change no weight are kept, and so is a
+            tokenizer that it names.
+
+    Raises:
+        UserError: the folder's model is not supported, the command line contradicts it, or it has no tokenizer.
+    """
+    if not isinstance(cfg.init, str) or not names_folder(cfg.init):
+        return cfg
+    folder, changed = Path(cfg.init), set(changed)
+    if cfg.init_step is not None:
+        raise UserError(
+            f"init_step={cfg.init_step} is the step of a checkpoint, and init={folder} is no run: leave it out"
+        )
+    found = plain(cfg) | {"model": _model(cfg, folder, changed)}
+    if (section := _tokenizer(cfg, folder, changed)) is not None:
+        found["data"] = found["data"] | {"tokenizer": section}
+    return OmegaConf.create(found)
+
+
+def model_of(folder: Path) -> tuple[HuggingFaceFamily, Any]:
+    """The family of a folder's model, and the `model=…` that its configuration describes.
+
+    Raises:
+        UserError: it cannot be read, or is not supported.
+    """
+    described = model_folder.read_config(folder)
+    with user_errors(ValueError, before=f"{folder / model_folder.CONFIG}: "):
+        family = family_for(described, families())
+        return family, family.shape_of(described)
+
+
+def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
+    """The section `model`."""
+    if "model" in changed:
+        raise UserError(
+            f"init={folder} brings its model: leave out model=…; single keys that change no weight can be given "
+            "(model.recompute=true)"
+        )
+    family, shape = model_of(folder)
+    kind = type(shape)
+    package = kind.__module__.rpartition(".")[0] or kind.__module__
+    section = {"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)}
+    given = plain(cfg)["model"]
+    for key in sorted(key for key in changed if key.startswith("model.")):
+        name = key.split(".")[1]
+        if name not in family.FREE and given[name] != section.get(name):
+            raise UserError(
+                f"{key}={given[name]} contradicts init={folder}, whose {model_folder.CONFIG} makes it "
+                f"{section.get(name)}: leave it out (a run may choose {', '.join(f'model.{n}' for n in family.FREE)})"
+            )
+        section[name] = given[name]
+    return section
+
+
+def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any] | None:
+    """The section `data.tokenizer`; None: it stays as it is."""
+    own = plain(cfg)["data"].get("tokenizer")
+    if own is None:
+        return None  # the data are ids of tokens
+    named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
+    if named and own.get("name") != MISSING:
+        return None
+    if not model_folder.has_file(folder, TOKENIZER):
+        raise UserError(
+            f"{folder} has no {TOKENIZER}: name the tokenizer of its model, data/tokenizer=pretrained "
+            "data.tokenizer.name=…"
+        )
+    section = {"_target_": "fp4train.data.tokenizers.Pretrained", **dataclasses.asdict(Pretrained(name=str(folder)))}
+    more = {key: value for key, value in own.items() if key != "name"} if named else {"end_of_document": _end(folder)}
+    if (lost := Pretrained(name=str(folder), end_of_document=more["end_of_document"]).open().lost_text()) is not None:
+        raise UserError(
+            f"{folder / TOKENIZER} does not give text back that it encodes: a line of Python becomes {lost!r}. Where "
+            f"that is meant, name it: data/tokenizer=pretrained data.tokenizer.name={folder}"
+        )
+    return section | more
+
+
+def _end(folder: Path) -> str | None:
+    """The token that ends a document, as the tokenizer's configuration names it; None: it names none."""
+    if not model_folder.has_file(folder, TOKENIZER_CONFIG):
+        return None
+    end = model_folder.read_table(folder, TOKENIZER_CONFIG).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None

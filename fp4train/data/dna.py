@@ -1,0 +1,255 @@
+"""`data=dna data.path=FILE_OR_FOLDER`: DNA or RNA in FASTA files, plain or gzip; a record is a document.
+
+The bases are letters of the IUPAC code (Cornish-Bowden 1985); `-` is a gap. Validation never shares a base with
+training: the held-out records, or the last part of all bases, are set apart before reverse complements are made, which
+only training has.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from fp4train.data.files import PIECE_CHARACTERS, existing_path, files_of, stamp
+from fp4train.data.source import TextSource, tokenised
+from fp4train.data.tokens import Documents, Piece, TokenData, token_data
+from fp4train.errors import DataError
+from fp4train.paths import PathText
+from fp4train.text import check_choice, near_miss
+
+SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn", ".fas", ".gz")
+BASES = "ACGTURYSWKMBDHVN-"
+PAIRED = "TGCAAYRSWMKVHDBN-"
+"""What each of `BASES` pairs with, in DNA; in RNA, A pairs with U."""
+_COMPLEMENT = str.maketrans(BASES + BASES.lower(), PAIRED + PAIRED.lower())
+_COMPLEMENT_OF_RNA = _COMPLEMENT | str.maketrans("Aa", "Uu")
+_NEITHER_BASE_NOR_SPACE = re.compile(rf"[^\s{re.escape(BASES + BASES.lower())}]")
+_UNKNOWN = re.compile("[Nn]+")
+CASES, UNKNOWN_BASES = ("upper", "keep"), ("keep", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dna(TextSource):
+    """FASTA files.
+
+    Args:
+        path: a file, or a folder, whose files with a suffix of FASTA, or `.gz`, are read in the order of their names.
+        case: `upper`: lower case, by which assemblies mark repeats, is not kept. `keep`: it is.
+        unknown: `split`: a document ends where bases are unknown (N), and these are left out. `keep`: N is a letter.
+        reverse_complement: whether training also reads the other strand, a document after each document.
+        held_out: names of records (the first word after `>`) that validation has; none: the last `val` of all bases.
+        val: held out where `held_out` names no record: a share below 1, or a number of bases.
+    """
+
+    path: PathText
+    case: str = "upper"
+    unknown: str = "keep"
+    reverse_complement: bool = False
+    held_out: Sequence[str] = ()
+    cache_dir: PathText = "~/.cache/fp4train"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("data.case", self.case, CASES)
+        check_choice("data.unknown", self.unknown, UNKNOWN_BASES)
+        if isinstance(self.held_out, str):
+            raise ValueError(
+                f"data.held_out={self.held_out}: a list of records is needed, data.held_out=[{self.held_out}]"
+            )
+
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        paths = files_of(existing_path(self.path, "data.path"), SUFFIXES, "data.path")
+        records = _Records(self, paths)
+        tokenizer = self.tokenizer.build(records.training, run_dir)
+        key = {
+            "source": "dna",
+            "files": stamp(paths),
+            "settings": [self.case, self.unknown, self.reverse_complement, self.val, *self.held_out],
+        }
+        parts: tuple[tuple[str, Documents], ...] = (("train", records.training), ("val", records.validation))
+        train, val = (
+            tokenised(documents, tokenizer, self.cache_dir, {**key, "part": part}) for part, documents in parts
+        )
+        held = f"data.held_out=[{','.join(self.held_out)}]" if self.held_out else f"data.val={self.val:g}"
+        return token_data(
+            train,
+            val,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=seq_len,
+            tokenizer=tokenizer,
+            description=f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+            whole=f"{held} is held out",
+        )
+
+
+class _Records:
+    """The documents of both parts.
+
+    Args:
+        paths: of the files.
+    """
+
+    def __init__(self, settings: Dna, paths: Sequence[Path]) -> None:
+        self.settings, self.paths = settings, paths
+
+    def training(self) -> Iterator[Piece]:
+        for bases in self._chosen(held_out=False):
+            strand: list[str] = []
+            for piece in pieces(bases, split=self.settings.unknown == "split"):
+                yield piece
+                if self.settings.reverse_complement:
+                    strand.append(piece.text)
+                    if piece.ends_document:
+                        other = other_strand("".join(strand))
+                        strand.clear()
+                        parts = range(0, len(other), PIECE_CHARACTERS)
+                        yield from pieces((other[i : i + PIECE_CHARACTERS] for i in parts), split=False)
+
+    def validation(self) -> Iterator[Piece]:
+        for bases in self._chosen(held_out=True):
+            yield from pieces(bases, split=self.settings.unknown == "split")
+
+    def _chosen(self, *, held_out: bool) -> Iterator[Iterator[str]]:
+        """The bases of each record, or of its part, that training has, or validation."""
+        for number, (_, bases) in enumerate(self._all()):
+            first = self._training_bases[number]
+            yield _cut(bases, first, held_out=held_out)
+
+    @cached_property
+    def _training_bases(self) -> list[int]:
+        """How many bases of each record training has; the rest are held out. The files are read for it."""
+        names: list[str] = []
+        counts: list[int] = []
+        for name, bases in self._all():
+            names.append(name)
+            counts.append(sum(map(len, bases)))
+        if held := self.settings.held_out:
+            for name in held:
+                if name not in names:
+                    raise DataError(
+                        f"data.held_out: {self.settings.path} has no record {name!r}{near_miss(name, names)}"
+                    )
+            return [0 if name in held else count for name, count in zip(names, counts, strict=True)]
+        total, val = sum(counts), self.settings.val
+        training = total - int(total * val if val < 1 else val)
+        return [
+            min(max(training - end + count, 0), count) for end, count in zip(accumulate(counts), counts, strict=True)
+        ]
+
+    def _all(self) -> Iterator[tuple[str, Iterator[str]]]:
+        for path in self.paths:
+            yield from read_records(path, upper=self.settings.case == "upper")
+
+
+def _cut(bases: Iterator[str], first: int, *, held_out: bool) -> Iterator[str]:
+    """The first bases, or those that are held out after them."""
+    seen = 0
+    for text in bases:
+        border = min(max(first - seen, 0), len(text))
+        if kept := text[border:] if held_out else text[:border]:
+            yield kept
+        seen += len(text)
+
+
+def other_strand(bases: str) -> str:
+    """The reverse complement; of RNA, which U tells, it is RNA."""
+    rna = "U" in bases or "u" in bases
+    return bases.translate(_COMPLEMENT_OF_RNA if rna else _COMPLEMENT)[::-1]
+
+
+def pieces(texts: Iterator[str], *, split: bool) -> Iterator[Piece]:
+    """The pieces of one record; with `split` of a document for each part between unknown bases."""
+    waiting = ""
+    for text in texts:
+        parts = _UNKNOWN.split(text) if split else [text]
+        for number, part in enumerate(parts):
+            if number and waiting:
+                yield Piece(waiting)
+                waiting = ""
+            if part and waiting:
+                yield Piece(waiting, ends_document=False)
+            waiting = part or waiting
+    if waiting:
+        yield Piece(waiting)
+
+
+def read_records(path: Path, *, upper: bool) -> Iterator[tuple[str, Iterator[str]]]:
+    """Name and bases of each record of a FASTA file; the bases in texts of about `PIECE_CHARACTERS`.
+
+    The bases of a record must be read before the next record is.
+
+    Raises:
+        DataError: the file is no FASTA of nucleic acids; with the line.
+    """
+    reader = _Reader(path, upper=upper)
+    while (name := reader.next_name()) is not None:
+        yield name, reader.bases()
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as probe:
+            zipped = probe.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rt", encoding="ascii") if zipped else path.open(encoding="ascii") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no FASTA file: it holds the byte {error.object[error.start]:#04x}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+class _Reader:
+    """One pass through the lines of a file."""
+
+    def __init__(self, path: Path, *, upper: bool) -> None:
+        self.path, self.lines, self.upper = path, enumerate(_lines(path), 1), upper
+        self.header: tuple[int, str] | None = None
+        for number, line in self.lines:
+            if line.startswith(">"):
+                self.header = number, line
+                return
+            if line.strip() and not line.startswith(";"):
+                raise DataError(
+                    f"{path}, line {number}: a record of FASTA begins with > and its name, not {line[:20]!r}"
+                )
+        raise DataError(f"{path} holds no record of FASTA, which begins with > and its name")
+
+    def next_name(self) -> str | None:
+        if self.header is None:
+            return None
+        number, line = self.header
+        words = line[1:].split(maxsplit=1)
+        if not words:
+            raise DataError(f"{self.path}, line {number}: the record has no name after >")
+        return words[0]
+
+    def bases(self) -> Iterator[str]:
+        """The bases up to the next record."""
+        assert self.header is not None
+        (first, line), self.header = self.header, None
+        found, length, empty = [], 0, True
+        for number, text in self.lines:
+            if text.startswith(">"):
+                self.header = number, text
+                break
+            if text.startswith(";"):
+                continue
+            if strange := _NEITHER_BASE_NOR_SPACE.search(text):
+                raise DataError(
+                    f"{self.path}, line {number}: {strange[0]!r} is no base of DNA or RNA (IUPAC: {BASES}). A FASTA "
+                    "file of proteins, or of something else, is read by data=text"
+                )
+            if bases := "".join(text.split()):
+                found.append(bases.upper() if self.upper else bases)
+                length, empty = length + len(bases), False
+            if length >= PIECE_CHARACTERS:
+                yield "".join(found)
+                found, length = [], 0
+        if empty:
+            raise DataError(f"{self.path}, line {first}: the record {line[1:].strip()!r} has no bases")
+        if found:
+            yield "".join(found)

@@ -1,0 +1,86 @@
+"""What a folder of codes needs of the model that runs: the largest |x| of each layer's input.
+
+Serving software quantises activations under a fixed global scale, from the largest |x| that was seen. Both of the tools
+that write such folders take it over a few batches. A run that measured its operands has it in `statistics.bin`; else
+the model runs a few batches of its training text in the recipe of the stretch.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.exchange.evaluation import data_of
+from fp4train.exchange.packed import PackedModel
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.nn.planned import PlannedLayer
+from fp4train.track.statistics import STATISTICS, read_statistics
+
+MEASURED = 8
+"""The last measured steps of a stretch whose amaxes count."""
+
+
+def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[str, float]:
+    """Layer → the largest |x| of its input over so many batches of training text, in a recipe.
+
+    Raises:
+        UserError: the data is not there.
+    """
+    config = trained.config
+    text = data_of(trained).train
+    train = Loader(text, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed)
+    seen: dict[str, Tensor] = {}
+
+    def see(module: PlannedLayer, inputs: tuple[Any, ...]) -> None:
+        name, amax = module.layer.name, inputs[0].detach().abs().amax().float()
+        seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
+
+    layers = [each for each in trained.model.modules() if isinstance(each, PlannedLayer)]
+    handles = [each.register_forward_pre_hook(see) for each in layers]
+    try:
+        for batch in range(batches):
+            trained.forward(named, *train.batch(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: float(amax) for name, amax in seen.items()}
+
+
+def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
+    """(layer → the largest |x| of its input in the last measured steps of the stretch, their number), from the run's
+    `statistics.bin`; None: it has none of every packed layer."""
+    run, stretch = packed.model.run, packed.stretch
+    if not (run / STATISTICS).is_file():
+        return None
+    columns = read_statistics(run).operands
+    steps = columns["step"]
+    last = min(stretch.stop, packed.model.found.step)
+    here = (columns["operand"] == "fprop.x") & (steps > stretch.start) & (steps <= last)
+    chosen = sorted(set(steps[here].tolist()))[-MEASURED:]
+    here &= steps >= (chosen[0] if chosen else 0)
+    found: dict[str, float] = {}
+    for name, amax in zip(columns["layer"][here].tolist(), columns["amax"][here].tolist(), strict=True):
+        found[name] = max(found.get(name, 0.0), amax)
+    names = {each.layer.name for each in packed.layers.values()}
+    return (found, len(chosen)) if names <= found.keys() else None
+
+
+def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
+    """The amaxes of packed layers, the largest of each group that is served as one.
+
+    Raises:
+        UserError: one is zero or not finite.
+    """
+    found = {}
+    for each in packed.layers.values():
+        name = each.layer.name
+        found[name] = max(amaxes.get(other, 0.0) for other in each.layer.fused or (name,))
+        if not 0 < found[name] < math.inf:
+            raise UserError(
+                f"the largest |x| of {name} is {found[name]}: no scale of its activations can be made of it"
+            )
+    return found

@@ -1,0 +1,87 @@
+"""The model card of an export: how the model was trained, by steps and by layers, and the losses that it reaches."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from fp4train import __version__
+from fp4train.exchange.stored import StoredModel
+from fp4train.files import Folder
+from fp4train.run.record.inbox import EVALUATION
+from fp4train.run.record.journal import read_journal, stretches
+from fp4train.text import printable, screen
+from fp4train.track.config import METRICS
+from fp4train.track.metrics import LIMIT, parse_line
+
+LOSSES = {
+    "val/loss": "validation, high precision",
+    "val/loss_recipe": "validation, in the recipe",
+    "train/loss": "training",
+}
+"""In nats per token."""
+
+
+def model_card(model: StoredModel, *, made: str, loaded: str, notes: Sequence[str]) -> str:
+    """The text of the folder's README.md (card.md).
+
+    Args:
+        made: how the weights became what the folder holds, a sentence or more.
+        loaded: Python that loads the folder.
+        notes: what differs from the run, a sentence each.
+    """
+    step, records = model.found.step, read_journal(model.run)
+    ran = [replace(each, stop=min(each.stop, step)) for each in stretches(records) if each.start < step]
+    evaluated, tasks = measured(model)
+    text = screen(
+        __package__,
+        "card.md",
+        {"inline": _inline},
+        tags=["fp4train", *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", each.recipe.lower()) for each in ran)],
+        run=model.run.resolve().name,
+        kind=type(model.config.model).__name__,
+        model=model,
+        step=step,
+        train=model.config.train,
+        made=made,
+        loaded=loaded,
+        losses=LOSSES,
+        evaluated=evaluated,
+        tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in tasks],
+        ran=ran,
+        plan="\n\n".join(each.render(full=False) for each in ran).replace("```", "'''"),
+        notes=notes,
+        environment=next((r.values["environment"] for r in reversed(records) if "environment" in r.values), None),
+        version=__version__,
+    )
+    return f"{text}\n"
+
+
+def _results(line: Mapping[str, Any]) -> str:
+    values = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+    return ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float))
+
+
+def measured(model: StoredModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """From the metrics, up to the checkpoint's step: the last line of each recipe that has a validation loss, and of
+    that step itself the last results of each task and recipe (`fp4train eval`)."""
+    evaluated: dict[Any, dict[str, Any]] = {}
+    tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
+    with suppress(FileNotFoundError), Folder.open(model.run) as folder:
+        for raw in folder.lines(METRICS, LIMIT):
+            if b'"val/loss"' not in raw and EVALUATION.encode() not in raw:
+                continue
+            with suppress(ValueError, RecursionError):  # a damaged line
+                line = parse_line(raw)
+                if line.get("event") == EVALUATION and line["step"] == model.found.step:
+                    tasks[line.get("task"), line.get("recipe")] = line
+                elif "val/loss" in line and line["step"] <= model.found.step:
+                    evaluated.pop(recipe := line.get("precision/recipe"), None)
+                    evaluated[recipe] = line
+    return list(evaluated.values()), list(tasks.values())
+
+
+def _inline(text: object) -> str:
+    """Text of a run directory in a line of Markdown: nothing in it ends a cell or opens a tag."""
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", printable(str(text), kept=""))

@@ -1,0 +1,173 @@
+"""What a trained model says of text: its loss and bits per byte, in any recipe.
+
+    bits per byte = −Σ log₂ p(token) / bytes of the text
+
+The bytes are those of the text that the tokens stand for, by the tokenizer; the ends of documents cost bits and stand
+for none. It compares models of different tokenizers, as a loss per token does not.
+
+`held_out` measures the run's own validation batches, in the order and arithmetic of its `val/loss`. `texts` measures
+other text: each document by itself, after the id that ends a document, in windows of the context, so that each token is
+predicted once. Sequences of equal length share a batch: padding would enter the scales of a recipe. Probabilities are
+over all ids of the head, padded ones included, as in training and in other software.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp4train.data import Loader
+from fp4train.data.files import existing_path, files_of, read_pieces
+from fp4train.data.tokens import Ids, TokenData, Tokenizer, token_bytes
+from fp4train.errors import UserError
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.run.build import VALIDATION_SEED
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_paths
+
+HELD_OUT = "held-out text"
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of a batch: 128 MB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a model in one recipe says of one task; `values` by the name of the metric."""
+
+    task: str
+    recipe: str
+    values: dict[str, float]
+
+
+def data_of(trained: TrainedModel) -> TokenData:
+    """The run's data, training and validation text; nothing of it is written.
+
+    Raises:
+        UserError: it is not there, or lies outside of the run and was not named by this user.
+    """
+    if trained.step is None:
+        raise UserError(f"{trained.source} is no run and has no held-out text: give text=PATH or task=NAME")
+    check_paths(trained.cfg, trained.paths)
+    with tempfile.TemporaryDirectory() as place:
+        run_directory.copy_files(trained.source, Path(place), run_directory.TOKENIZER)
+        return trained.config.data.build(Path(place), trained.config.train.seq_len, trained.config.run.seed)
+
+
+def held_out(trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int | None) -> Iterator[Score]:
+    """The scores on the run's held-out text.
+
+    Args:
+        batches: of the run's batch size; None: those of the run's evaluations.
+
+    Raises:
+        UserError: the data is not there, or a loss is not finite.
+    """
+    config, settings, data = trained.config, trained.config.train, data_of(trained)
+    loader = Loader(data.val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)
+    # A validation text of less than a batch is shown more than once, as in the run's evaluations.
+    count = min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size
+    rows = settings.microbatch or settings.batch_size
+    table = token_bytes(data.tokenizer, data.vocab_size)
+    factor = loader.loss_factor(0, count)
+    for named in recipes:
+        losses, size = [], 0
+        for first in range(0, count, rows):
+            tokens, targets = loader.rows(first, rows)
+            losses.append(float(trained.forward(named, tokens, targets) * factor))
+            size += _bytes(table, targets[targets >= 0].numpy())
+        loss, tokens_in_all = sum(losses) / len(losses), round(count * settings.seq_len / factor)
+        _check_finite(loss, trained, named)
+        yield Score(
+            task=HELD_OUT, recipe=named.name, values=_values(loss, tokens_in_all, size if table is not None else 0)
+        )
+
+
+def texts(trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows: int) -> Iterator[Score]:
+    """The scores on a text file, or on all below a folder.
+
+    Raises:
+        UserError: there is no text, or no tokenizer, or a loss is not finite.
+    """
+    tokenizer = trained.text_tokenizer()
+    table = token_bytes(tokenizer, trained.vocab_size)
+    documents = [_document(tokenizer, file) for file in files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")]
+    ids = [window for document in documents for window in windows(document, tokenizer, trained.context)]
+    tokens = sum(map(len, documents))
+    if not tokens:
+        raise UserError(f"text={path} holds no text")
+    size = sum(_bytes(table, np.asarray(each)) for each in documents)
+    for named in recipes:
+        loss = -sum(total for total, _ in log_likelihoods(trained, named, ids, rows)) / tokens
+        _check_finite(loss, trained, named)
+        yield Score(task=path, recipe=named.name, values=_values(loss, tokens, size if table is not None else 0))
+
+
+def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
+    return list(chain.from_iterable(tokenizer.encode(piece.text) for piece in read_pieces(file)))
+
+
+Scored = tuple[Sequence[int], int]
+"""Tokens, and how many of the last of them are scored; the first one never is."""
+
+
+def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterator[Scored]:
+    """A document in windows of at most `context` inputs: each of its tokens is scored once, the first one after the end
+    of a document; the last window reaches back as far as it can."""
+    whole = [tokenizer.end_of_document, *tokens]
+    for first in range(1, len(whole), context):
+        end = min(first + context, len(whole))
+        yield whole[max(0, end - context - 1) : end], end - first
+
+
+def log_likelihoods(
+    trained: TrainedModel, named: NamedRecipe, requests: Sequence[Scored], rows: int
+) -> list[tuple[float, bool]]:
+    """For each request the sum of log p of its scored tokens in nats, and whether each is the most likely one.
+
+    Args:
+        rows: most sequences of a batch; those of a batch have the same length.
+    """
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+    by_length: dict[int, list[int]] = {}
+    for number, (tokens, scored) in enumerate(requests):
+        if scored:
+            by_length.setdefault(len(tokens), []).append(number)
+    for length, numbers in sorted(by_length.items(), reverse=True):
+        most = max(1, min(rows, LOGITS_AT_ONCE // (length * trained.vocab_size)))
+        for start in range(0, len(numbers), most):
+            batch = numbers[start : start + most]
+            inputs = torch.tensor([list(requests[number][0]) for number in batch])
+            logits_BTV = trained.forward(named, inputs[:, :-1]).float().cpu()
+            for number, logits_TV, tokens_T in zip(batch, logits_BTV, inputs, strict=True):
+                found[number] = _scored(logits_TV, tokens_T[1:], requests[number][1])
+    return found
+
+
+def _scored(logits_TV: Tensor, targets_T: Tensor, scored: int) -> tuple[float, bool]:
+    logits_TV, targets_T = logits_TV[-scored:], targets_T[-scored:]
+    total = logits_TV.log_softmax(-1).gather(1, targets_T[:, None]).double().sum()
+    return float(total), bool((logits_TV.argmax(-1) == targets_T).all())
+
+
+def _values(loss: float, tokens: int, size: int) -> dict[str, float]:
+    values: dict[str, float] = {"loss": loss, "tokens": tokens}
+    if size:
+        values |= {"bytes": size, "bits_per_byte": loss * tokens / size / math.log(2)}
+    return values
+
+
+def _bytes(table: Ids | None, ids: Any) -> int:
+    return 0 if table is None else int(table[ids].sum())
+
+
+def _check_finite(loss: float, trained: TrainedModel, named: NamedRecipe) -> None:
+    if not math.isfinite(loss):
+        raise UserError(f"the loss of {trained.title} is {loss} in {named.name}")

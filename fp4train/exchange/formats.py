@@ -1,0 +1,209 @@
+"""The quantised formats of other software: which operands of fprop they are, and how a folder names and describes them.
+
+| weights, activations | compressed-tensors | ModelOpt |
+|---|---|---|
+| NVFP4, NVFP4 | `nvfp4-pack-quantized` | `NVFP4` |
+| NVFP4, high precision | `nvfp4-pack-quantized` | `W4A16_NVFP4` |
+| MXFP8, MXFP8 | `mxfp8-quantized` | `MXFP8` |
+| MXFP4, MXFP4 | `mxfp4-pack-quantized` | - |
+| FP8, FP8 | `float-quantized`, tensor | `FP8` |
+| FP8 rows, FP8 rows | `float-quantized`, channel | `FP8_PER_CHANNEL_PER_TOKEN` |
+| FP8 128×128, FP8 1×128 | `float-quantized`, block | - |
+
+Both store codes row by row, two E2M1 codes in a byte with the first one in the low nibble, and block scales that are
+not swizzled, one for each row: 16×16 blocks repeat theirs 16 times. compressed-tensors DIVIDES by its global scale,
+2688/amax; ModelOpt MULTIPLIES by amax/2688. (Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` and
+`compressors`; ModelOpt 0.47, `torch/export/quant_utils.py`.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp4train import __version__
+from fp4train.quantize import QuantSpec
+from fp4train.quantize.scaling import element_range
+
+HIGH = "high precision"
+COMPRESSED_TENSORS, MODELOPT = "compressed-tensors", "modelopt"
+LAYOUTS = (COMPRESSED_TENSORS, MODELOPT)
+
+_VERSION = "0.20.0"
+"""The version of compressed-tensors whose layout this is."""
+
+
+def _args(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+def _scaled(bits: int, strategy: str, size: int, dtype: str, **more: Any) -> dict[str, Any]:
+    return _args(bits, strategy, group_size=size, scale_dtype=dtype, zp_dtype=dtype, **more)
+
+
+_NVFP4 = (4, "tensor_group", 16, "torch.float8_e4m3fn")
+_MX = ("group", 32, "torch.uint8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How other software stores a weight and quantises the activations that meet it.
+
+    Args:
+        weight, x: the kinds of the two operands of fprop (`kind_of`).
+        compressed: name of the format in compressed-tensors, and the arguments of its two operands.
+        modelopt: what ModelOpt's configuration says; None: it has no such format.
+        static: whether a scale of the activations is stored.
+        group: in features that share a scale, which the layer must fill; 1: any number.
+    """
+
+    weight: str
+    x: str
+    compressed: tuple[str, dict[str, Any], dict[str, Any] | None]
+    modelopt: dict[str, Any] | None
+    static: bool = False
+    group: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.weight if self.weight == self.x else f"{self.weight} with activations in {self.x}"
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether the scales are bytes of blocks."""
+        return self.group > 1
+
+
+FORMATS = (
+    Format(
+        weight="NVFP4",
+        x="NVFP4",
+        compressed=("nvfp4-pack-quantized", _scaled(*_NVFP4), _scaled(*_NVFP4) | {"dynamic": "local"}),
+        modelopt={"quant_algo": "NVFP4", "group_size": 16},
+        static=True,
+        group=16,
+    ),
+    Format(
+        weight="NVFP4",
+        x=HIGH,
+        compressed=("nvfp4-pack-quantized", _scaled(*_NVFP4), None),
+        modelopt={"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        group=16,
+    ),
+    Format(
+        weight="MXFP8",
+        x="MXFP8",
+        compressed=("mxfp8-quantized", _scaled(8, *_MX), _scaled(8, *_MX) | {"dynamic": True}),
+        modelopt={"quant_algo": "MXFP8", "group_size": 32},
+        group=32,
+    ),
+    Format(
+        weight="MXFP4",
+        x="MXFP4",
+        compressed=("mxfp4-pack-quantized", _scaled(4, *_MX), _scaled(4, *_MX) | {"dynamic": True}),
+        modelopt=None,
+        group=32,
+    ),
+    Format(
+        weight="FP8",
+        x="FP8",
+        compressed=("float-quantized", _args(8, "tensor"), _args(8, "tensor")),
+        modelopt={"quant_algo": "FP8"},
+        static=True,
+    ),
+    Format(
+        weight="FP8 rows",
+        x="FP8 rows",
+        compressed=("float-quantized", _args(8, "channel"), _args(8, "token") | {"dynamic": True}),
+        modelopt={"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    ),
+    Format(
+        weight="FP8 128×128",
+        x="FP8 1×128",
+        compressed=(
+            "float-quantized",
+            _args(8, "block", block_structure=[128, 128]),
+            _args(8, "group", group_size=128) | {"dynamic": True},
+        ),
+        modelopt=None,
+    ),
+)
+
+
+def kind_of(spec: QuantSpec | None) -> str:
+    """The name by which `FORMATS` knows an operand.
+
+    Raises:
+        ValueError: no format of other software has it; the message says why, without the operand's name.
+    """
+    if spec is None:
+        return HIGH
+    if spec.random:
+        raise ValueError(f"is rounded by rounding={spec.rounding}: its codes are those of one step")
+    if spec.delayed is not None:
+        raise ValueError("takes its scale from a history (delayed scaling), and a folder has that of the tensor")
+    if spec.hadamard is not None or spec.requantises is not None:
+        raise ValueError("is transformed before it is quantised")
+    if element_range(spec) != spec.format.max:
+        raise ValueError(f"leaves a guard of its range free (guard={spec.guard:g})")
+    (rows, columns), shared = spec.block, spec.block[0] in (1, spec.block[1])
+    if (spec.element, spec.scale, spec.global_scale, columns) == ("e2m1", "e4m3", "tensor", 16) and shared:
+        return "NVFP4"
+    if (spec.scale, columns) == ("e8m0", 32) and spec.element in ("e4m3", "e2m1") and shared:
+        return "MXFP8" if spec.element == "e4m3" else "MXFP4"
+    if spec.element == "e4m3" and spec.scale in ("fp32", "pow2"):
+        found = {(None, None): "FP8", (1, None): "FP8 rows", (128, 128): "FP8 128×128", (1, 128): "FP8 1×128"}
+        if (rows, columns) in found:
+            return found[rows, columns]
+    scale = f"{spec.scale} scales" + (f" under one per {spec.global_scale}" if spec.global_scale else "")
+    raise ValueError(f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats")
+
+
+def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str) -> Format | None:
+    """The format of a layer whose fprop has these operands; None: its weight is in high precision.
+
+    Raises:
+        ValueError: `layout` has none; the message says why.
+    """
+    if weight is None:
+        return None
+    kinds = []
+    for what, spec in (("the weight", weight), ("the activation", x)):
+        try:
+            kinds.append(kind_of(spec))
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from error
+    found = next((each for each in FORMATS if [each.weight, each.x] == kinds), None)
+    if found is None:
+        raise ValueError(f"weights in {kinds[0]} with activations in {kinds[1]} are none of their formats")
+    if layout == MODELOPT and found.modelopt is None:
+        raise ValueError(f"ModelOpt's folders have no {found.name}; to=compressed-tensors has it")
+    return found
+
+
+def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json.
+
+    Args:
+        kept: names of the linear modules in high precision.
+    """
+    if layout == MODELOPT:
+        return {"quant_method": "modelopt", **modelopt_configuration(found, kept)["quantization"], "ignore": [*kept]}
+    name, weight, x = found.compressed
+    group = {"targets": ["Linear"], "weights": weight, "input_activations": x, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": [*kept],
+        "config_groups": {"group_0": {**group, "format": name}},
+        "version": _VERSION,
+    }
+
+
+def modelopt_configuration(found: Format, kept: Sequence[str]) -> dict[str, Any]:
+    """`hf_quant_config.json` of ModelOpt's folders."""
+    assert found.modelopt is not None
+    algorithm: Mapping[str, Any] = {**found.modelopt, "kv_cache_quant_algo": None, "exclude_modules": [*kept]}
+    return {"producer": {"name": "fp4train", "version": __version__}, "quantization": dict(algorithm)}

@@ -1,0 +1,159 @@
+"""Text from a model, token by token, with a cache of the tokens before.
+
+All sequences of a batch stand at the same position: the shortest prompt is run as a whole, and where another one is
+longer, its own tokens are taken instead of sampled ones until it ends. No token is padding, so that every family of
+models can have a cache, and no scale of a recipe covers values that are not there.
+
+Each sequence has random numbers of its own, so that what is sampled depends on the seed and its place in the batch, not
+on its neighbours.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp4train.data.tokens import Tokenizer
+from fp4train.errors import UserError
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.models.common.cache import Cached
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        tokens: most tokens that are generated.
+        temperature: what the logits are divided by; 0: the most likely token.
+        top_k: only so many of the most likely tokens; None: all.
+        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751); 1: all.
+        seed: of the random numbers.
+    """
+
+    tokens: int = 64
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be a finite number ≥ 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+
+    def draw(self, logits_V: Tensor, draws: torch.Generator) -> int:
+        """The next token.
+
+        Args:
+            logits_V: of the tokens that there are, on the CPU.
+            draws: whose next number decides; none is taken at temperature 0.
+        """
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        logits, ids = logits_V.double().div(self.temperature).sort(descending=True, stable=True)
+        p = logits.softmax(-1)
+        if self.top_k is not None:
+            p = p[: self.top_k]
+        p = p[p.cumsum(-1) - p < self.top_p]
+        place = torch.rand((), dtype=torch.float64, generator=draws) * p.sum()
+        return int(ids[min(int(torch.searchsorted(p.cumsum(-1), place, right=True)), len(p) - 1)])
+
+
+def generate(
+    trained: TrainedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    named: NamedRecipe,
+    ends: Collection[int],
+    stops: Callable[[int], bool] = lambda row: False,
+) -> Iterator[list[int | None]]:
+    """At each position the token that each sequence gets; None for one whose prompt goes on, or that has ended.
+
+    A sequence ends after `sampling.tokens` tokens, after a token of `ends`, or where the model's context is full.
+
+    Args:
+        prompts: token ids, at least one each.
+        stops: whether a sequence, by its place in the batch, is to end with the tokens that it has; asked after each.
+
+    Raises:
+        UserError: a prompt is empty or fills the context, the model has no cache, or a logit is not finite.
+    """
+    model = trained.model
+    if not isinstance(model, Cached):
+        raise UserError(f"{type(model).__name__} has no cache (fp4train_cache): it cannot generate")
+    for prompt in prompts:
+        check_prompt(prompt, model.seq_len)
+    begun = min(map(len, prompts))
+    longest = min(max(map(len, prompts)) + sampling.tokens, model.seq_len)
+    cache = model.fp4train_cache(longest)
+    draws = [torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))]
+    given = torch.tensor([prompt[:begun] for prompt in prompts])
+    left = [sampling.tokens] * len(prompts)
+    for position in range(begun, longest):
+        logits_BV = trained.forward(named, given, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
+        found: list[int | None] = [None] * len(prompts)
+        following = [0] * len(prompts)
+        for row, prompt in enumerate(prompts):
+            if position < len(prompt):
+                following[row] = prompt[position]
+            elif left[row]:
+                check_logits(logits_BV[row], trained, named)
+                found[row] = token = sampling.draw(logits_BV[row], draws[row])
+                following[row], left[row] = token, 0 if token in ends else left[row] - 1
+        yield found
+        for row in range(len(prompts)):
+            if found[row] is not None and stops(row):
+                left[row] = 0
+        if not any(left):
+            return
+        given = torch.tensor(following)[:, None]
+
+
+def check_prompt(prompt: Sequence[int], context: int) -> None:
+    """Raises UserError where a prompt is empty, or leaves no place for a token after it."""
+    if not prompt:
+        raise UserError("the prompt is empty: it needs one token at least")
+    if len(prompt) >= context:
+        raise UserError(
+            f"the prompt has {len(prompt):,} tokens, and with one more it exceeds the model's context of {context:,} "
+            "(train.seq_len): shorten it"
+        )
+
+
+def check_logits(logits: Tensor, trained: TrainedModel, named: NamedRecipe) -> None:
+    """Raises UserError where one is not finite."""
+    if not bool(logits.isfinite().all()):
+        raise UserError(f"the model of {trained.title} gives logits that are not finite in {named.name}")
+
+
+class TextStream:
+    """The text of tokens that come one by one; characters that are not complete yet are held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.text = ""
+        self._ids: list[int] = []
+
+    def add(self, token: int) -> str:
+        """What the text grows by."""
+        self._ids.append(token)
+        whole = self.tokenizer.decode(self._ids)
+        return "" if whole.endswith("\ufffd") else self._grown(whole)
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._grown(self.tokenizer.decode(self._ids))
+
+    def _grown(self, whole: str) -> str:
+        new, self.text = whole[len(self.text) :], whole
+        return new

@@ -1,0 +1,164 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`) on a trained model, in any recipe.
+
+`HarnessModel` answers the three kinds of requests as `lm_eval.models.huggingface.HFLM` does: a context that is too long
+loses its beginning, a text that is too long is scored in windows, generation stops at the task's words. Importing this
+module imports lm_eval.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from yaml import YAMLError
+
+from fp4train.errors import UserError
+from fp4train.exchange.evaluation import Score, log_likelihoods, windows
+from fp4train.exchange.generation import Sampling, TextStream, generate
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.text import near_miss
+
+GENERATED = 256
+"""Tokens that are generated where a task does not say how many, as in lm_eval."""
+RESAMPLES = 1000
+"""Resamples for the standard error of a metric that has no formula."""
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A trained model in one recipe; `rows` is the most sequences of a batch."""
+
+    def __init__(self, trained: TrainedModel, named: NamedRecipe, rows: int) -> None:
+        super().__init__()
+        self.trained, self.named, self.rows = trained, named, rows
+        self.text = trained.text_tokenizer()
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document, which stands before a text without context."""
+        return self.text.end_of_document
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.text.identity
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+        return self.text.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **more: Any) -> list[tuple[float, bool]]:
+        most = self.trained.context
+        for (_, continuation), _, ids in requests:
+            if len(ids) > most:
+                raise UserError(
+                    f"the answer {continuation[:40]!r}… has {len(ids):,} tokens, more than the model's context of "
+                    f"{most:,} (train.seq_len)"
+                )
+        scored = [([*context, *ids][-most - 1 :], len(ids)) for _, context, ids in requests]
+        return log_likelihoods(self.trained, self.named, scored, self.rows)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        parts = [list(windows(self.text.encode(each.args[0]), self.text, self.trained.context)) for each in requests]
+        totals = iter(log_likelihoods(self.trained, self.named, [one for each in parts for one in each], self.rows))
+        return [sum(next(totals)[0] for _ in each) for each in parts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        found: dict[int, str] = {}
+        alike: dict[str, list[int]] = {}
+        for number, each in enumerate(requests):
+            alike.setdefault(json.dumps(each.args[1], sort_keys=True, default=str), []).append(number)
+        for numbers in alike.values():
+            ids = {number: self.text.encode(requests[number].args[0]) or [self.eot_token_id] for number in numbers}
+            numbers.sort(key=lambda number: len(ids[number]))
+            for start in range(0, len(numbers), self.rows):
+                batch = numbers[start : start + self.rows]
+                made = self._generated([ids[number] for number in batch], requests[batch[0]].args[1])
+                found |= dict(zip(batch, made, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _generated(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
+        """The texts after `prompts`, without the word that stopped each."""
+        wanted = normalize_gen_kwargs(settings, GENERATED)
+        until = [word for word in wanted["until"] if word]
+        sampling = Sampling(
+            tokens=wanted["max_gen_toks"],
+            temperature=wanted.get("temperature") or 0.0,
+            top_k=wanted.get("top_k") or None,
+            top_p=wanted.get("top_p") or 1.0,
+        )
+        room = self.trained.context - sampling.tokens
+        if room < 1:
+            raise UserError(
+                f"the task generates up to {sampling.tokens:,} tokens, which leave no room for a prompt in the model's "
+                f"context of {self.trained.context:,} (train.seq_len): give it max_gen_toks in generation_kwargs"
+            )
+        streams = [TextStream(self.text) for _ in prompts]
+        rows = generate(
+            self.trained,
+            [prompt[-room:] for prompt in prompts],
+            sampling,
+            named=self.named,
+            ends=[self.eot_token_id],
+            stops=lambda row: any(word in streams[row].text for word in until),
+        )
+        for tokens in rows:
+            for stream, token in zip(streams, tokens, strict=True):
+                if token is not None:
+                    stream.add(token)
+        for stream in streams:
+            stream.end()
+        return [min((stream.text.split(word)[0] for word in until), key=len, default=stream.text) for stream in streams]
+
+
+def tasks(
+    trained: TrainedModel,
+    recipes: Sequence[NamedRecipe],
+    names: Sequence[str],
+    *,
+    rows: int,
+    limit: int | None = None,
+    shots: int | None = None,
+) -> Iterator[Score]:
+    """The scores on tasks.
+
+    Args:
+        names: of tasks, groups or tags, or paths of YAML files, each with a task.
+        limit: only so many documents of each task. shots: examples before each question; None: the task's own number.
+
+    Raises:
+        UserError: there is no such task, or its data cannot be had.
+    """
+    trained.text_tokenizer()
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    if missing := [name for name in files if not Path(name).is_file()]:
+        raise UserError(f"task={missing[0]} does not exist")
+    manager = TaskManager(include_defaults=len(files) < len(names))
+    for name in names:
+        if name not in files and name not in manager.all_tasks:
+            raise UserError(f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}")
+    for named in recipes:
+        model = HarnessModel(trained, named, rows)
+        try:
+            found = simple_evaluate(
+                model,
+                tasks=list(names),
+                task_manager=manager,
+                bootstrap_iters=RESAMPLES,
+                limit=limit,
+                num_fewshot=shots,
+            )
+        except UserError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, ConnectionError, YAMLError) as error:
+            raise UserError(f"task={','.join(names)}: {type(error).__name__}: {error}") from error
+        for task, values in found["results"].items():
+            kept = {
+                key.removesuffix(",none"): float(value)
+                for key, value in values.items()
+                if isinstance(value, float | int) and math.isfinite(value)
+            }
+            size = found.get("n-samples", {}).get(task, {}).get("effective")
+            yield Score(task=task, recipe=named.name, values={**kept, **({} if size is None else {"documents": size})})

@@ -1,0 +1,126 @@
+"""`fp4train export RUN to=hf`: a run as a folder that `transformers` loads.
+
+    config.json  generation_config.json  model.safetensors (or shards and their index)
+    tokenizer.json  tokenizer_config.json  special_tokens_map.json  README.md, the model card
+
+Float32, the default, keeps every bit of the weights; BF16 halves the folder and rounds each weight to nearest, ties to
+even. Rows that pad the vocabulary stay: no token has their ids.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.exchange.card import model_card
+from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
+from fp4train.exchange.stored import StoredModel, open_stored
+from fp4train.exchange.tokenizer import stored_template, stored_tokenizer, write_tokenizer
+from fp4train.files import Folder
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SPELLED = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LOADED = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written: `size` is the bytes of all weights; `notes` say what differs from the run, a sentence each."""
+
+    step: int
+    parameters: int
+    size: int
+    notes: list[str]
+
+
+def export_huggingface(
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard: int = SHARD_BYTES,
+    tell: Tell = silent,
+) -> Exported:
+    """Write the folder `out`: whole, or not at all.
+
+    Args:
+        step: of a checkpoint; None: the newest.
+        dtype: of the weights in the folder, float32 or BF16.
+        shard: bytes of weights in one file, at most.
+        tell: hears how far it is.
+
+    Raises:
+        UserError: there is no run or no such checkpoint, or its weights are damaged; the model has no form in
+            `transformers`; `out` is there already, or the disk does not take it.
+    """
+    with new_export(out) as folder:
+        tell(0, None, "verifying the checkpoint")
+        model = open_stored(run, step)
+        exact = all(model.dtype(name) == dtype for name in model.names)
+        how = "every bit kept" if exact else "rounded to nearest, ties to even, from the float32 weights of training"
+        return write_model(
+            folder,
+            model,
+            (model.streamed(name, dtype) for name in model.names),
+            config={"dtype": SPELLED[dtype]},
+            made=f"Written by `fp4train export RUN to=hf`; the weights are in {SPELLED[dtype]}, {how}.",
+            loaded=getattr(model.family, "LOADED", _LOADED),
+            shard=shard,
+            tell=tell,
+        )
+
+
+def write_model(
+    folder: Folder,
+    model: StoredModel,
+    tensors: Iterable[StreamedTensor],
+    *,
+    config: Mapping[str, Any],
+    made: str,
+    loaded: str,
+    notes: Sequence[str] = (),
+    shard: int = SHARD_BYTES,
+    tell: Tell = silent,
+) -> Exported:
+    """Write into a new folder what every export has: configuration, tokenizer, card and weights.
+
+    Args:
+        config: what its `config.json` says beside the model's shape and tokens.
+        made, loaded: for the model card.
+        notes: what differs from the run, a sentence each; those of the tokenizer are added.
+    """
+    notes = [*notes, *write_tables(folder, model, config)]
+    card = model_card(model, made=made, loaded=loaded, notes=notes)
+    folder.write("README.md", card.encode())
+    size = write_weights(folder, tensors, shard=shard, tell=tell)
+    return Exported(step=model.found.step, parameters=model.parameters, size=size, notes=notes)
+
+
+def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) -> list[str]:
+    """Write `config.json`, `generation_config.json` and the tokenizer; returns what differs from the run, a sentence
+    each.
+
+    Args:
+        config: what its `config.json` says beside the model's shape and tokens.
+    """
+    tokenizer = stored_tokenizer(model.config, model.run)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    described = model.described()
+    write_json(folder, "config.json", {**described, **ids, **config})
+    write_json(folder, "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+    if tokenizer is None:
+        return ["The run was trained on token ids: the folder has no tokenizer."]
+    template = stored_template(model.run)
+    most = described.get("max_position_embeddings", model.config.train.seq_len)  # of a recurrence there is none
+    notes = write_tokenizer(folder, tokenizer, most=most, template=template)
+    if (spare := model.vocab_size - tokenizer.vocab_size) > 0:
+        notes.append(f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token has them.")
+    return notes

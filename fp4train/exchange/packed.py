@@ -1,0 +1,312 @@
+"""The weights of a run as codes and scales: what each layer becomes by the plan of a stretch, tensor by tensor.
+
+The codes are those of `quantize(w, spec)` with the spec that the stretch's plan has for fprop's weight, and w the
+stored float32 weight. They are made some rows at a time: the codes of some rows, with the amax of the whole weight, are
+these rows of the codes. Layers that the plan keeps in high precision are listed as such in the folder.
+
+Serving software multiplies some layers as one (`fp4train_fused` of the model) and takes one global scale for them. So
+they share one here. A run with `recipe.fused_scales` has trained them so; of another one they are quantised again, with
+the largest amax of the group.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import HIGH_PRECISION
+from fp4train.checkpoint import escaped
+from fp4train.checkpoint.layout import OF_THE_MODEL
+from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.errors import UserError, user_errors
+from fp4train.exchange.formats import COMPRESSED_TENSORS, Format, format_of
+from fp4train.exchange.stored import PIECE_BYTES, StoredModel
+from fp4train.hardware import Device
+from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.plan import Plan, PlannedStretch, make_plan
+from fp4train.quantize import Quantized, QuantSpec, has_tensor_amax, measure_amax, quantize
+from fp4train.quantize.scaling import element_range, global_scales
+from fp4train.run.build import build_model, build_timeline
+from fp4train.run.record.journal import read_journal, stretches
+
+_ROWS = 128
+"""Pieces are a multiple of so many rows, which are whole blocks of every format."""
+FP8 = torch.float8_e4m3fn
+
+Stream = Callable[[], Iterator[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayer:
+    """A layer whose weight is stored as codes.
+
+    Args:
+        stored: name of its weight in the checkpoint.
+        module: its name in the folder.
+        spec: how fprop quantises the weight.
+        amax: what the scale of the whole weight is made of, float32 0-d; None: there is none.
+        own: the amax of this weight alone.
+    """
+
+    layer: Layer
+    stored: str
+    module: str
+    spec: QuantSpec
+    format: Format
+    amax: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether its scale is of a larger weight than its own."""
+        return self.amax is not None and self.own is not None and not torch.equal(self.amax, self.own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedModel:
+    """What every weight of a run becomes.
+
+    Args:
+        stretch: whose plan it is.
+        layers: those that are packed, by the name of their weight in the checkpoint.
+        kept: names of all other linear layers, whose weights stay in high precision: in the folder, and in software
+            that renames them as it loads (`backbone.` of Nemotron-H becomes `model.`).
+        trained_fused: whether the stretch trained fused layers with one scale.
+    """
+
+    model: StoredModel
+    layout: str
+    stretch: PlannedStretch
+    format: Format
+    layers: Mapping[str, PackedLayer] = field(repr=False)
+    kept: list[str] = field(repr=False)
+    trained_fused: bool
+
+    @property
+    def requantised(self) -> list[PackedLayer]:
+        """The layers whose codes are others than training had."""
+        return [] if self.trained_fused else [each for each in self.layers.values() if each.shares]
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of codes and scales for each quantised weight."""
+        sizes = [(each.layer.in_features * each.layer.out_features, each) for each in self.layers.values()]
+        stored = sum(tensor.size for _, each in sizes for tensor in self.tensors_of(each, 1.0))
+        return stored / sum(count for count, _ in sizes)
+
+    def streamed(self, x_amax: Mapping[str, float], dtype: torch.dtype) -> Iterator[StreamedTensor]:
+        """All tensors of the folder.
+
+        Args:
+            x_amax: the largest |x| of each packed layer, by the layer's name; needed where the format stores it.
+            dtype: of what is in high precision.
+        """
+        for name in self.model.names:
+            packed = self.layers.get(name)
+            if packed is None:
+                yield self.model.streamed(name, dtype)
+            else:
+                yield from self.tensors_of(packed, x_amax.get(packed.layer.name))
+
+    def tensors_of(self, packed: PackedLayer, x_amax: float | None) -> Iterator[StreamedTensor]:
+        """Codes and scales of one layer; without `x_amax` not those of its activations."""
+        n, k, spec = packed.layer.out_features, packed.layer.in_features, packed.spec
+        compressed, kind = self.layout == COMPRESSED_TENSORS, packed.format.weight
+        four = spec.format.bits == 4
+        codes: tuple[str, tuple[int, ...], torch.dtype] = ("weight", (n, k), FP8)
+        if four:
+            codes = ("weight_packed" if compressed else "weight", (n, k // 2), torch.uint8)
+        yield self._tensor(packed, *codes, partial(self._pieces, packed, partial(_codes, k)))
+        one = (1,) if compressed else ()
+        if kind == "FP8":
+            yield self._tensor(packed, "weight_scale", one, torch.float32, partial(self._scale, packed, one))
+        else:
+            shape: tuple[int, ...] = (n, k // packed.format.group)
+            dtype = FP8 if kind == "NVFP4" else torch.uint8
+            if not packed.format.block_scaled:
+                shape, dtype = ((n, 1) if compressed else (n,), torch.float32)
+                if spec.block[0] not in (1, None):
+                    shape = (-(-n // 128), -(-k // 128))
+            yield self._tensor(packed, "weight_scale", shape, dtype, partial(self._pieces, packed, _scales))
+        if kind == "NVFP4":
+            name = "weight_global_scale" if compressed else "weight_scale_2"
+            yield self._tensor(packed, name, one, torch.float32, partial(self._global, packed, one))
+        if packed.format.static and x_amax is not None:
+            largest = element_range(spec) * (448.0 if four else 1.0)
+            inverted = compressed and four
+            value = torch.full(one, x_amax, dtype=torch.float32)
+            value = largest / value if inverted else value / largest
+            name = "input_global_scale" if inverted else "input_scale"
+            yield self._tensor(packed, name, one, torch.float32, lambda: iter([value]))
+
+    @staticmethod
+    def _tensor(
+        packed: PackedLayer, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Stream
+    ) -> StreamedTensor:
+        return StreamedTensor(name=f"{packed.module}.{name}", shape=shape, dtype=dtype, pieces=pieces)
+
+    def _pieces(self, packed: PackedLayer, part: Callable[[Quantized], Tensor]) -> Iterator[Tensor]:
+        for w_RK in rows_of(self.model, packed.stored):
+            yield part(quantize(w_RK, packed.spec, amax=packed.amax))
+
+    def _scale(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The factor that decodes a weight with one scale."""
+        one = quantize(torch.zeros(1, 1), packed.spec, amax=packed.amax)
+        yield one.scales.reshape(shape)
+
+    def _global(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The scale over block scales: 2688/amax, which divides; or amax/2688, which multiplies."""
+        assert packed.amax is not None
+        encode, decode = global_scales(packed.amax, packed.spec)
+        if self.layout != COMPRESSED_TENSORS and float(packed.amax) > 0:
+            decode = packed.amax / (packed.spec.global_bound * element_range(packed.spec))
+        yield (encode if self.layout == COMPRESSED_TENSORS else decode).reshape(shape)
+
+
+def _codes(columns: int, q: Quantized) -> Tensor:
+    return q.codes.contiguous() if q.spec.format.bits == 4 else q.codes[:, :columns].contiguous().view(FP8)
+
+
+def _scales(q: Quantized) -> Tensor:
+    """Block scales with a row for each row of codes; those of 128×128 blocks as they are."""
+    if q.spec.scale_format.dtype.itemsize > 1:
+        return q.scales
+    rows = q.spec.block[0] or 1
+    scales = q.scales.repeat_interleave(rows, 0)[: q.shape[0]].contiguous()
+    return scales.view(FP8) if q.spec.scale == "e4m3" else scales
+
+
+def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:
+    """A stored matrix, some rows at a time."""
+    rows, columns = model.shape(stored)
+    step = max(1, PIECE_BYTES // (columns * model.dtype(stored).itemsize) // _ROWS) * _ROWS
+    for first in range(0, rows, step):
+        yield model.rows(stored, first, min(step, rows - first))
+
+
+# -- what is packed ----------------------------------------------------------------------------------------------------
+
+
+def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
+    """What each weight of `model` becomes in a folder of `layout`.
+
+    Args:
+        at: a step of the stretch whose codes are packed; None: of the last one in which fprop quantised weights.
+
+    Raises:
+        UserError: there is no such stretch, or no format for its layers; a weight is not finite, or its blocks are not
+            full.
+    """
+    stretch = _stretch(model, at)
+    packed: dict[str, PackedLayer] = {}
+    kept: list[str] = []
+    ran = _recorded(model, stretch)
+    for name, plan in stretch.layers.items():
+        stored = f"{OF_THE_MODEL}{escaped(f'{name}.weight')}"
+        modules = model.modules_of(stored)
+        operands = plan.fprop.operands
+        if plan.why_split is not None and operands.second is not None:
+            raise UserError(f"to={layout}: {name} in {stretch.title}: {plan.why_split}")
+        if (elements := ran.get(name, operands.elements(plan.fprop.dtype))) != plan.fprop.elements:
+            if operands.second is None or elements != HIGH_PRECISION.elements(plan.fprop.dtype):
+                raise UserError(
+                    f"{model.run}: {name} ran fprop in {elements} in {stretch.title}, by the run's journal, and "
+                    f"this version plans {plan.fprop.elements}: export with the version that trained it"
+                )
+            operands = HIGH_PRECISION  # tensor parallelism cut through its blocks
+        with user_errors(ValueError, before=f"to={layout}: {name} in {stretch.title}: "):
+            found = format_of(operands.second, operands.first, layout)
+        if found is None or operands.second is None:
+            kept += modules or ["lm_head"]
+            continue
+        if plan.layer.experts:
+            raise UserError(
+                f"to={layout}: {name} has the weights of {plan.layer.experts} experts, and {found.name} stores one "
+                "matrix per layer: a run that keeps them in high precision (policy.keep=[class:Experts]) can be "
+                "exported so, and to=hf always"
+            )
+        (module,) = modules
+        if plan.layer.in_features % found.group:
+            raise UserError(
+                f"to={layout}: {name} has {plan.layer.in_features} in features, which the groups of {found.group} that "
+                f"share a scale in {found.name} must fill: a run that keeps it in high precision (policy.keep) can be "
+                "exported so, and to=hf always"
+            )
+        packed[stored] = PackedLayer(layer=plan.layer, stored=stored, module=module, spec=operands.second, format=found)
+    formats = {each.format.name: each.format for each in packed.values()}
+    if len(formats) != 1:
+        counts = {name: sum(each.format.name == name for each in packed.values()) for name in formats}
+        listed = ", ".join(f"{count} layers in {name}" for name, count in counts.items())
+        raise UserError(
+            f"to={layout}: a folder has one format, and {stretch.title} quantises {listed}: take a policy whose kept "
+            "layers are in high precision"
+        )
+    return PackedModel(
+        model=model,
+        layout=layout,
+        stretch=stretch,
+        format=next(iter(formats.values())),
+        layers=_with_amaxes(model, packed),
+        kept=sorted({*kept, *map(_renamed, kept)}),
+        trained_fused=stretch.recipe.fused_scales,
+    )
+
+
+def _renamed(module: str) -> str:
+    """The name of a module in software that calls the part of a model below its head `model`."""
+    first, dot, rest = module.partition(".")
+    return f"model.{rest}" if dot else first
+
+
+def planned(model: StoredModel) -> Plan:
+    """The plan of a run, of a model without weights."""
+    config, (rows, _) = model.config, model.found.tensors.shape(f"{OF_THE_MODEL}embed.weight")
+    layers = find_layers(build_model(config, rows, torch.device("meta"))).values()
+    timeline = build_timeline(config, model.run)
+    with user_errors(ValueError, before=f"{model.run}: "):
+        return make_plan(layers, timeline, config.policy, tokens=config.train.tokens, device=Device.of("cpu"))
+
+
+def _stretch(model: StoredModel, at: int | None) -> PlannedStretch:
+    plan, done = planned(model), max(model.found.step, 1)
+    ran = [replace(each, stop=min(each.stop, done)) for each in plan.stretches if each.start < done]
+    quantised = [each for each in ran if any(p.fprop.operands.second is not None for p in each.layers.values())]
+    listed = "; ".join(each.title for each in quantised)
+    if not quantised:
+        raise UserError(
+            f"{model.run} quantised no weight of fprop in its {done} steps ({ran[-1].recipe.name}): there are no codes "
+            "that training used. to=hf writes the weights themselves"
+        )
+    if at is None:
+        return quantised[-1]
+    found = next((each for each in quantised if each.start <= at < each.stop), None)
+    if found is None:
+        raise UserError(f"stretch={at}: fprop quantised weights in: {listed}; name a step of one of them")
+    return found
+
+
+def _recorded(model: StoredModel, stretch: PlannedStretch) -> dict[str, str]:
+    """Layer → elements of fprop, as the run's journal has them for `stretch`; empty for runs without one."""
+    found = [each for each in stretches(read_journal(model.run)) if each.start <= stretch.start < each.stop]
+    rows = found[0].rows if found else ()
+    return {layer: elements for layer, gemm, _, elements, *_ in rows if gemm == "fprop"}
+
+
+def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[str, PackedLayer]:
+    """The layers with the amaxes of their weights, the largest of each group."""
+    own: dict[str, Tensor] = {}
+    for stored, each in packed.items():
+        amax = torch.stack([measure_amax(w_RK, each.spec).amax() for w_RK in rows_of(model, stored)]).amax()
+        if not bool(amax.isfinite()):
+            raise UserError(f"{model.found.path}: the weight of {each.layer.name} is not finite")
+        if has_tensor_amax(each.spec):
+            own[each.layer.name] = amax
+    found = {}
+    for stored, each in packed.items():
+        group = [own[name] for name in each.layer.fused or (each.layer.name,) if name in own]
+        if group:
+            each = replace(each, own=own[each.layer.name], amax=torch.stack(group).amax())
+        found[stored] = each
+    return found

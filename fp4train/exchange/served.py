@@ -1,0 +1,63 @@
+"""The loss of an exported folder as `transformers` computes it, beside that of the run."""
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp4train.data import Loader
+from fp4train.errors import UserError
+from fp4train.exchange.evaluation import data_of, held_out
+from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
+from fp4train.exchange.trained import TrainedModel, load_trained
+from fp4train.exchange.verify import Verified
+from fp4train.run.build import VALIDATION_SEED
+
+
+def served_losses(found: Verified, batches: int, paths: Mapping[str, str | None] | None = None) -> dict[str, float]:
+    """Nats per token on so many batches of the run's held-out text, by what computed them.
+
+    Raises:
+        UserError: transformers, or what it needs for the folder, is not installed, or does not read the layout; or the
+            data is not there.
+    """
+    if found.layout == MODELOPT:
+        raise UserError(
+            f"loss={batches}: transformers does not run folders of ModelOpt; export to=compressed-tensors has the same "
+            "codes, and vLLM runs both"
+        )
+    trained = load_trained(found.run, found.step, paths)
+    loss, tokens = transformers_loss(found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS)
+    recipes = [trained.high_precision] + ([trained.own] if trained.trained_in is not None else [])
+    own = {f"the run in {score.recipe}": score.values["loss"] for score in held_out(trained, recipes, batches)}
+    return {f"the folder in transformers, {tokens:,} tokens": loss, **own}
+
+
+def transformers_loss(folder: Path, trained: TrainedModel, batches: int, *, compressed: bool) -> tuple[float, int]:
+    """(The mean loss, the tokens that it is of); codes are multiplied in BF16, as compressed-tensors emulates them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it and its parts deprecate
+        try:
+            transformers: Any = importlib.import_module("transformers")
+            if compressed:
+                importlib.import_module("compressed_tensors")
+        except ImportError as error:
+            raise UserError(f"loss= needs {error.name}: pip install transformers compressed-tensors") from error
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16 if compressed else torch.float32
+        ).eval()
+        settings = trained.config.train
+        loader = Loader(
+            data_of(trained).val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
+        )
+        count = min(batches, max(1, loader.batches_per_epoch))
+        total = 0.0
+        for tokens, targets in map(loader.batch, range(count)):
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits.float()
+            total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    return total / count, count * settings.batch_size * settings.seq_len

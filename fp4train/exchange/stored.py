@@ -1,0 +1,162 @@
+"""The model of a run as it is stored: its configuration and the tensors of a checkpoint; no model is built."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train import checkpoint
+from fp4train.checkpoint.layout import OF_THE_MODEL
+from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.config import Config, to_config
+from fp4train.errors import UserError, user_errors
+from fp4train.models.common.hf import Stored
+from fp4train.models.hf import HuggingFaceFamily, family_of
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_belongs
+from fp4train.text import first_few
+
+PIECE_BYTES = 1 << 22
+"""Bytes of a tensor that are held at a time. Larger pieces leave gaps in the heap: 1 GB for codes of 1 G weights."""
+EMBEDDING = f"{OF_THE_MODEL}embed.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of a checkpoint, or a matrix of one [E, N, K].
+
+    Args:
+        tensor: its name in the checkpoint.
+        first: where the matrix begins, (e, row); None: all of the tensor.
+        shape: of the part.
+    """
+
+    tensor: str
+    first: tuple[int, int] | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """The weights of a run at one of its checkpoints.
+
+    A weight of experts is a part per matrix of an expert, any other tensor is one part under its own name.
+
+    Args:
+        run: its directory.
+        found: the checkpoint; weights are read when they are asked for.
+        family: the form of the model in `transformers`.
+        parts: what is stored, by name.
+        names: part → name in `transformers`, each once.
+    """
+
+    run: Path
+    config: Config
+    found: checkpoint.Checkpoint = field(repr=False)
+    family: HuggingFaceFamily
+    parts: dict[str, Part] = field(repr=False)
+    names: dict[str, str] = field(repr=False)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model; tied ones once."""
+        return sum(math.prod(self.shape(name)) for name in self.names)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padded ones included."""
+        return self.found.tensors.shape(EMBEDDING)[0]
+
+    def described(self) -> dict[str, Any]:
+        """The `config.json`, without dtype and ids of tokens.
+
+        Raises:
+            UserError: `transformers` has no such model.
+        """
+        with user_errors(ValueError):
+            seq_len = self.config.train.seq_len
+            return self.family.config_of(self.config.model, vocab_size=self.vocab_size, seq_len=seq_len)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a part."""
+        return self.parts[name].shape
+
+    def modules_of(self, tensor: str) -> list[str]:
+        """The names in `transformers` of the modules whose weights are a tensor of the checkpoint; a tied one has none
+        of its own."""
+        return [n.removesuffix(".weight") for part, n in self.names.items() if self.parts[part].tensor == tensor]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a part."""
+        return self.found.tensors.dtype(self.parts[name].tensor)
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Some rows of a part."""
+        part = self.parts[name]
+        if part.first is None:
+            return self.found.tensors.read(name, (first, *(0 for _ in part.shape[1:])), (count, *part.shape[1:]))
+        expert, above = part.first
+        return self.found.tensors.read(part.tensor, (expert, above + first, 0), (1, count, part.shape[1]))[0]
+
+    def streamed(self, name: str, dtype: torch.dtype) -> StreamedTensor:
+        """A part under its name in `transformers`, in another dtype, some rows at a time."""
+        pieces = partial(self._pieces, name, dtype)
+        return StreamedTensor(name=self.names[name], shape=self.shape(name), dtype=dtype, pieces=pieces)
+
+    def _pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        if not self.shape(name):
+            yield self.found.tensors[name].to(dtype)
+            return
+        rows, *inner = self.shape(name)
+        step = max(1, PIECE_BYTES // max(1, math.prod(inner) * self.dtype(name).itemsize))
+        for first in range(0, rows, step):
+            yield self.rows(name, first, min(step, rows - first)).to(dtype)
+
+
+def open_stored(run: Path, step: int | None = None) -> StoredModel:
+    """The model of a run at the checkpoint of `step`; None: the newest, and no older one in its place.
+
+    Raises:
+        UserError: there is no run or no such checkpoint, or its weights are damaged; or the model has no form in
+            `transformers`.
+    """
+    config = to_config(run_directory.read_config(run_directory.require_run(run)))
+    with user_errors(ValueError, before=f"{run}: "):
+        family = family_of(config.model)
+    folder = run / run_directory.CHECKPOINTS
+    newest = max(checkpoint.steps(folder), default=None)
+    found = checkpoint.load(folder, newest if step is None else step, weights=True)
+    check_belongs(found, run, mend=False)
+    with user_errors(ValueError, before=f"{run}: "):
+        described = family.names_of(config.model)
+    known = {f"{OF_THE_MODEL}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()}
+    stored = {name for name in found.tensors if name.startswith(OF_THE_MODEL)}
+    if strange := sorted(known.keys() ^ stored):
+        what = "lacks" if strange[0] in known else "holds, beside the weights of its model,"
+        raise UserError(f"{found.path} {what} {first_few(strange, 1).removeprefix(OF_THE_MODEL)}")
+    parts: dict[str, Part] = {}
+    names: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, theirs in known.items():
+        for key, part, other in _parts(name, theirs, found.tensors.shape(name)):
+            if other not in seen:
+                parts[key], names[key] = part, other
+                seen.add(other)
+    return StoredModel(run=run, config=config, found=found, family=family, parts=parts, names=names)
+
+
+def _parts(name: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part, str]]:
+    """(Name of a part, the part, its name in `transformers`) of one tensor of the checkpoint."""
+    if isinstance(theirs, str):
+        yield name, Part(tensor=name, first=None, shape=shape), theirs
+        return
+    for expert, matrices in enumerate(theirs):
+        rows = shape[1] // len(matrices)
+        for number, other in enumerate(matrices):
+            part = Part(tensor=name, first=(expert, number * rows), shape=(rows, *shape[2:]))
+            yield f"{name}[{expert}, {number * rows}:{(number + 1) * rows}]", part, other

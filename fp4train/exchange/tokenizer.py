@@ -1,0 +1,103 @@
+"""The tokenizer of a run as `transformers` reads it: `tokenizer.json` and what names its special tokens.
+
+Training encodes text without special tokens, and ends each document with one. A file that adds others by itself, such
+as a token before each text, loses that rule here: what is served would differ from what was trained.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, cast
+
+from fp4train.config import Config
+from fp4train.data.template import KEPT as TEMPLATE
+from fp4train.data.template import ChatTemplate, find_template
+from fp4train.data.tokenizers import BytePairs, Pretrained
+from fp4train.data.tokens import Piece, Tokenizer
+from fp4train.errors import UserError
+from fp4train.exchange.folder import write_json
+from fp4train.files import Folder
+from fp4train.run.record import directory as run_directory
+
+TOKENIZER = "tokenizer.json"
+
+
+class FileTokenizer(Tokenizer, Protocol):
+    """A tokenizer that has a form as a file of the `tokenizers` library."""
+
+    @property
+    def end(self) -> str:
+        """The token that ends a document."""
+
+    def to_json(self) -> str:
+        """The text of the file."""
+
+
+def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
+    """The tokenizer that a run was trained with, as it keeps it; None: its data are token ids, or it has no such file.
+
+    Raises:
+        UserError: the run has lost its tokenizer.
+    """
+    settings = getattr(config.data, "tokenizer", None)
+    if settings is None:
+        return None
+    if isinstance(settings, BytePairs | Pretrained):  # without its copy it would be trained anew, or read elsewhere
+        with Folder.open(run) as folder:
+            needed = (name for name in run_directory.TOKENIZER if name != TEMPLATE)
+            if lost := [name for name in needed if not folder.has_file(name)]:
+                raise UserError(f"{run} has lost its {lost[0]}: put it back; another tokenizer may have other ids")
+
+    def documents() -> Iterator[Piece]:
+        raise UserError(f"{run} has no tokenizer of its own that was made from {settings}")
+
+    found = settings.build(documents, run_directory.require_run(run))
+    return cast(FileTokenizer, found) if hasattr(found, "to_json") and hasattr(found, "end") else None
+
+
+def stored_template(run: Path) -> ChatTemplate | None:
+    """The chat template that a run was trained with; None: it was trained on no conversations.
+
+    Raises:
+        UserError: the run's copy is damaged.
+    """
+    with Folder.open(run) as folder:
+        return find_template(None, None, run) if folder.has_file(TEMPLATE) else None
+
+
+def write_tokenizer(
+    folder: Folder, tokenizer: FileTokenizer, *, most: int, template: ChatTemplate | None = None
+) -> list[str]:
+    """Write the files of a tokenizer; returns what differs from the run's, a sentence each.
+
+    Args:
+        most: tokens of the longest sequence.
+        template: of conversations.
+    """
+    text, notes = _without_additions(tokenizer.to_json())
+    folder.write(TOKENIZER, text.encode())
+    special = {"eos_token": tokenizer.end}
+    if template is not None:
+        folder.write("chat_template.jinja", template.source.encode())
+        named = {name: token for name, token in template.variables.items() if token}
+        if (end := named.pop("eos_token", tokenizer.end)) != tokenizer.end:
+            notes.append(f"The chat template was trained with the eos_token `{end}`; here it is `{tokenizer.end}`.")
+        special |= named
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": most}
+    write_json(folder, "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
+    write_json(folder, "special_tokens_map.json", special)
+    return notes
+
+
+def _without_additions(text: str) -> tuple[str, list[str]]:
+    from tokenizers import Tokenizer as File
+
+    made = File.from_str(text)
+    added, plain = (made.encode("a", add_special_tokens=each).tokens for each in (True, False))
+    if added == plain:
+        return text, []
+    extra = ", ".join(f"`{token}`" for token in added if token not in plain)
+    table = json.loads(text) | {"post_processor": None}
+    return json.dumps(table, ensure_ascii=False), [
+        f"The run's tokenizer.json adds {extra} to a text. Training did not, so that rule is left out here."
+    ]

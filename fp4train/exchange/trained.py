@@ -1,0 +1,212 @@
+"""A trained model, out of a run directory, for use without the rest of its run: no optimizer, no data, nothing written;
+or out of a Hugging Face folder, with the folder's tokenizer.
+
+The recipe of a run's model is, unless another is named, that of the last steps whose forward pass was quantised: a run
+may end with a cooldown in high precision, and what it was trained for is the recipe before.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from fp4train import checkpoint
+from fp4train.config import Config, to_config
+from fp4train.config.composition import compose
+from fp4train.config.from_folder import names_folder, with_folder
+from fp4train.config.overrides import quoted
+from fp4train.data.source import planned_vocab_size
+from fp4train.data.tokenizers import Bytes
+from fp4train.data.tokens import Piece, Tokenizer
+from fp4train.errors import UserError, user_errors
+from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
+from fp4train.precision.phases import Timeline
+from fp4train.run.build import build_model, build_timeline
+from fp4train.run.checks import set_masks
+from fp4train.run.device import choose_device
+from fp4train.run.initial import load_init, load_weights
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_belongs, check_paths, saved_with
+from fp4train.run.restored import check_model, restored
+
+CONTEXT = 32768
+"""Most tokens of a sequence of a folder's model: tables of positions are made for all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRecipe:
+    """A recipe and the layers that follow it; `name` is what the user calls it."""
+
+    name: str
+    recipe: Recipe
+    policy: LayerPolicy | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The weights of a run at one of its checkpoints.
+
+    Args:
+        source: the run directory, or the folder.
+        step: optimizer steps done; None: it is of a folder.
+        model: in evaluation mode.
+        tokenizer: None for token files that came without one.
+        vocab_size: ids that the tokenizer has; the model's head may have more, which stand for nothing.
+        trained_in: the recipe of the last steps whose forward pass was quantised; None: there are none.
+        cfg: the run's configuration as it was saved, with the paths that the command line gives.
+    """
+
+    source: Path
+    config: Config
+    step: int | None
+    model: nn.Module = field(repr=False)
+    tokenizer: Tokenizer | None = field(repr=False)
+    vocab_size: int
+    trained_in: Recipe | None
+    device: torch.device
+    cfg: DictConfig = field(repr=False)
+    paths: Mapping[str, str | None]
+
+    @property
+    def high_precision(self) -> NamedRecipe:
+        """The run's own dtype without quantisation, in which its validation losses are measured too."""
+        recipe = self.config.recipe
+        recipe = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
+        return NamedRecipe(name=f"high precision ({recipe.dtype})", recipe=recipe, policy=self.config.policy)
+
+    @property
+    def own(self) -> NamedRecipe:
+        """The recipe that the model was trained for; one whose forward pass was never quantised has high precision."""
+        if self.trained_in is None:
+            return self.high_precision
+        return NamedRecipe(name=self.trained_in.name, recipe=self.trained_in, policy=self.config.policy)
+
+    def forward(self, named: NamedRecipe, *args: Tensor, **more: Any) -> Tensor:
+        """The model's forward pass in a recipe, without gradients."""
+        seed = self.config.run.seed
+        with torch.no_grad(), autocast(named.recipe, policy=named.policy, seed=seed, step=self.step):
+            found: Tensor = self.model(*(each.to(self.device) for each in args), **more)
+        return found
+
+    @property
+    def title(self) -> str:
+        """Where the model is from."""
+        return str(self.source) if self.step is None else f"{self.source} at step {self.step}"
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence."""
+        return int(getattr(self.model, "seq_len", self.config.train.seq_len))
+
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.tokenizer is None:
+            raise UserError(f"{self.source} was trained on token files without a tokenizer: text cannot be encoded")
+        return self.tokenizer
+
+
+def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str | None] | None = None) -> TrainedModel:
+    """The model of a run, or of a Hugging Face folder.
+
+    Args:
+        step: of a checkpoint; None: the newest.
+        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+
+    Raises:
+        UserError: there is no run or no such checkpoint, or it does not fit the configuration, or is not finite.
+    """
+    if names_folder(str(source)):
+        if step is not None or paths:
+            raise UserError(f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run")
+        return _of_folder(source)
+    run_directory.require_run(source)
+    cfg, paths = saved_with(source, step, paths or {}), paths or {}
+    config = to_config(cfg)
+    config = replace(config, train=replace(config.train, compile=False, cuda_graph=False))
+    found = checkpoint.load(source / run_directory.CHECKPOINTS, step, weights=True)
+    check_belongs(found, source, mend=False)
+    tokenizer = _tokenizer(config, cfg, source, paths)
+    device = choose_device(config.device)
+    vocab_size = planned_vocab_size(config.data) if tokenizer is None else tokenizer.vocab_size
+    model = build_model(config, vocab_size, device)
+    set_masks(model, config, tokenizer)
+    strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
+    with user_errors(*strange, before=f"{found.path} does not fit the model of {source}: "):
+        weights = restored(found, model)["model"]
+        check_model(model, weights)
+    model.load_state_dict(weights)
+    return TrainedModel(
+        source=source,
+        config=config,
+        step=found.step,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        trained_in=trained_recipe(build_timeline(config, source), found.step),
+        device=device,
+        cfg=cfg,
+        paths=paths,
+    )
+
+
+def _of_folder(folder: Path) -> TrainedModel:
+    """The model of a Hugging Face folder; its context is the longest that it was made for, up to `CONTEXT`."""
+    cfg = compose([quoted("init", str(folder)), "data=text", quoted("data.path", str(folder)), "policy=all"])
+    cfg = with_folder(cfg, ())
+    positions = cfg.model.get("max_positions")
+    cfg.train.seq_len = CONTEXT if positions is None else min(int(positions), CONTEXT)
+    config = to_config(cfg)
+    found = load_init(config, checkpoint.ALONE)
+    assert found is not None
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer: Tokenizer = config.data.tokenizer.build(  # type: ignore[attr-defined]
+            partial(_no_documents, folder), Path(place)
+        )
+    device = choose_device(config.device)
+    model = build_model(config, tokenizer.vocab_size, device)
+    load_weights(model, found)
+    return TrainedModel(
+        source=folder,
+        config=config,
+        step=None,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        trained_in=None,
+        device=device,
+        cfg=cfg,
+        paths={},
+    )
+
+
+def trained_recipe(timeline: Timeline, step: int) -> Recipe | None:
+    """The recipe of the last of the first `step` steps whose forward pass was quantised; None: there is none."""
+    ran = [each.recipe for each in timeline.stretches() if each.start < max(step, 1)]
+    return next((recipe for recipe in reversed(ran) if recipe.table()["fprop"].quantised), None)
+
+
+def _tokenizer(config: Config, cfg: DictConfig, source: Path, paths: Mapping[str, str | None]) -> Tokenizer | None:
+    """The run's own tokenizer; a file that its configuration names is read only where the run has lost its copy."""
+    settings = getattr(config.data, "tokenizer", None)
+    if settings is None:
+        return None
+    with tempfile.TemporaryDirectory() as place:
+        run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
+        if not isinstance(settings, Bytes) and not any(Path(place).iterdir()):
+            check_paths(cfg, paths)
+        found: Tokenizer = settings.build(partial(_no_documents, source), Path(place))
+        return found
+
+
+def _no_documents(source: Path) -> Iterator[Piece]:
+    raise UserError(f"{source} has lost its tokenizer.json, and a tokenizer that is trained anew may have other ids")

@@ -1,0 +1,281 @@
+"""`fp4train verify FOLDER against=RUN`: whether an export has the numbers of the run, tensor by tensor.
+
+What the folder should hold is made again from the run's checkpoint, by the plan of the stretch that the folder names,
+and compared in every bit: codes, block scales, global scales, what is in high precision; names, shapes, dtypes;
+configuration and tokenizer. The scales of activations are no numbers of training. They must be finite, above 0, and
+one for layers that are fused.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.checkpoint.layout import OF_THE_MODEL, STATE_LIMIT
+from fp4train.checkpoint.model_folder import CONFIG, has_file, open_weights, read_config, read_table
+from fp4train.checkpoint.reading import StoredTensors
+from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.errors import UserError
+from fp4train.exchange.folder import write_json
+from fp4train.exchange.formats import LAYOUTS, MODELOPT, configuration, modelopt_configuration
+from fp4train.exchange.huggingface import DTYPES, SPELLED, write_tables
+from fp4train.exchange.packed import PackedLayer, PackedModel, pack
+from fp4train.exchange.quantised import RECORD
+from fp4train.exchange.stored import StoredModel, open_stored
+from fp4train.exchange.tokenizer import TOKENIZER
+from fp4train.files import Folder
+from fp4train.text import first_few, near_miss
+
+_NAMED = 3
+"""So many tensors of each kind of difference are named."""
+_QUANTISED = ("quantization_config", "quantization")
+"""Keys of tables that say how weights are quantised, in `config.json` and in `hf_quant_config.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedLayer:
+    """What was compared of one layer, or of another module with weights.
+
+    Args:
+        name: in the run; module: in the folder.
+        form: "NVFP4", "bfloat16".
+        parts: the tensors that were compared, by the last part of their names.
+        differences: a sentence each; none: all are equal.
+    """
+
+    name: str
+    module: str
+    form: str
+    parts: tuple[str, ...]
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The comparison of a folder with a run; `others`: differences that are of no layer."""
+
+    folder: Path
+    run: Path
+    step: int
+    layout: str
+    stretch: str | None
+    layers: list[VerifiedLayer] = field(repr=False)
+    others: list[str]
+
+    @property
+    def equal(self) -> bool:
+        return not self.others and not any(each.differences for each in self.layers)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        own = {"folder": str(self.folder), "run": str(self.run), "step": self.step, "to": self.layout}
+        layers = [{**vars(each), "parts": [*each.parts], "differences": [*each.differences]} for each in self.layers]
+        return {**own, "stretch": self.stretch, "equal": self.equal, "differences": self.others, "layers": layers}
+
+
+def verify(folder: Path, run: Path, *, step: int | None = None, stretch: int | None = None) -> Verified:
+    """Compare a folder that `fp4train export` wrote with a run.
+
+    Args:
+        step: of the checkpoint; None: the one that the folder names, or the newest.
+        stretch: a step of the stretch of the codes; None: as the folder says, or as the export chooses.
+
+    Raises:
+        UserError: the folder is no model, or damaged so that its tensors cannot be read; or the run cannot be exported.
+    """
+    config = read_config(folder)
+    layout = layout_of(folder, config)
+    if has_file(folder, RECORD):
+        record = read_table(folder, RECORD)
+        step = _whole(record.get("step"), step)
+        began = record.get("stretch")
+        stretch = _whole(began[0] if isinstance(began, list) and began else None, stretch)
+    found = open_weights(folder)
+    model = open_stored(run, step)
+    dtype = next((each for each, name in SPELLED.items() if config.get("dtype") == name), None)
+    if dtype is None:
+        raise UserError(f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}")
+    packed = None if layout == "hf" else pack(model, layout, stretch)
+    return Verified(
+        folder=folder,
+        run=run,
+        step=model.found.step,
+        layout=layout,
+        stretch=None if packed is None else packed.stretch.title,
+        layers=[*_layers(found, model, packed, dtype)],
+        others=[*_names(found, model, packed, dtype), *_tables(folder, model, packed, dtype)],
+    )
+
+
+def layout_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """ "hf", or the layout of a folder of codes.
+
+    Raises:
+        UserError: it is quantised in another way.
+    """
+    quantised = config.get("quantization_config")
+    if quantised is None:
+        return "hf"
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if method not in LAYOUTS:
+        raise UserError(
+            f"{folder}: quant_method={method!r} is none that fp4train writes ({', '.join(LAYOUTS)})"
+            f"{near_miss(str(method), LAYOUTS)}"
+        )
+    return str(method)
+
+
+def _whole(found: object, given: int | None) -> int | None:
+    return given if given is not None else found if type(found) is int and found >= 0 else None
+
+
+def _layers(
+    found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+) -> Iterator[VerifiedLayer]:
+    for stored in model.names:
+        layer = None if packed is None else packed.layers.get(stored)
+        expected = [*_expected(stored, model, packed, dtype)]
+        differences = [each for tensor in expected for each in _differences(found, tensor)]
+        parts = [tensor.name.rpartition(".")[2] for tensor in expected]
+        if packed is not None and layer is not None and layer.format.static:
+            part, problem = _of_activations(found, packed, layer)
+            parts.append(part)
+            differences += problem
+        yield VerifiedLayer(
+            name=stored.removeprefix(OF_THE_MODEL).removesuffix(".weight"),
+            module=expected[0].name.rpartition(".")[0],
+            form=SPELLED[dtype] if layer is None else layer.format.name,
+            parts=tuple(parts),
+            differences=tuple(differences),
+        )
+
+
+def _expected(
+    stored: str, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+) -> Iterator[StreamedTensor]:
+    """What of a stored weight lies in the folder, but for the scales of activations."""
+    if packed is not None and stored in packed.layers:
+        yield from packed.tensors_of(packed.layers[stored], None)
+    else:
+        yield model.streamed(stored, dtype)
+
+
+def _differences(found: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
+    """What of one tensor is not as it should be."""
+    part = expected.name.rpartition(".")[2]
+    if expected.name not in found:
+        yield f"{part} is missing"
+        return
+    shape, dtype = found.shape(expected.name), found.dtype(expected.name)
+    if (shape, dtype) != (expected.shape, expected.dtype):
+        yield f"{part} is {dtype} {list(shape)} instead of {expected.described}"
+        return
+    if not shape or shape == (1,):
+        (wanted,) = expected.pieces()
+        yield from _of_one(part, found[expected.name].reshape(()), wanted.reshape(()))
+        return
+    count, first, row = 0, -1, 0
+    for piece in expected.pieces():
+        rows = piece.shape[0]
+        box = found.read(expected.name, (row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+        unequal = _bits(box) != _bits(piece)
+        if first < 0 and bool(unequal.any()):
+            first = row + int(unequal.reshape(rows, -1).any(1).int().argmax())
+        count, row = count + int(unequal.sum()), row + rows
+    if count:
+        yield f"{count:,} of {box.numel() // rows * row:,} values of {part} differ, from row {first} on"
+
+
+def _of_one(part: str, value: Tensor, wanted: Tensor) -> Iterator[str]:
+    if torch.equal(_bits(value.reshape(1)), _bits(wanted.reshape(1))):
+        return
+    inverse = wanted.float().reciprocal()
+    how = ""
+    if torch.isclose(value.float(), inverse, rtol=1e-6, atol=0.0):
+        how = ", which is its reciprocal: one layout divides by it, the other multiplies"
+    elif value.dtype == torch.float32:
+        apart = abs(int(value.view(torch.int32)) - int(wanted.view(torch.int32)))
+        how = f", {apart} ulp apart" if apart < 1000 else ""
+    yield f"{part} is {float(value):.9g} instead of {float(wanted):.9g}{how}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Elements as integers: NaNs and signs of zeros count."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.dtype.itemsize])
+
+
+def _of_activations(found: StoredTensors, packed: PackedModel, layer: PackedLayer) -> tuple[str, list[str]]:
+    """(The name of the scale of a layer's activations, what is wrong with it)."""
+    part = next(each.name for each in packed.tensors_of(layer, 1.0) if ".input_" in each.name).rpartition(".")[2]
+    name = f"{layer.module}.{part}"
+    if name not in found:
+        return part, [f"{part} is missing"]
+    value = found[name]
+    if value.numel() != 1 or not bool(((value > 0) & value.isfinite()).all()):
+        return part, [f"{part} is {value.tolist()}: it must be a finite number above 0"]
+    modules = {each.layer.name: each.module for each in packed.layers.values()}
+    others = [modules[other] for other in layer.layer.fused if other in modules]
+    unequal = [each for each in others if f"{each}.{part}" in found and not torch.equal(found[f"{each}.{part}"], value)]
+    return part, [f"{part} differs from that of {each}, which is multiplied with it" for each in unequal]
+
+
+def _names(found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:
+    """Tensors of the folder that the run has not."""
+    known = {tensor.name for stored in model.names for tensor in _expected(stored, model, packed, dtype)}
+    if packed is not None:
+        known |= {tensor.name for layer in packed.layers.values() for tensor in packed.tensors_of(layer, 1.0)}
+    strange = sorted(name for name in found if name not in known)
+    if strange:
+        yield f"the run has no {first_few(strange, _NAMED)}"
+
+
+def _tables(folder: Path, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:
+    """What of the configuration and of the tokenizer is not as the export writes it."""
+    config: dict[str, Any] = {"dtype": SPELLED[dtype]}
+    if packed is not None:
+        config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)
+    with tempfile.TemporaryDirectory() as place, Folder.open(Path(place)) as made:
+        write_tables(made, model, config)
+        if packed is not None and packed.layout == MODELOPT:
+            table = modelopt_configuration(packed.format, packed.kept)
+            write_json(made, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
+        for name in sorted(made.names()):
+            if not has_file(folder, name):
+                yield f"{name} is missing"
+            elif name.endswith(".json"):
+                yield from _of_table(name, read_table(folder, name), read_table(Path(place), name), model)
+            else:
+                with Folder.open(folder) as theirs:
+                    if theirs.read(name, STATE_LIMIT) != made.read(name, STATE_LIMIT):
+                        yield f"{name} is not that of the run"
+
+
+def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: StoredModel) -> Iterator[str]:
+    have, known = _flat(theirs), _flat(wanted)
+    for key, value in known.items():
+        if have.get(key) != value:
+            large = name == TOKENIZER
+            yield f"{name}: {key} is " + ("not that of the run" if large else f"{have.get(key)!r} instead of {value!r}")
+    more = {key: value for key, value in have.items() if key not in known and value is not None}
+    for key in sorted(key for key in more if key.startswith(_QUANTISED)):
+        yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"
+    if name == CONFIG:
+        own = {key: value for key, value in wanted.items() if key not in _QUANTISED}
+        try:
+            model.family.shape_of({**own, **more})
+        except ValueError as error:
+            yield f"{name}: {error}"
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a table by their keys; what says how weights are quantised key by key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = key in _QUANTISED and isinstance(value, dict)
+        found |= {f"{key}.{each}": deep for each, deep in value.items()} if inner else {key: value}
+    return found

@@ -1,0 +1,84 @@
+"""The loss against a teacher's distribution, without ever holding all logits (distillation; Hinton et al.,
+arXiv:1503.02531).
+
+    loss = mean_m [ τ²·Σ_v t_v·(log t_v − log s_v) + c·CE ],   t = softmax(z_teacher / τ),  s = softmax(z / τ)
+
+with the logits z = h·Wᵀ of the student and of the teacher, and the student's cross-entropy CE of the targets at τ = 1.
+τ² keeps the gradients of the first term at one scale. As in `loss.py` tokens are taken in chunks, whose logits are
+turned at once into the gradients of the student's h and W.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import widened
+from fp4train.models.common.loss import ChunkedLoss, add_share_of_dw, chunk_rows
+
+
+class TeacherStates(NamedTuple):
+    """What a student learns from in one forward pass.
+
+    h_MD: hidden states of the teacher [tokens, its width]; w_VD: its head [vocabulary, its width], of the same dtype.
+    temperature: τ. ce: c, the weight of the cross-entropy of the targets.
+    """
+
+    h_MD: Tensor
+    w_VD: Tensor
+    temperature: float
+    ce: float
+
+
+def chunked_distillation(
+    h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, teacher: TeacherStates, *, masked: bool = False
+) -> Tensor:
+    """The mean loss in nats, float32 scalar.
+
+    Args:
+        h_MD: hidden states of the student [tokens, width]. w_VD: its head [vocabulary, width].
+        targets_M: int64 [tokens]. masked: a token whose target is below 0 has no loss; the sum is divided by all tokens
+            even so.
+    """
+    loss: Tensor = _ChunkedDistillation.apply(h_MD, w_VD, targets_M, teacher, masked)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _ChunkedDistillation(ChunkedLoss):
+    @staticmethod
+    def forward(
+        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, teacher: TeacherStates, masked: bool
+    ) -> Tensor:
+        dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
+        tokens, temperature = h_MD.shape[0], teacher.temperature
+        rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
+        w = w_VD.to(dtype)
+        dh = torch.empty_like(h_MD) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros(w_VD.shape, dtype=torch.float32, device=w_VD.device) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), device=h_MD.device)
+        for start in range(0, tokens, rows):
+            chunk = slice(start, start + rows)
+            h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
+            logits = widened(torch.mm, h, w.T).float()
+            theirs = (widened(torch.mm, teacher.h_MD[chunk], teacher.w_VD.T).float() / temperature).log_softmax(-1)
+            own, t = (logits / temperature).log_softmax(-1), theirs.exp()
+            losses = temperature**2 * (t * (theirs - own)).sum(-1, keepdim=True)
+            grad = temperature * (own.exp() - t)
+            if teacher.ce:
+                log_p, one = logits.log_softmax(-1), target.clamp(min=0)
+                losses -= teacher.ce * log_p.gather(1, one)
+                p = log_p.exp_()
+                grad += teacher.ce * p.scatter_add_(1, one, torch.full_like(one, -1, dtype=p.dtype))
+            if masked:
+                losses, grad = losses * (target >= 0), grad * (target >= 0)
+            total += losses.sum()
+            grad = grad.to(dtype)
+            if dh is not None:
+                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
+            if dw is not None:
+                add_share_of_dw(dw, grad, h)
+        ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
+        ctx.tokens = tokens
+        return total / tokens

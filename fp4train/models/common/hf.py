@@ -1,0 +1,159 @@
+"""Reading a `config.json` of Hugging Face's `transformers`, key by key: what families share.
+
+A key is read, must have the one value that the model here has, or is known to change nothing that is computed; any
+other is refused, since it may stand for something that the model here lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+from fp4train.models.common.layers import RopeScaling
+
+Stored: TypeAlias = str | tuple[tuple[str, ...], ...]
+"""Where a tensor of the state dict lies in a folder: under one name, or a weight [E, N, K] of experts in matrices: for
+each expert the names of those whose rows follow one another, as many of each."""
+
+_ONE_VALUE: dict[str, tuple[object, ...]] = {
+    "attention_dropout": (0, None),
+    "pretraining_tp": (1, None),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None,),
+}
+_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_REASONS = {
+    "quantization_config": "quantised weights are not read: start from the folder that they were made from",
+    "compression_config": "quantised weights are not read: start from the folder that they were made from",
+    "auto_map": "code in the folder is not run",
+    "attention_dropout": "there is no dropout here; set it to 0.0 in a copy to train without it",
+}
+_NOT_COMPUTED = re.compile(
+    r"_.*|unsloth_.*|dtype|torch_dtype|transformers_version|use_cache|initializer_range|.*token_id|tokenizer_class|prefix"
+    r"|id2label|label2id|num_labels|problem_type|return_dict|output_.*|use_return_dict|torchscript|task_specific_params"
+    r"|finetuning_task|is_decoder|tie_encoder_decoder|cross_attention_hidden_size|sep_token_id|bad_words_ids"
+    r"|max_length|min_length|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|top_[kp]"
+    r"|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|suppress_tokens"
+    r"|begin_suppress_tokens|num_return_sequences|exponential_decay_length_penalty|remove_invalid_values|use_bfloat16"
+    r"|tf_legacy_loss|is_llama_config|transformers\.js_config|model_max_length|max_sequence_length"
+)
+
+
+def check_keys(
+    config: Mapping[str, Any], kind: str, read: Collection[str], one_value: Mapping[str, tuple[object, ...]]
+) -> None:
+    """Raises ValueError where a key or value means something that the model here does not have; it names both.
+
+    Args:
+        kind: the configuration's `model_type`.
+        read: keys that the family reads.
+        one_value: keys whose values must be among the given ones, beside those of all families.
+    """
+    for key, value in config.items():
+        if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+                reason = _REASONS.get(key, f"only {allowed[0]!r} is")
+                raise ValueError(f"{key}={value!r} is not supported: {reason}")
+        elif key not in read and value is not None and not _NOT_COMPUTED.fullmatch(key):
+            raise ValueError(
+                f"{key}={value!r} is an unknown key of a {kind} model; if it changes nothing that the model computes, "
+                "take it out of a copy of config.json"
+            )
+
+
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key}={value!r} must be a whole number from 1 on")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key}={value!r} must be a number")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false")
+    return value
+
+
+def read_rope(config: Mapping[str, Any], default: float = 10000.0) -> tuple[float, RopeScaling | None]:
+    """θ, `default` where it is not named, and the scaling of the rotations; older configurations name them apart from
+    each other."""
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(where) or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{where}={rope!r} must be a table")
+    base = number(rope if "rope_theta" in rope else config, "rope_theta", default)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{where}.rope_type={kind!r} is not supported; supported are 'default' and 'llama3'")
+    known = {"rope_type", "type", "rope_theta", *(_ROPE if kind == "llama3" else ())}
+    for key, value in rope.items():
+        if key not in known and not (key == "partial_rotary_factor" and value == 1):
+            raise ValueError(f"{where}.{key}={value!r} is not supported with rope_type={kind!r}")
+    if kind == "default":
+        return base, None
+    if lost := [key for key in _ROPE if key not in rope]:
+        raise ValueError(f"{where}.{lost[0]} is missing")
+    factor, low, high = (number(rope, key, 0.0) for key in _ROPE[:3])
+    return base, RopeScaling(
+        factor=factor, low_freq_factor=low, high_freq_factor=high, original_length=count(rope, _ROPE[3])
+    )
+
+
+def rotary_names(*, tied: bool, qk_norm: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Our name → Hugging Face's of what decoders with rotary attention share: outside of blocks, and of each block."""
+    outside = {
+        "embed.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "model.embed_tokens.weight" if tied else "lm_head.weight",
+    }
+    block = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        **{f"attention.w{each}.weight": f"self_attn.{each}_proj.weight" for each in "qkvo"},
+    }
+    if qk_norm:
+        block |= {f"attention.{each}_norm.weight": f"self_attn.{each}_norm.weight" for each in "qk"}
+    return outside, block
+
+
+def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys of the rotations, twice: `rope_parameters` for transformers from version 5 on, `rope_theta` and
+    `rope_scaling` for older ones, which would take the first for an unknown key."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    if scaling is not None:
+        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
+        rope |= {"rope_type": "llama3", **dict(zip(_ROPE, numbers, strict=True))}
+    older = None if scaling is None else {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_parameters": rope, "rope_theta": base, "rope_scaling": older}
+
+
+def check_attention(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where a layer attends to a window alone."""
+    types = config.get("layer_types")
+    if types is not None and (not isinstance(types, list) or any(each != "full_attention" for each in types)):
+        raise ValueError(f"layer_types={types!r} is not supported: only 'full_attention' is, in every layer")
+
+
+def check_class(config: Mapping[str, Any], kind: str, known: str) -> None:
+    """Raises ValueError where the configuration names another class than `known`, that of its `model_type` `kind`."""
+    named = config.get("architectures")
+    if named is not None and named != [known]:
+        raise ValueError(f"architectures={named!r} is not supported with model_type={kind!r}; it must be {known}")

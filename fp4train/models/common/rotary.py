@@ -1,0 +1,148 @@
+"""Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.models.common.cache import DecodeCache, KeyValues
+from fp4train.models.common.decoder import Decoder, DecoderShape
+from fp4train.models.common.initialise import Filled, Initial, Normal
+from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
+
+MOST_LAYERS = 4096
+"""Largest number of layers; the deepest models have some hundred."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryShape(DecoderShape):
+    """What the shapes of these families have, beside what `DecoderShape` has.
+
+    Args:
+        layers: number of blocks.
+        qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are rotated.
+        rope_base: θ of the rotary embedding.
+        rope_scaling: slower rotations for long sequences; None: those of `rope_base`.
+    """
+
+    layers: int = 6
+    qk_norm: bool = False
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers < 1:
+            raise ValueError(f"model.layers={self.layers} must be at least 1")
+        if self.layers > MOST_LAYERS:
+            raise ValueError(f"model.layers={self.layers} must be at most {MOST_LAYERS}")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"model.rope_base={self.rope_base} must be finite and above 0")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim}: rotary embedding needs an even number")
+        if self.head_width % 2:
+            raise ValueError(
+                f"model.width={self.width} over model.heads={self.heads} is {self.width // self.heads} per head: "
+                "rotary embedding needs an even number"
+            )
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
+
+    fp4train_fused = (("gate", "up"),)
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out
+
+
+class RotaryBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: RotaryShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.attention = Attention(
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_width,
+            qkv_bias=qkv_bias,
+            qk_norm=shape.norm_eps if shape.qk_norm else None,
+        )
+        self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
+        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out
+
+
+class RotaryDecoder(Decoder):
+    """A decoder of `RotaryBlock`s, whose weights a subclass then initialises.
+
+    Args:
+        block: makes the block of an index.
+    """
+
+    shape: RotaryShape
+
+    def __init__(self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]) -> None:
+        super().__init__()
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        self.recomputes, self.shape = shape.recompute, shape
+        self.embed = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(block(index) for index in range(shape.layers))
+        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        self.cos: Tensor
+        self.sin: Tensor
+        for name, values in self._angles().items():
+            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Normal matrices, biases of 0, and norms that are the identity."""
+        std = min(0.02, self.shape.width**-0.5)
+        residual = std / (2 * self.shape.layers) ** 0.5
+        values: dict[str, Initial] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                values[name] = Filled(0.0 if name.endswith(".bias") else 1.0)
+            else:
+                writes_residual = name.endswith(("attention.wo.weight", ".down.weight"))
+                values[name] = Normal(residual if writes_residual else std)
+        return values
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Cosines and sines of the rotary embedding, which no checkpoint holds."""
+        return self._angles()
+
+    def _angles(self) -> dict[str, Tensor]:
+        shape = self.shape
+        angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, shape.rope_scaling)
+        return {"cos": angles.cos(), "sin": angles.sin()}
+
+    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Cosines and sines of the rotary embedding, [T, E] each."""
+        return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
+
+    def fp4train_cache(self, length: int) -> DecodeCache:
+        """Keys and values of each block."""
+        return DecodeCache([KeyValues(length) for _ in self.blocks])

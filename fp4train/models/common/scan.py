@@ -1,0 +1,226 @@
+"""Mamba-2: a state-space recurrence as chunked matrix products (SSD, arXiv:2405.21060).
+
+Per head, with the state h [P, N], and B and C shared by the heads of a group:
+
+    h_t = exp(a_t)·h_{t−1} + x_t·B_tᵀ,   y_t = h_t·C_t        a_t ≤ 0
+
+Within a chunk of L tokens this is a masked product, (C·Bᵀ ⊙ decay)·x; a loop passes the state from chunk to chunk. All
+of it is float32: what a recipe quantises are the linear layers before and after.
+
+Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N elements of the state, C chunks,
+L tokens of a chunk, R heads of a group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.models.common.convolution import first_of_document, short_convolution
+from fp4train.models.common.initialise import Filled, Initial, Numbered, Uniform
+from fp4train.nn.ranks import local
+
+STEP = (1e-3, 0.1)
+"""The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section 3.6)."""
+
+
+def scan(
+    x_BTHP: Tensor,
+    a_BTH: Tensor,
+    b_BTGN: Tensor,
+    c_BTGN: Tensor,
+    *,
+    chunk: int,
+    state_BHPN: Tensor | None = None,
+    document_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y [B, T, H, P], the state after the last token [B, H, P, N]), in the dtype of x.
+
+    Args:
+        a_BTH: logarithms of the decays, at most 0.
+        chunk: tokens of a chunk; the last one is padded with tokens that change nothing.
+        state_BHPN: before the first token; None: zeros.
+        document_BT: a number per token; the state is zero where it changes. None: it never does.
+    """
+    batch, time, heads, dim = x_BTHP.shape
+    groups, size = b_BTGN.shape[2:]
+    pad, per = -time % chunk, heads // groups
+    if pad:
+        x_BTHP, b_BTGN, c_BTGN = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x_BTHP, b_BTGN, c_BTGN))
+        a_BTH = F.pad(a_BTH, (0, 0, 0, pad))
+    x = x_BTHP.view(batch, -1, chunk, groups, per, dim).permute(0, 1, 3, 4, 2, 5)  # [B, C, G, R, L, P]
+    a = a_BTH.view(batch, -1, chunk, groups, per).permute(0, 1, 3, 4, 2)  # [B, C, G, R, L]
+    b = b_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)  # [B, C, G, L, N]
+    c = c_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)
+    sums = a.cumsum(-1)
+    to_end, from_start, whole = (sums[..., -1:] - sums).exp(), sums.exp(), sums[..., -1].exp()
+    sees = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    if document_BT is not None:
+        document = torch.cat((document_BT, document_BT[:, -1:].expand(-1, pad)), 1).view(batch, -1, 1, 1, chunk)
+        last = document[..., -1:]
+        before = torch.cat((document[:, :1, ..., :1], last[:, :-1]), 1)  # of the state that enters a chunk
+        sees = sees & (document[..., :, None] == document[..., None, :])
+        to_end = to_end * (document == last)
+        from_start = from_start * (document == before)
+        whole = whole * (last == before)[..., 0]
+    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~sees, -torch.inf).exp()  # [B, C, G, R, L, L]
+    inside = ((c @ b.mT)[:, :, :, None] * decay) @ x
+    added = (to_end[..., None] * x).mT @ b[:, :, :, None]  # [B, C, G, R, P, N]
+    h = x.new_zeros(added[:, 0].shape) if state_BHPN is None else state_BHPN.view(batch, groups, per, dim, size)
+    states = []
+    for i in range(added.shape[1]):
+        states.append(h)
+        h = h * whole[:, i, ..., None, None] + added[:, i]
+    across = (c[:, :, :, None] * from_start[..., None]) @ torch.stack(states, 1).mT
+    y = (inside + across).permute(0, 1, 4, 2, 3, 5)  # [B, C, L, G, R, P]
+    return y.reshape(batch, -1, heads, dim)[:, :time], h.reshape(batch, heads, dim, size)
+
+
+class ScanState:
+    """What one Mamba-2 layer keeps of the tokens it has seen: its state, and the last inputs of its convolution."""
+
+    def __init__(self) -> None:
+        self.state_BHPN: Tensor | None = None
+        self.window_BKC: Tensor | None = None
+
+
+class Mamba2(nn.Module):
+    """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B, T, D] → [B, T, D].
+
+    The two projections are linear layers, which `fp4train.convert` replaces. The parameters have the names and shapes
+    of `transformers`.
+
+    Args:
+        width: D.
+        heads, head_dim: H and P; the inner width is their product.
+        state: N.
+        groups: G, which divides `heads`. A group also is what the norm normalises.
+        kernel: tokens of the causal convolution.
+        chunk: tokens of a chunk.
+        eps: ε of the norm.
+        least_step: the smallest time step.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        head_dim: int,
+        state: int,
+        groups: int,
+        kernel: int,
+        chunk: int,
+        eps: float,
+        least_step: float,
+    ) -> None:
+        super().__init__()
+        self.heads, self.groups, self.chunk, self.eps, self.least_step = heads, groups, chunk, eps, least_step
+        self.head_dim, self.state = head_dim, state
+        inner, mixed = heads * head_dim, sum(self.mixed_sizes)
+        self.in_proj = nn.Linear(width, sum(self.segments), bias=False)
+        self.conv1d = CausalConvolution(mixed, kernel)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = Weight(inner)
+        self.out_proj = nn.Linear(inner, width, bias=False)
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """Channels of x, B and C, which the convolution mixes; of this rank's heads and groups."""
+        return [self.heads * self.head_dim, self.groups * self.state, self.groups * self.state]
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Rows of in_proj for z, x, B, C and dt."""
+        return self.heads * self.head_dim, *self.mixed_sizes, self.heads
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Those of the parameters that are no matrices, by their names in the layer (arXiv:2405.21060's code)."""
+
+        def inverse_softplus(logarithm: Tensor) -> Tensor:
+            step = logarithm.exp()
+            return step + (-torch.expm1(-step)).log()
+
+        least, most = map(math.log, STEP)
+        bound = self.conv1d.weight.shape[-1] ** -0.5
+        return {
+            "conv1d.weight": Uniform(-bound, bound),
+            "conv1d.bias": Uniform(-bound, bound),
+            "dt_bias": Uniform(least, most, inverse_softplus),
+            "A_log": Numbered(lambda number: (number + 1).log()),
+            "D": Filled(1.0),
+            "norm.weight": Filled(1.0),
+        }
+
+    def forward(
+        self, u_BTD: Tensor, time: int, kept: ScanState | None = None, mask_BTT: Tensor | None = None
+    ) -> Tensor:
+        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] the state begins where it does.
+
+        Args:
+            u_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.
+            time: T.
+        """
+        document_BT = first_of_document(mask_BTT)
+        inner, mixed_size = self.heads * self.head_dim, sum(self.mixed_sizes)
+        projected_BTN = self.in_proj(u_BTD)
+        projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
+        z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
+        mixed, window = self.conv1d(mixed.float(), None if kept is None else kept.window_BKC, document_BT)
+        x, b, c = torch.split(F.silu(mixed), self.mixed_sizes, -1)
+        x = x.reshape(*x.shape[:2], self.heads, -1)
+        b, c = (t.reshape(*t.shape[:2], self.groups, -1) for t in (b, c))
+        dt = F.softplus(dt.float() + local(self.dt_bias)).clamp(min=self.least_step)
+        y, state = scan(
+            x * dt[..., None],
+            -local(self.A_log).exp() * dt,
+            b,
+            c,
+            chunk=self.chunk,
+            state_BHPN=None if kept is None else kept.state_BHPN,
+            document_BT=document_BT,
+        )
+        if kept is not None:
+            kept.state_BHPN, kept.window_BKC = state, window
+        y = (y + local(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
+        y = y.view(*y.shape[:2], self.groups, -1)
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        out: Tensor = self.out_proj((local(self.norm.weight) * y).to(u_BTD.dtype))
+        return out
+
+
+class Weight(nn.Module):
+    """A weight by itself, under the name that a layer of it has in `transformers`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+class CausalConvolution(nn.Conv1d):
+    """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the first weights."""
+
+    bias: nn.Parameter
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__(channels, channels, kernel, groups=channels)
+
+    def reset_parameters(self) -> None:
+        """Nothing is drawn."""
+
+    def forward(  # type: ignore[override]
+        self, x_BTC: Tensor, window_BKC: Tensor | None, document_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(y [B, T, C], the last K − 1 inputs).
+
+        Args:
+            window_BKC: the K − 1 inputs before x; None: zeros.
+            document_BT: a number per token; a token sees none with another. None: all have the same.
+        """
+        weight, bias = local(self.weight)[:, 0], local(self.bias)
+        return short_convolution(x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT)

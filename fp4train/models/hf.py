@@ -1,0 +1,102 @@
+"""Families of models that also exist as Hugging Face's `transformers` classes: names of parameters, configurations.
+
+A family declares it in its `hf.py`, a module with what `HuggingFaceFamily` lists, and is named in `FAMILIES` here. A
+class of a user's own has such a module, or an object like it, as its attribute `hugging_face`, and its plugin names
+that in `FAMILIES` too, so that folders are read (`config.plugins.families`). Nothing in it needs the
+package transformers: a `config.json` is a table of plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from fp4train.models import Architecture
+from fp4train.models.common.hf import Stored
+from fp4train.models.hybrid import hf as hybrid
+from fp4train.models.hyena import hf as hyena
+from fp4train.models.llama import hf as llama
+from fp4train.models.moe import hf as moe
+
+
+class HuggingFaceFamily(Protocol):
+    """What `models/FAMILY/hf.py` has.
+
+    A family whose folders other software loads than `transformers` also has `LOADED`, Python that does it with a folder
+    called FOLDER.
+    """
+
+    @property
+    def ARCHITECTURE(self) -> type:
+        """The class of `model=…` that the family's functions take and give."""
+
+    @property
+    def MODEL_TYPES(self) -> tuple[str, ...]:
+        """The values of `model_type` that `shape_of` reads."""
+
+    @property
+    def FREE(self) -> tuple[str, ...]:
+        """The fields of `ARCHITECTURE` on which no weight depends: a run that begins with a folder may choose them."""
+
+    def shape_of(self, config: Mapping[str, Any]) -> Any:
+        """The `model=…` that a `config.json` describes: an `ARCHITECTURE` with `vocab_size` rows of its embedding.
+
+        Raises:
+            ValueError: a key or value that the family's model does not have; the message names both.
+        """
+
+    def config_of(self, shape: Any, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
+        """The `config.json` of an `ARCHITECTURE`, without dtype and token ids.
+
+        Args:
+            vocab_size: rows of the embedding, padded ones included.
+            seq_len: tokens of the sequences that it was trained with.
+
+        Raises:
+            ValueError: `transformers` has no such model; the message says why.
+        """
+
+    def names_of(self, shape: Any) -> Mapping[str, Stored]:
+        """For each name of the model's state dict Hugging Face's, of the weights of experts those of their matrices.
+        Tied weights, which are stored once, share one."""
+
+    def computed(self, name: str) -> bool:
+        """Whether a stored tensor may be there for which there is no name, since the model computes its values."""
+
+    def copies_of(self, shape: Any) -> dict[str, str]:
+        """For each tensor that a folder may store although it is tied the name of the weight that it must equal."""
+
+
+FAMILIES: tuple[HuggingFaceFamily, ...] = (llama, hybrid, hyena, moe)
+
+
+def family_of(shape: Architecture) -> HuggingFaceFamily:
+    """The family of a `model=…`: what its class names as `hugging_face`, or one of `FAMILIES`.
+
+    Raises:
+        ValueError: it has no form in `transformers`.
+    """
+    own: HuggingFaceFamily | None = getattr(shape, "hugging_face", None)
+    found = own or next((family for family in FAMILIES if type(shape) is family.ARCHITECTURE), None)
+    if found is None:
+        known = ", ".join(family.ARCHITECTURE.__name__ for family in FAMILIES)
+        raise ValueError(f"{type(shape).__name__} has no form in transformers; these have one: {known}")
+    return found
+
+
+def family_for(config: Mapping[str, Any], own: Iterable[HuggingFaceFamily] = ()) -> HuggingFaceFamily:
+    """The family that reads a `config.json`.
+
+    Args:
+        own: the user's, beside `FAMILIES`.
+
+    Raises:
+        ValueError: its `model_type` is missing or of no family.
+    """
+    kind = config.get("model_type")
+    families = (*FAMILIES, *own)
+    found = next((family for family in families if kind in family.MODEL_TYPES), None)
+    if found is None:
+        known = ", ".join(name for family in families for name in family.MODEL_TYPES)
+        raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
+    return found

@@ -1,0 +1,223 @@
+"""A decoder of Mamba-2, attention and MLP blocks in the order of a pattern, as Nemotron-H has it (arXiv:2504.03624).
+
+| letter | block: x + mixer(norm(x)) |
+|---|---|
+| `M` | Mamba-2 (arXiv:2405.21060) |
+| `*` | attention with grouped queries, without positions: the recurrences before it know them |
+| `-` | MLP: w_down·relu(w_up·x)² (arXiv:2109.08668) |
+
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. Linear layers are plain
+`nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, convolutions, scans, attention products and the
+head stay in high precision.
+
+Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02 (at most
+1/√width), those that write to the residual stream scaled by 1/√blocks; a Mamba-2 block's own as `Mamba2` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.models.common.cache import DecodeCache, KeyValues
+from fp4train.models.common.cut import TensorCut
+from fp4train.models.common.decoder import Decoder, DecoderShape
+from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
+from fp4train.models.common.layers import Attention, RMSNorm
+from fp4train.models.common.scan import Mamba2, ScanState
+from fp4train.models.hybrid.parallel import tensor_cut
+
+KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
+MOST_BLOCKS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanShape:
+    """Shape of a Mamba-2 block.
+
+    Args:
+        heads, head_dim: of the scan; the inner width is their product.
+        state: elements of a head's state per element of the head.
+        groups: heads that share B and C; divides `heads`.
+        kernel: tokens of the convolution.
+        chunk: tokens that are multiplied at once; changes the order of sums, not the function.
+        least_step: the smallest time step.
+    """
+
+    heads: int = 4
+    head_dim: int = 64
+    state: int = 32
+    groups: int = 1
+    kernel: int = 4
+    chunk: int = 64
+    least_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "state", "groups", "kernel", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.scan.{name}={getattr(self, name)} must be at least 1")
+        if self.kernel < 2:
+            raise ValueError(f"model.scan.kernel={self.kernel} must be at least 2")
+        if self.heads % self.groups:
+            raise ValueError(f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}")
+        if not 0 <= self.least_step < math.inf:
+            raise ValueError(f"model.scan.least_step={self.least_step} must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(DecoderShape):
+    """Shape of a hybrid model, beside what `DecoderShape` has; its heads are those of attention.
+
+    Args:
+        pattern: a letter per block, `M`, `*` or `-`.
+        scan: shape of the Mamba-2 blocks.
+        hidden: width of the MLPs.
+    """
+
+    pattern: str = "M-M-M*-"
+    scan: ScanShape = field(default_factory=ScanShape)
+    hidden: int = 512
+
+    draw: ClassVar[str] = "counter"
+    """Where initial weights come from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 1:
+            raise ValueError(f"model.hidden={self.hidden} must be at least 1")
+        if not 1 <= len(self.pattern) <= MOST_BLOCKS:
+            raise ValueError(f"model.pattern has {len(self.pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
+        for place, letter in enumerate(self.pattern, 1):
+            if letter not in KINDS:
+                known = ", ".join(f"{each} ({name})" for each, name in KINDS.items())
+                raise ValueError(f"model.pattern={self.pattern}: letter {place} is {letter!r}; known are {known}")
+
+    def build(self, *, vocab_size: int, seq_len: int) -> HybridModel:
+        """The model with weights drawn by counter from the seed of torch's default generator.
+
+        Raises:
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+        """
+        self.check(vocab_size, seq_len)
+        return HybridModel(self, self.rows(vocab_size), seq_len)
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model; tied ones once."""
+        scan, count = self.scan, Counter(self.pattern)
+        inner, mixed = scan.heads * scan.head_dim, scan.heads * scan.head_dim + 2 * scan.groups * scan.state
+        mamba = self.width * (2 * inner + mixed + scan.heads) + mixed * (scan.kernel + 1) + 3 * scan.heads + inner
+        attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
+        blocks = count["M"] * mamba + count["*"] * attention + count["-"] * 2 * self.width * self.hidden
+        tables = self.rows(vocab_size) * (1 if self.tied else 2)
+        return blocks + self.width * (len(self.pattern) + 1 + tables)
+
+
+class SquaredReluMLP(nn.Module):
+    """w_down·relu(w_up·x)²."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.relu(self.up(x_BTD)).square())
+        return out
+
+
+class HybridBlock(nn.Module):
+    """x + mixer(norm(x))."""
+
+    def __init__(self, shape: Hybrid, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mixer: nn.Module
+        if kind == "M":
+            scan = shape.scan
+            self.mixer = Mamba2(
+                width=shape.width,
+                heads=scan.heads,
+                head_dim=scan.head_dim,
+                state=scan.state,
+                groups=scan.groups,
+                kernel=scan.kernel,
+                chunk=scan.chunk,
+                eps=shape.norm_eps,
+                least_step=scan.least_step,
+            )
+        elif kind == "*":
+            self.mixer = Attention(
+                width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_width
+            )
+        else:
+            self.mixer = SquaredReluMLP(shape.width, shape.hidden)
+
+    def forward(self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None) -> Tensor:
+        y = self.norm(x_BTD)
+        if self.kind == "-":
+            y = self.mixer(y)
+        elif self.kind == "M":
+            y = self.mixer(y, time, kept, mask_BTT)
+        else:
+            y = self.mixer(y, None, None, kept, mask_BTT, time=time)
+        out: Tensor = x_BTD + y
+        return out
+
+    def cache(self, length: int) -> KeyValues | ScanState | None:
+        """What it keeps of up to `length` tokens."""
+        return ScanState() if self.kind == "M" else KeyValues(length) if self.kind == "*" else None
+
+
+class HybridModel(Decoder):
+    """A hybrid of one shape."""
+
+    def __init__(self, shape: Hybrid, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
+        self.recomputes = shape.recompute
+        self.embed = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(HybridBlock(shape, kind) for kind in shape.pattern)
+        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        initialise(self, shape.draw)
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Normal matrices, norms that are the identity, and what Mamba-2 blocks say of theirs."""
+        std = min(0.02, self.shape.width**-0.5)
+        residual = std / len(self.shape.pattern) ** 0.5
+        values: dict[str, Initial] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                writes_residual = name.endswith(("mixer.out_proj.weight", "mixer.wo.weight", "mixer.down.weight"))
+                values[name] = Normal(residual if writes_residual else std)
+            else:
+                values[name] = Filled(1.0)
+        for index, block in self.blocks.named_children():  # a stage has some of them, under the whole model's names
+            if isinstance(mixer := cast(HybridBlock, block).mixer, Mamba2):
+                values |= {f"blocks.{index}.mixer.{name}": value for name, value in mixer.initial_values().items()}
+        return values
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """It has none."""
+        return {}
+
+    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[int]:
+        """The number of tokens: ranks that share them do not see it."""
+        return (end - first,)
+
+    def fp4train_tensor_cut(self) -> TensorCut:
+        """How tensor parallelism cuts the model."""
+        return tensor_cut(self)
+
+    def fp4train_cache(self, length: int) -> DecodeCache:
+        """Keys and values, or the state of a scan, of each block."""
+        return DecodeCache([cast(HybridBlock, block).cache(length) for block in self.blocks])

@@ -1,0 +1,203 @@
+"""What the blocks of StripedHyena 2 mix tokens with (arXiv:2503.01868): gated convolutions, and attention.
+
+    q, k, v = featuriser(x·W_inᵀ)          a convolution of a few taps per channel; the rows of W_in alternate: q, k, v
+    y = q ⊙ (h * (k ⊙ v) + d ⊙ k ⊙ v)      h * …: a causal convolution, each channel by itself
+    out = y·W_outᵀ + b
+
+| letter | h | d |
+|---|---|---|
+| `S` | short: its taps, shared by the channels of a group; the last one multiplies the token itself | none |
+| `D` | medium: the same with more taps, the first one multiplies the token itself | per channel |
+| `H` | long: implicit, a sum of exponentials per channel, as long as the sequence | per channel |
+
+The projections are linear layers, which `fp4train.convert` replaces. Between them everything is float32. Parameters
+have the shapes of the published Evo 2 models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.backends import widened
+from fp4train.models.common.cache import KeyValues, seen_mask
+from fp4train.models.common.convolution import (
+    first_of_document,
+    long_convolution,
+    modal_filter,
+    modal_rest,
+    modal_state,
+    short_convolution,
+    with_window,
+)
+from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
+from fp4train.models.common.layers import rotate
+
+KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}
+TIMES = (2.0, 512.0)
+"""The tokens within which the exponentials of a long filter first fall to 1/e, drawn evenly in their logarithm."""
+LARGEST_POLE = -1e-5
+"""Of the logarithms of poles: an exponential that grew would overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterShape:
+    """Shape of the filters.
+
+    Args:
+        featuriser: taps of the convolutions that make q, k and v.
+        short, medium: taps of the filters of blocks `S` and `D`.
+        groups: filters of blocks `S` and `D`, each for as many channels; divides the width.
+        poles: exponentials of each filter of blocks `H`.
+    """
+
+    featuriser: int = 3
+    short: int = 7
+    medium: int = 128
+    groups: int = 32
+    poles: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("featuriser", "short", "medium", "groups", "poles"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.filters.{name}={getattr(self, name)} must be at least 1")
+
+
+class ConvolutionState:
+    """What one mixer keeps of the tokens it has seen: the last inputs of its convolutions, of a long one the state."""
+
+    def __init__(self) -> None:
+        self.features_BKC: Tensor | None = None
+        self.window_BKC: Tensor | None = None
+        self.state_BCN: Tensor | None = None
+
+
+class GatedConvolution(nn.Module):
+    """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]."""
+
+    def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
+        super().__init__()
+        self.kind, self.width = kind, width
+        self.in_proj = nn.Linear(width, 3 * width, bias=False)
+        self.featuriser = nn.Parameter(torch.empty(3 * width, 1, filters.featuriser))
+        if kind == "H":
+            self.log_poles = nn.Parameter(torch.empty(width, filters.poles, 1))
+            self.residues = nn.Parameter(torch.empty(width, filters.poles))
+        else:
+            taps = filters.short if kind == "S" else filters.medium
+            self.taps = nn.Parameter(torch.empty(filters.groups, 1, taps))
+        self.direct = None if kind == "S" else nn.Parameter(torch.empty(width))
+        self.out_proj = nn.Linear(width, width)
+
+    @property
+    def fp4train_elementwise(self) -> tuple[str, ...]:
+        """The filters, which multiply no matrix."""
+        return ("featuriser", "log_poles", "residues") if self.kind == "H" else ("featuriser", "taps")
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Those of its parameters by name, but for `out_proj.weight`: q, k and v with variance 1 before the featuriser,
+        filters that keep it about as it is."""
+        values: dict[str, Initial] = {
+            "in_proj.weight": Normal(self.width**-0.5),
+            "featuriser": _taps(self.featuriser),
+            "out_proj.bias": Filled(0.0),
+        }
+        if self.kind == "H":
+            shortest, longest = map(math.log, TIMES)
+            values["log_poles"] = Uniform(-longest, -shortest, lambda logarithm: -logarithm.exp())
+            values["residues"] = Normal(1 / self.residues.shape[1])
+        else:
+            values["taps"] = _taps(self.taps)
+        if self.direct is not None:
+            values["direct"] = Filled(0.0)
+        return values
+
+    def forward(self, x_BTD: Tensor, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None) -> Tensor:
+        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] filters begin where it does."""
+        document_BT = first_of_document(mask_BTT)
+        features, window = short_convolution(
+            self.in_proj(x_BTD).float(),
+            self.featuriser[:, 0],
+            window_BKC=None if kept is None else kept.features_BKC,
+            document_BT=document_BT,
+        )
+        if kept is not None:
+            kept.features_BKC = window
+        q, k, v = features.view(*features.shape[:-1], self.width, 3).unbind(-1)
+        u = k * v
+        y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
+        if self.direct is not None:
+            y = y + self.direct * u
+        out: Tensor = self.out_proj((q * y).to(x_BTD.dtype))
+        return out
+
+    def _explicit(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
+        """Taps * u, and in the cache the last inputs."""
+        taps = self.taps[:, 0].repeat_interleave(self.width // self.taps.shape[0], 0)
+        before = None if kept is None else kept.window_BKC
+        if self.kind == "S":
+            y, window = short_convolution(u_BTC, taps, window_BKC=before, document_BT=document_BT)
+        elif kept is None:
+            return long_convolution(u_BTC, taps, document_BT)
+        else:
+            time, kernel = u_BTC.shape[1], taps.shape[1]
+            all_BSC = with_window(u_BTC, before, kernel)
+            y, window = long_convolution(all_BSC, taps)[:, kernel - 1 :], all_BSC[:, time:]
+        if kept is not None:
+            kept.window_BKC = window
+        return y
+
+    def _long(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
+        """The sum of exponentials * u, and in the cache the state."""
+        log_poles, time = self.log_poles[..., 0], u_BTC.shape[1]
+        y = long_convolution(u_BTC, modal_filter(log_poles, self.residues, time), document_BT)
+        if kept is not None:
+            if kept.state_BCN is not None:
+                y = y + modal_rest(kept.state_BCN, log_poles, self.residues, time)
+            kept.state_BCN = modal_state(u_BTC, log_poles, kept.state_BCN)
+        return y
+
+
+def _taps(weight: Tensor) -> Uniform:
+    bound = weight.shape[-1] ** -0.5
+    return Uniform(-bound, bound)
+
+
+class FusedAttention(nn.Module):
+    """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q, k and v: those of
+    the first head, then those of the second.
+
+    Args:
+        width: D.
+        heads: their number.
+        head_dim: elements of a head.
+    """
+
+    def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
+        self.out_proj = nn.Linear(heads * head_dim, width)
+
+    def initial_values(self, std: float) -> dict[str, Initial]:
+        """Those of its parameters by name, but for `out_proj.weight`."""
+        return {"qkv.weight": Normal(std), "out_proj.bias": Filled(0.0)}
+
+    def forward(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: KeyValues | None, mask_BTT: Tensor | None
+    ) -> Tensor:
+        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] a token attends to those it says."""
+        batch, time = x_BTD.shape[:2]
+        heads = self.qkv(x_BTD).view(batch, time, self.heads, 3, self.head_dim)
+        q, k, v = heads.transpose(1, 2).unbind(-2)
+        q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
+        causal, mask = mask_BTT is None, mask_BTT
+        if kept is not None:
+            k, v = kept.extended(k, v)
+            causal, mask = k.shape[2] == time, seen_mask(time, k.shape[2], k.device)
+        y = widened(nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal)
+        out: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
+        return out

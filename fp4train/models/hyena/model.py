@@ -1,0 +1,230 @@
+"""StripedHyena 2: a decoder of gated convolutions and attention in the order of a pattern, as Evo 2 has it.
+
+A block is x + mixer(norm(x)), then x + MLP(norm(x)). The letters of its mixers are those of `mixer.py`
+(arXiv:2503.01868; Evo 2: Brixi et al. 2025). The MLP is gated, w_down·(a(w_gate·x) ⊙ w_up·x), where a is GELU in the
+first block and nothing in the others. The norms divide by the root mean square plus ε.
+
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. Linear layers are plain
+`nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, convolutions, attention products and the head
+stay in high precision.
+
+Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02 (at most
+1/√width), those that write to the residual stream scaled by 1/√(2·blocks); those of a convolution as
+`GatedConvolution` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.models.common.cache import DecodeCache, KeyValues
+from fp4train.models.common.decoder import Decoder, DecoderShape
+from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
+from fp4train.models.common.layers import rope_angles
+from fp4train.models.hyena.mixer import (
+    KINDS,
+    LARGEST_POLE,
+    ConvolutionState,
+    FilterShape,
+    FusedAttention,
+    GatedConvolution,
+)
+from fp4train.text import check_choice
+
+MOST_BLOCKS = 4096
+GELU = ("first", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyena(DecoderShape):
+    """Shape of a StripedHyena 2 model, beside what `DecoderShape` has; its heads are those of attention.
+
+    Args:
+        pattern: a letter per block, `S`, `D`, `H` or `*`.
+        filters: shape of the filters.
+        hidden: width of the MLPs.
+        gelu: the blocks whose MLP has GELU on its gate, `first` or `all`.
+        rope_base: θ of the rotary embedding.
+    """
+
+    kv_heads: int = 2
+    norm_eps: float = 1e-6
+    pattern: str = "SDH*SDH"
+    filters: FilterShape = field(default_factory=FilterShape)
+    hidden: int = 256
+    gelu: str = "first"
+    rope_base: float = 10000.0
+
+    draw: ClassVar[str] = "counter"
+    """Where initial weights come from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 1:
+            raise ValueError(f"model.hidden={self.hidden} must be at least 1")
+        if self.kv_heads != self.heads:
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads} must be model.heads={self.heads}: one weight makes queries, keys and "
+                "values of each head"
+            )
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"model.rope_base={self.rope_base} must be finite and above 0")
+        check_choice("model.gelu", self.gelu, GELU)
+        if not 1 <= len(self.pattern) <= MOST_BLOCKS:
+            raise ValueError(f"model.pattern has {len(self.pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
+        for place, letter in enumerate(self.pattern, 1):
+            if letter not in KINDS:
+                known = ", ".join(f"{each} ({name})" for each, name in KINDS.items())
+                raise ValueError(f"model.pattern={self.pattern}: letter {place} is {letter!r}; known are {known}")
+        if "*" in self.pattern and self.head_width % 2:
+            raise ValueError(f"heads of {self.head_width} elements: rotary embedding needs an even number")
+        if self.width % self.filters.groups and set("SD") & set(self.pattern):
+            raise ValueError(
+                f"model.width={self.width} is not divisible by model.filters.groups={self.filters.groups}: each filter "
+                "serves as many channels"
+            )
+
+    def build(self, *, vocab_size: int, seq_len: int) -> HyenaModel:
+        """The model with weights drawn by counter from the seed of torch's default generator.
+
+        Raises:
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+        """
+        self.check(vocab_size, seq_len)
+        return HyenaModel(self, self.rows(vocab_size), seq_len)
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model; tied ones once."""
+        filters, count, width = self.filters, Counter(self.pattern), self.width
+        convolution = width * (4 * width + 1 + 3 * filters.featuriser)
+        own = {
+            "S": convolution + filters.groups * filters.short,
+            "D": convolution + filters.groups * filters.medium + width,
+            "H": convolution + width * (2 * filters.poles + 1),
+            "*": width * (4 * self.head_width * self.heads + 1),
+        }
+        mixers = sum(own[kind] * number for kind, number in count.items())
+        blocks = mixers + len(self.pattern) * width * (3 * self.hidden + 2)
+        return blocks + width * (1 + self.rows(vocab_size) * (1 if self.tied else 2))
+
+
+class RootNorm(nn.RMSNorm):
+    """w ⊙ x / (√(mean(x²)) + ε), computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, with the shape and dtype of x [..., width]."""
+        assert self.eps is not None
+        wide = x.float()
+        root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+        y: Tensor = (self.weight * (wide / (root + self.eps))).to(x.dtype)
+        return y
+
+
+class GatedMLP(nn.Module):
+    """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
+
+    fp4train_fused = (("gate", "up"),)
+
+    def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
+        super().__init__()
+        self.gelu = gelu
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate = self.gate(x_BTD)
+        out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * self.up(x_BTD))
+        return out
+
+
+class HyenaBlock(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: Hyena, index: int) -> None:
+        super().__init__()
+        self.kind = shape.pattern[index]
+        self.norm = RootNorm(shape.width, eps=shape.norm_eps)
+        self.mixer: GatedConvolution | FusedAttention
+        if self.kind == "*":
+            self.mixer = FusedAttention(width=shape.width, heads=shape.heads, head_dim=shape.head_width)
+        else:
+            self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
+        self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
+        self.mlp = GatedMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
+
+    def forward(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: Any = None, mask_BTT: Tensor | None = None
+    ) -> Tensor:
+        y = self.norm(x_BTD)
+        if isinstance(self.mixer, FusedAttention):
+            y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
+        else:
+            y = self.mixer(y, kept, mask_BTT)
+        x_BTD = x_BTD + y
+        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out
+
+    def cache(self, length: int) -> KeyValues | ConvolutionState:
+        """What it keeps of up to `length` tokens."""
+        return KeyValues(length) if self.kind == "*" else ConvolutionState()
+
+
+class HyenaModel(Decoder):
+    """A StripedHyena 2 of one shape."""
+
+    def __init__(self, shape: Hyena, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
+        self.recomputes = shape.recompute
+        self.embed = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(HyenaBlock(shape, index) for index in range(len(shape.pattern)))
+        self.norm = RootNorm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        self.cos: Tensor
+        self.sin: Tensor
+        for name, values in self.initial_buffers().items():
+            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
+        initialise(self, shape.draw)
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Normal matrices, norms that are the identity, and what mixers say of theirs."""
+        std = min(0.02, self.shape.width**-0.5)
+        residual = std / (2 * len(self.shape.pattern)) ** 0.5
+        values: dict[str, Initial] = {}
+        for name, parameter in self.named_parameters():
+            if name.endswith(("mixer.out_proj.weight", "mlp.down.weight")):
+                values[name] = Normal(residual)
+            else:
+                values[name] = Normal(std) if parameter.dim() == 2 else Filled(1.0)
+        for index, block in self.blocks.named_children():  # a stage has some of them, under the whole model's names
+            mixer = cast(HyenaBlock, block).mixer
+            own = mixer.initial_values(std) if isinstance(mixer, FusedAttention) else mixer.initial_values()
+            values |= {f"blocks.{index}.mixer.{name}": value for name, value in own.items()}
+        return values
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Cosines and sines of the rotary embedding, which no checkpoint holds."""
+        angles = rope_angles(self.seq_len, self.shape.head_width, self.shape.rope_base)
+        return {"cos": angles.cos(), "sin": angles.sin()}
+
+    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Cosines and sines of the rotary embedding, [T, E] each."""
+        return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
+
+    def fp4train_cache(self, length: int) -> DecodeCache:
+        """Keys and values, or the windows and states of convolutions, of each block."""
+        return DecodeCache([cast(HyenaBlock, block).cache(length) for block in self.blocks])
+
+    def fp4train_bounds(self) -> dict[str, float]:
+        """The logarithms of poles stay negative, whatever an optimizer's step does."""
+        return {name: LARGEST_POLE for name, _ in self.named_parameters() if name.endswith(".mixer.log_poles")}

@@ -1,0 +1,153 @@
+"""Llama, Qwen2 and Qwen3 as Hugging Face's `transformers` has them: names of parameters, and `config.json` both ways.
+
+| `model_type` | its model here |
+|---|---|
+| `llama` | neither biases nor norms of heads |
+| `qwen2` | `qkv_bias` |
+| `qwen3` | `qk_norm` |
+
+A key of a `config.json` is read, must have the one value that the model here has, or is known to change nothing that is
+computed; any other is refused, since it may stand for something that the model here lacks. A missing key has the value
+that the class in `transformers` gives it. Weights need no permutation: both rotate halves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp4train.models.common.hf import (
+    check_attention,
+    check_class,
+    check_keys,
+    count,
+    flag,
+    number,
+    read_rope,
+    rotary_names,
+    write_rope,
+)
+from fp4train.models.llama.model import Llama
+
+ARCHITECTURE = Llama
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+FREE = ("recompute", "draw", "max_positions", "rope_base", "rope_scaling")
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_LENGTHS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_QWEN3_HEAD = 128
+_READ = {
+    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types"),
+    *("use_sliding_window", "sliding_window", "max_window_layers"),
+}
+_ONE_VALUE: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "use_mrope": (False, None),
+    "rope_interleaved": (False, None),
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> Llama:
+    """The model that a `config.json` describes, with the head dimension, vocabulary and longest sequence that it names.
+
+    Raises:
+        ValueError: a key or value that the model here does not have; the message names both.
+    """
+    kind = config["model_type"]
+    _check(config, kind)
+    heads = count(config, "num_attention_heads")
+    if kind != "llama" and "num_key_value_heads" not in config:
+        raise ValueError("num_key_value_heads is missing")
+    default = _QWEN3_HEAD if kind == "qwen3" else count(config, "hidden_size") // heads
+    base, scaling = read_rope(config)
+    return Llama(
+        width=count(config, "hidden_size"),
+        layers=count(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=count(config, "num_key_value_heads", heads),
+        head_dim=count(config, "head_dim", default),
+        hidden=count(config, "intermediate_size"),
+        tied=flag(config, "tie_word_embeddings"),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        rope_base=base,
+        rope_scaling=scaling,
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        max_positions=count(config, "max_position_embeddings", _LENGTHS[kind]),
+        vocab_size=count(config, "vocab_size"),
+        draw="counter",
+    )
+
+
+def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
+    """The `config.json` of a model, without dtype and token ids.
+
+    Raises:
+        ValueError: the model has both biases and norms of heads.
+    """
+    if shape.qkv_bias and shape.qk_norm:
+        raise ValueError(
+            "model.qkv_bias=true with model.qk_norm=true has no form in transformers: Qwen2 has the biases of queries, "
+            "keys and values, Qwen3 the norms of queries and keys"
+        )
+    kind = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
+    own = {"llama": {"attention_bias": False, "mlp_bias": False}, "qwen3": {"attention_bias": False}}
+    return {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp_width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "max_position_embeddings": shape.max_positions or seq_len,
+        "rms_norm_eps": shape.norm_eps,
+        **write_rope(shape.rope_base, shape.rope_scaling),
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        **own.get(kind, {"use_sliding_window": False}),
+    }
+
+
+def names_of(shape: Llama) -> dict[str, str]:
+    """For each name of the state dict Hugging Face's; a tied head has the embedding's."""
+    names, block = rotary_names(tied=shape.tied, qk_norm=shape.qk_norm)
+    block |= {f"mlp.{each}.weight": f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+    if shape.qkv_bias:
+        block |= {f"attention.w{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"}
+    for index in range(shape.layers):
+        names |= {f"blocks.{index}.{own}": f"model.layers.{index}.{theirs}" for own, theirs in block.items()}
+    return names
+
+
+def computed(name: str) -> bool:
+    """Frequencies of the rotation, which old folders hold and which follow from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def copies_of(shape: Llama) -> dict[str, str]:
+    """The head of a model whose embedding is tied to it."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+
+
+# -- reading a configuration ------------------------------------------------------------------------------------------
+
+
+def _check(config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError where a key or value means something that the model here does not have."""
+    check_class(config, kind, _CLASSES[kind])
+    check_keys(config, kind, _READ, _ONE_VALUE)
+    check_attention(config)
+    if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
+        window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)
+        if window is not None and first < count(config, "num_hidden_layers"):
+            raise ValueError(
+                f"use_sliding_window=True is not supported: sliding_window={window!r} from layer {first} on"
+            )

@@ -1,0 +1,118 @@
+"""A mixture of experts: Llama's decoder, whose MLPs are experts that a router chooses from (arXiv:2101.03961).
+
+With softmax scores and no shared expert it is Mixtral (arXiv:2401.04088) or, with norms of queries and keys, Qwen3-MoE
+(arXiv:2505.09388); with sigmoid scores, a bias, a shared expert and dense first blocks it has the experts of
+DeepSeek-V3 (arXiv:2412.19437), as dots.llm1 has them. `models/common/experts.py` says what a layer of experts computes.
+
+Linear layers and experts follow the recipe. Routers are computed in float32; embedding, norms, attention products and
+the head stay in high precision. First weights are drawn by counter, as those of Llama; biases of routers begin at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
+from fp4train.models.common.initialise import initialise
+from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(RotaryShape):
+    """Shape of a mixture of experts, beside what `RotaryShape` has.
+
+    Args:
+        dense: number of first blocks that have an MLP in place of experts.
+        hidden: width of the MLPs of those blocks.
+        experts: shape of the layers of experts.
+        balance: what keeps their load even.
+    """
+
+    dense: int = 0
+    hidden: int = 384
+    experts: ExpertShape = field(default_factory=ExpertShape)
+    balance: Balance = field(default_factory=Balance)
+
+    draw: ClassVar[str] = "counter"
+    """Where initial weights come from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 1:
+            raise ValueError(f"model.hidden={self.hidden} must be at least 1")
+        if not 0 <= self.dense < self.layers:
+            raise ValueError(f"model.dense={self.dense} must lie from 0 to below model.layers={self.layers}")
+        if self.balance.speed and not self.experts.bias:
+            raise ValueError(
+                f"model.balance.speed={self.balance.speed} moves a bias that the routers do not have: add "
+                "model.experts.bias=true, or set it to 0"
+            )
+
+    def build(self, *, vocab_size: int, seq_len: int) -> MixtureModel:
+        """The model with weights drawn by counter from the seed of torch's default generator.
+
+        Raises:
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+        """
+        self.check(vocab_size, seq_len)
+        return MixtureModel(self, self.rows(vocab_size), seq_len)
+
+    def parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters of the model; tied ones once."""
+        return self._count(vocab_size, self.experts.weights(self.width))
+
+    def active_parameter_count(self, *, vocab_size: int) -> int:
+        """Parameters that a token passes: of the experts those that it is sent to."""
+        return self._count(vocab_size, self.experts.weights_per_token(self.width))
+
+    def _count(self, vocab_size: int, experts: int) -> int:
+        attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
+        attention += 2 * self.head_width * self.qk_norm + 2 * self.width
+        blocks = self.layers * attention + self.dense * 3 * self.width * self.hidden
+        tables = self.rows(vocab_size) * (1 if self.tied else 2)
+        return blocks + (self.layers - self.dense) * experts + self.width * (tables + 1)
+
+
+class MixtureModel(RotaryDecoder):
+    """A mixture of experts of one shape."""
+
+    shape: MixtureOfExperts
+
+    def __init__(self, shape: MixtureOfExperts, vocab_size: int, seq_len: int) -> None:
+        def block(index: int) -> RotaryBlock:
+            dense = index < shape.dense
+            mlp = SwiGLU(shape.width, shape.hidden) if dense else ExpertLayer(shape.width, shape.experts, shape.balance)
+            return RotaryBlock(shape, mlp)
+
+        super().__init__(shape, vocab_size, seq_len, block)
+        initialise(self, shape.draw)
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Those of the rotary embedding, and the biases of the routers that this part of the model has."""
+        biases = {f"{name}.bias": router.bias for _, name, router in self._routers() if router.bias is not None}
+        return super().initial_buffers() | {name: torch.zeros(len(b), device="cpu") for name, b in biases.items()}
+
+    def fp4train_routed(self) -> Tensor:
+        """What the routers of this part of the model have seen since the last call: a row per block of the whole
+        model, zero where it has no router here; float64 [blocks, E + 3], see `Router.seen`."""
+        device = next(self.parameters()).device
+        table = torch.zeros(self.shape.layers, self.shape.experts.count + 3, dtype=torch.float64, device=device)
+        for index, _, router in self._routers():
+            table[index] = router.seen()
+        return table
+
+    def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
+        """After an optimizer step: move the biases of the routers; `loads_LE` are those of the whole batch."""
+        for index, _, router in self._routers():
+            router.even_out(loads_LE[index], failed)
+
+    def _routers(self) -> Iterator[tuple[int, str, Router]]:
+        """(Index of the block, name, router); a stage has some of the blocks, under the whole model's names."""
+        for index, block in self.blocks.named_children():
+            if isinstance(block, RotaryBlock) and isinstance(block.mlp, ExpertLayer):
+                yield int(index), f"blocks.{index}.mlp.router", block.mlp.router

@@ -1,0 +1,76 @@
+"""A guard for the first step of a loop: each layer that the plan quantises must be called in it.
+
+A plan says what a layer's own product runs in. Some models multiply a layer's weight in other code: a fused kernel that
+takes `out_proj.weight` (Mamba), a router, a head that is used by its weight. That product runs in high precision,
+whatever the plan says. Its mark is a weight that has a gradient while its layer was not called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+
+from fp4train.errors import UserError
+from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_NAMED = 6
+"""Most layers that a message names."""
+
+
+def check_called(
+    plan: Plan,
+    layers: Iterable[PlannedLayer],
+    called: Collection[str],
+    trained: Callable[[PlannedLayer], bool],
+    *,
+    elsewhere: str = "",
+) -> None:
+    """Look at a model after the backward passes of its first step. Layers that were neither called nor trained are
+    logged as one warning: experts that got no token, layers that are skipped, frozen ones that other code multiplies.
+
+    Args:
+        plan: of the run; a layer is planned if a GEMM of it is quantised in any stretch.
+        layers: the converted layers of the model, or of this rank's part of it.
+        called: names of the layers that were called.
+        trained: whether the weight of a layer has a gradient.
+        elsewhere: another cause that the loop knows, for the message.
+
+    Raises:
+        UserError: a planned layer was not called, and its weight has a gradient.
+    """
+    layers = list(layers)
+    quantised = {
+        name: each.recipe.name
+        for stretch in reversed(plan.stretches)
+        for name, each in stretch.layers.items()
+        if each.quantised
+    }
+    multiplied = {layer.weight for layer in layers if layer.layer.name in called}
+    missed = [each for each in layers if each.layer.name in quantised and each.layer.name not in called]
+    missed = [each for each in missed if each.weight not in multiplied]  # another layer that was called shares it
+    if bypassed := [each.layer.name for each in missed if trained(each)]:
+        raise UserError(
+            f"{_some(bypassed)}: planned in {quantised[bypassed[0]]} and not called in the first step, but the weight "
+            f"has a gradient. Other code multiplies it in high precision (a fused kernel, a router){elsewhere}. "
+            f"Call the layer instead, or plan it in high precision: policy.keep=[{_component(bypassed[0])}]"
+        )
+    if missed:
+        _log.warning(
+            "planned and neither called nor trained in the first step: %s. Experts without a token and skipped layers "
+            "are harmless; a frozen weight that other code multiplies runs in high precision",
+            _some([each.layer.name for each in missed]),
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _component(name: str) -> str:
+    """The part of a layer's name behind the number of its block, which a policy matches in every block."""
+    parts = name.split(".")
+    last = max((at for at, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[last + 1 :]) or name

@@ -1,0 +1,120 @@
+"""The GEMMs of a group of weights, each for its own rows of x: those of a linear layer, one weight after the other.
+
+    y [M, N]: rows of weight e are q(x_e) · q(w_e)ᵀ      dx likewise      dw [E, N, K]: dw_e = q(dy_eᵀ) · q(x_eᵀ)ᵀ
+
+Each weight is multiplied as a layer of its own, so its amaxes, blocks and random bits are those of one. Rows are padded
+to whole blocks where they are quantised, weight by weight. A weight without rows is not prepared and not multiplied;
+under delayed scaling its call enters an amax of 0, so that all ranks have the same histories.
+
+Products are made one by one: torch's grouped product of a CPU writes the operands' dtype only, and the emulation needs
+float32, to apply the global scales before it rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
+from fp4train.nn.executors.gemms import Gemms, without_torchs_autocast
+from fp4train.nn.executors.whole_layer import TorchLayer
+from fp4train.precision.context import State
+from fp4train.precision.plan import LayerPlan
+from fp4train.quantize import Quantized
+
+if TYPE_CHECKING:
+    from fp4train.nn.executors.cut import LayerShard
+    from fp4train.nn.experts import Experts
+    from fp4train.nn.planned import PlannedLayer
+
+
+class GroupGemms(Executor):
+    """Runs the executor of one weight for each weight of a group."""
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        kind = Gemms if plan.quantised and device != "meta" else TorchLayer
+        self.member: Gemms | TorchLayer = kind(plan, device, shard, sums=sums)
+        self.states = self.member.states
+
+    @staticmethod
+    def why_no_graph(plan: LayerPlan) -> str | None:
+        return f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
+
+    def __call__(
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+    ) -> Tensor:
+        if TYPE_CHECKING:
+            assert isinstance(layer, Experts)
+        calls = layer.calls_in(now, self.member, counts)
+        x_MK = x_MK.to(self.dtype)
+        y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
+        return y_MN
+
+
+class GroupFunction(torch.autograd.Function):
+    """y [M, N] of (x [M, K], w [E, N, K], bias [E, N] or None, the call of each weight, its rows)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, calls: list[Call], counts: Counts
+    ) -> Tensor:
+        gradients = gradient_dtypes(x_MK, w_ENK, bias_EN, ctx.needs_input_grad)
+        y_MN = x_MK.new_empty(x_MK.shape[0], w_ENK.shape[1])
+        y_MN[sum(counts) :] = 0
+        tensors: list[Tensor | None] = [None if gradients.x is None else w_ENK]
+        ctx.heads = []
+        for call, rows in _used(calls, counts):
+            call.gradients = gradients
+            bias_N = None if bias_EN is None else bias_EN[call.member]
+            y_MN[rows], (x,) = call.executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
+            is_codes = isinstance(x, Quantized)
+            tensors += x[2:] if is_codes else (x, None, None)
+            ctx.heads.append(x[:2] if is_codes else None)
+        ctx.save_for_backward(*tensors)
+        ctx.calls, ctx.counts, ctx.gradients, ctx.shapes = calls, counts, gradients, (x_MK.shape, w_ENK.shape)
+        return y_MN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        w_ENK, *tensors = ctx.saved_tensors
+        gradients, (x_shape, w_shape) = ctx.gradients, ctx.shapes
+        dx = None if gradients.x is None else dy_MN.new_empty(x_shape, dtype=gradients.x)
+        dw = None if gradients.w is None else dy_MN.new_empty(w_shape, dtype=gradients.w)
+        dbias = None if gradients.bias is None else dy_MN.new_empty(w_shape[:2], dtype=gradients.bias)
+        idle = [number for number, count in enumerate(ctx.counts) if not count]
+        if dx is not None:
+            dx[sum(ctx.counts) :] = 0
+        for each in (dw, dbias):
+            if each is not None:
+                each[idle] = 0
+        with without_torchs_autocast(dy_MN.device.type):
+            for number, (call, rows) in enumerate(_used(ctx.calls, ctx.counts)):
+                x, head = tensors[3 * number : 3 * number + 3], ctx.heads[number]
+                saved = (x[0] if head is None else Quantized(*head, *x),)
+                w_NK = None if w_ENK is None else w_ENK[call.member]
+                dx_part, dw_NK, dbias_N = call.executor.backward(dy_MN[rows], w_NK, saved, call)
+                _put(dx, rows, dx_part)
+                _put(dw, call.member, dw_NK)
+                _put(dbias, call.member, dbias_N)
+        return dx, dw, dbias, None, None
+
+
+def _put(whole: Tensor | None, at: slice | int, part: Tensor | None) -> None:
+    """Set a part of a gradient that is wanted."""
+    if whole is not None and part is not None:
+        whole[at] = part
+
+
+def _used(calls: list[Call], counts: Counts) -> Iterator[tuple[Call, slice]]:
+    """The calls that are made, each with its rows of x."""
+    start = 0
+    for call, count in zip(calls, counts, strict=True):
+        if count or call.executor.states:
+            yield call, slice(start, start + count)
+        start += count

@@ -1,0 +1,198 @@
+"""A group of weights, each for the rows that are routed to it: the linear layers of a mixture's experts, as one layer.
+
+    y [M, N]: rows of expert e are x [count of e, K]·w[e]ᵀ, experts one after the other
+
+Each expert is a linear layer of its own in every bit: it has an amax, blocks and a random key of its own. Expert 3 of
+the layer "mlp.up" draws the bits of a linear layer with the name "mlp.up.3"; the index of a token is its place among
+the rows of its expert. The group is one layer to everything else: to the plan, the policy, sharding and checkpoints.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4train.nn.call import Call, Executor, TokenCount
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.scaling import DelayedScaling, MemberScaling
+from fp4train.nn.weights import PreparedWeights
+from fp4train.precision.context import Context, State, once, state
+from fp4train.precision.layers import Layer
+
+
+class Experts(PlannedLayer):
+    """`experts` linear layers with one weight [experts, out_features, in_features], in the recipe of the surrounding
+    `autocast`; outside of one they multiply in the input's dtype.
+
+    Args:
+        bias: whether each expert has a bias; parameter `bias` [experts, out_features].
+        per_token: how many of the experts a token is routed to, for costs and for the sizes in a plan.
+        layer, backend: as for `nn.Linear`.
+
+    Raises:
+        ValueError: a size is not positive, or a token has more experts than there are.
+    """
+
+    fp4train_elementwise = ("bias",)
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        per_token: int = 1,
+        layer: Layer | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if min(experts, in_features, out_features) < 1 or not 1 <= per_token <= experts:
+            raise ValueError(
+                f"experts={experts}, in_features={in_features}, out_features={out_features} must be at least 1, and "
+                f"per_token={per_token} between 1 and experts"
+            )
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
+        self.reset_parameters()
+        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
+        self._member_tokens = [TokenCount() for _ in range(experts)]
+        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
+
+    def reset_parameters(self) -> None:
+        """Draw the values of each expert as `nn.Linear` draws its own."""
+        bound = self.in_features**-0.5
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def w_ENK(self) -> Tensor:
+        """The weights [experts, out_features, in_features]; a view where they are stored transposed."""
+        return self.weight.mT if self.transposed else self.weight
+
+    @property
+    def own_weights(self) -> tuple[Tensor, ...]:
+        return tuple(self.w_ENK.unbind(0))
+
+    def rename(self, layer: Layer, backend: str) -> None:
+        super().rename(layer, backend)
+        self._keys = [zlib.crc32(f"{layer.name}.{member}".encode()) for member in range(self.experts)]
+
+    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        rows = self._counts(x, *counts)
+        busiest = max(range(self.experts), key=rows.__getitem__)
+        start = sum(rows[:busiest])
+        return x, self.w_ENK[busiest], slice(start, start + rows[busiest])
+
+    def shard(self, own: LayerShard) -> None:
+        if own.amax == "data":
+            raise ValueError(
+                f"{self.layer.name} has {self.experts} experts, and an expert has tokens on some ranks only: an amax "
+                "over the tokens of all ranks (parallel.amax=data) would wait for the others; use parallel.amax=tp"
+            )
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    def forward(self, input: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+        """y [M, out_features] of input [M, in_features] whose rows are sorted by expert.
+
+        Args:
+            counts: rows of each expert, an integer tensor [experts] or a sequence; some may be 0. Rows after their sum
+                are not read: their output and gradient are zero. A tensor on a device is read by the host.
+
+        Raises:
+            ValueError: the input is no matrix with in_features columns, or `counts` do not fit it.
+            TypeError: the input is not of a floating dtype.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            from fp4train.precision.compile_context import call  # the host reads the counts: no graph has the layer
+
+            return cast(Tensor, call(Experts.forward, self, input, counts))
+        now = state()
+        if self.is_stray(now):
+            raise self.stray_error()
+        x_MK, out_dtype, _ = self.matrix(input)
+        rows = self._counts(input, counts)
+        if now.context is None:
+            return self._outside(x_MK, rows)
+        executor = self.executor_in(now.context, input.device)
+        with without_torchs_autocast(input.device.type):
+            y_MN = executor(self, x_MK, (self.w_ENK,), (self.bias,), now, rows)
+        return y_MN.to(out_dtype)
+
+    def _counts(self, input: Tensor, counts: Tensor | Sequence[int]) -> list[int]:
+        """The rows of each expert, checked; on the meta device, where there are none to read, all are the first's."""
+        name = self.layer.name
+        if input.dim() != 2:
+            raise ValueError(f"{name}: input {tuple(input.shape)} must be a matrix of rows sorted by expert")
+        if len(counts) != self.experts:
+            raise ValueError(f"{name}: {len(counts)} counts for {self.experts} experts")
+        if isinstance(counts, Tensor):
+            if counts.is_meta:
+                return [input.shape[0]] + [0] * (self.experts - 1)
+            if counts.is_floating_point():
+                raise ValueError(f"{name}: counts of rows must be integers, not {counts.dtype}")
+            counts = counts.tolist()
+        rows = list(counts)
+        if min(rows) < 0 or sum(rows) > input.shape[0]:
+            raise ValueError(
+                f"{name}: counts of rows must be at least 0 and give at most the {input.shape[0]} rows of the input; "
+                f"they are {min(rows)} at least and {sum(rows)} together"
+            )
+        return rows
+
+    def _outside(self, x_MK: Tensor, rows: list[int]) -> Tensor:
+        """y outside of a context, in torch's own products."""
+        used = sum(rows)
+        biases = [None] * self.experts if self.bias is None else self.bias.unbind(0)
+        parts = zip(torch.split(x_MK[:used], rows), self.own_weights, biases, strict=True)
+        y_MN = torch.cat([F.linear(x, w, bias) for x, w, bias in parts])
+        tail = x_MK.shape[0] - used
+        return F.pad(y_MN, (0, 0, 0, tail)) if tail else y_MN
+
+    def calls_in(self, now: State, executor: Executor, counts: Sequence[int]) -> list[Call]:
+        """The coming calls of `executor`, one for each expert; inside a recomputed region, those of the first pass."""
+        context = now.context
+        assert context is not None
+        return once(self, lambda: self._new_calls(context, executor, counts, training=torch.is_grad_enabled()))
+
+    def _new_calls(self, context: Context, executor: Executor, counts: Sequence[int], *, training: bool) -> list[Call]:
+        whole = self.new_call(context, executor, 0, training=training)
+        scaling, position = self.states.get(DelayedScaling.name), (whole.seed, whole.step)
+        calls = []
+        for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):
+            offset = whole.token_offset
+            if context.step is not None and context.token_offset is None and training and count:
+                offset = context.token_start + tokens.offset(position, count, f"{self.layer.name}.{member}")
+            call = replace(
+                whole,
+                token_offset=offset,
+                layer_key=key,
+                weights=PreparedWeights() if context.step is None else self.prepared(member),
+                scaling=MemberScaling(scaling, member) if isinstance(scaling, DelayedScaling) else None,
+                shared=context.shared.setdefault(f"member {member}", {}),
+                parameter=self.weight,
+                member=member,
+            )
+            calls.append(call)
+        return calls
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_member_tokens": [TokenCount() for _ in range(self.experts)]}
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, backend={self.backend}"

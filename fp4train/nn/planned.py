@@ -1,0 +1,290 @@
+"""A planned layer: what every layer with GEMMs of its own shares, whether it has one weight or a group of them.
+
+A planned layer has a name and a place in the model (`Layer`), holds the executor that its plan became
+(`nn.executors`), made where a plan is applied or where a context of `autocast` is met for the first time, and the
+states that executors carry from step to step. A call is context → executor → result. Everything outside of `nn` reads
+layers through this class: the plan, sharding, checkpoints, statistics.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.backends import CHOICES, LayerState
+from fp4train.hardware import Device
+from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
+from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.executors.gemms import torch_autocasts
+from fp4train.nn.weights import FusedWeights, PreparedWeights
+from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
+from fp4train.precision.layers import Layer
+from fp4train.precision.plan import LayerPlan, resolve
+from fp4train.precision.policy import LayerPolicy
+from fp4train.precision.recipe import Recipe
+from fp4train.text import check_choice
+
+_Key = tuple[Recipe, LayerPolicy | None, Device]
+
+
+class Handle(metaclass=GraphInput):
+    """A layer as an opaque input of compiled graphs; it holds a weak reference to the layer that owns it."""
+
+    def __init__(self, layer: PlannedLayer) -> None:
+        self._layer = weakref.ref(layer)
+
+    @property
+    def layer(self) -> PlannedLayer:
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return Handle(memo[id(self.layer)])
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """For the compiler's cache keys: all layers are equal, since graphs depend on the route only."""
+        return str, (Handle.__qualname__,)
+
+    def route(self) -> Route:
+        """The layer's route in the current context."""
+        now, layer = state(), self.layer
+        if layer.is_stray(now):
+            return EAGER
+        if now.context is None:
+            return Route("plain") if layer.default_context is None else EAGER
+        try:
+            # Not the device of `weight`, which a parametrization would recompute.
+            return layer.executor_in(now.context, next(layer.parameters()).device).route
+        except ValueError:  # the call raises it
+            return EAGER
+
+
+class PlannedLayer(nn.Module):
+    """A layer that runs what the plan says of it, in contexts of `autocast`.
+
+    Attributes:
+        weight: [out_features, in_features] or, of a group, one such weight after the other.
+        layer: its name and position in the model; they key the random bits and the policy.
+        backend: what executes its GEMMs; see `nn.Linear`.
+    """
+
+    is_fp4train_layer = True
+    transposed = False
+    """Whether each weight is stored as [in_features, out_features] (`Conv1D` of transformers)."""
+
+    weight: Tensor
+    in_features: int
+    out_features: int
+    layer: Layer
+    backend: str
+
+    @property
+    @abstractmethod
+    def own_weights(self) -> Sequence[Tensor]:
+        """The weights [out_features, in_features]; of a layer that is cut, this rank's part."""
+
+    def _begin(self, layer: Layer, backend: str) -> None:
+        self.handle = Handle(self)
+        self.states: dict[str, LayerState] = {}
+        """What executors carry from step to step, by name; see `nn.executors`."""
+        self.joined = False
+        """Whether the loop joins the states over the ranks (`join_states`); else each call does so by itself."""
+        self.layer_shard: LayerShard | None = None
+        """Where the layer lies among the ranks, set by `shard`; None: alone on this one."""
+        self.default_context: Callable[[torch.dtype], Context] | None = None
+        """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
+        self.fused_weights = FusedWeights()
+        """Those that share a global scale with this layer's under `recipe.fused_scales`, set by `convert`."""
+        self.keeps_forms = True
+        self._sums = self._was_in_context = False
+        self._calls, self._tokens = 0, TokenCount()
+        self.rename(layer, backend)
+
+    @abstractmethod
+    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        """(x [M, K], w [N, K], the rows of x that w multiplies) of one call, for statistics: of a group those of the
+        weight with the most rows."""
+
+    @abstractmethod
+    def shard(self, own: LayerShard) -> None:
+        """Make this layer the shard `own` of the whole one; its parameters must be that shard, as DTensors if it is
+        cut.
+
+        Raises:
+            ValueError: the layer cannot be cut, or cannot share its amaxes, so.
+        """
+
+    def rename(self, layer: Layer, backend: str) -> None:
+        """Set the layer's name, position in the model and backend; the states are kept, a plan that was applied not."""
+        check_choice("backend", backend, CHOICES)
+        self.layer, self.backend = layer, backend
+        self._layer_key = zlib.crc32(layer.name.encode())
+        self._forget()
+
+    # -- what the layer runs ------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Forget all executors and prepared weights."""
+        self._applied: _Key | None = None
+        self._held: tuple[Recipe | None, LayerPolicy | None, torch.device | None, Executor | None] = (None,) * 4
+        self._executors: dict[_Key, Executor] = {}
+        self._prepared: dict[Hashable, PreparedWeights] = {}
+
+    def apply_plan(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
+        """Run `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
+        self._applied = key = (recipe, policy, Device.of(device))
+        known = self._executors.get(key)
+        if known is None or known.plan != plan:
+            self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+        self._hold(key, device)
+
+    def executor_in(self, context: Context, device: torch.device) -> Executor:
+        """What the layer runs in `context` on `device`: the applied plan, or what is resolved on first use.
+
+        Raises:
+            ValueError: the recipe cannot run here; see `precision.plan.resolve`.
+            RuntimeError: the context is one of an applied plan, which is not that of the layer.
+        """
+        recipe, policy, at, executor = self._held
+        if recipe is not context.recipe or policy is not context.policy or at != device or executor is None:
+            key = (context.recipe, context.policy, Device.of(device))
+            if context.applied and key != self._applied:
+                applied = "none" if self._applied is None else f"that of {self._applied[0].name}"
+                raise RuntimeError(
+                    f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, and the plan that was "
+                    f"applied to it is {applied}: apply the plan of the coming stretch to the model first (Run.apply), "
+                    "or enter the recipe by autocast, which resolves it"
+                )
+            if key not in self._executors:
+                plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
+                self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+            executor = self._hold((context.recipe, context.policy, key[2]), device)
+        if context.met is not None:
+            context.met[self] = executor.plan.quantised
+        return executor
+
+    def _hold(self, key: _Key, device: torch.device) -> Executor:
+        executor = self._executors[key]
+        self._held = (*key[:2], device, executor)
+        for name in executor.states:
+            if name not in self.states:
+                self.states[name] = make_state(self, name)
+        return executor
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    @property
+    def channels(self) -> Tensor | None:
+        """See `Executor.channels`; of the executor that ran last."""
+        return None if self._held[3] is None else self._held[3].channels
+
+    def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
+        """(x [M, K] of an input, the dtype and the shape of the output).
+
+        Raises:
+            ValueError: the last dimension is not in_features.
+            TypeError: the input is not of a floating dtype.
+        """
+        if input.shape[-1:] != (self.in_features,):
+            shape = tuple(input.shape)
+            raise ValueError(
+                f"{self.layer.name or 'linear layer'}: input {shape} does not end in in_features={self.in_features}"
+            )
+        if not input.is_floating_point():
+            name = self.layer.name or "linear layer"
+            raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
+        device = input.device.type
+        out_dtype = torch.get_autocast_dtype(device) if torch_autocasts(device) else input.dtype
+        x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
+        return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
+
+    def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
+        """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
+        context = now.context
+        assert context is not None
+        if not now.recording and now.replaying is None:
+            return self.new_call(context, executor, tokens, training=torch.is_grad_enabled())
+        return once(self, lambda: self.new_call(context, executor, tokens, training=torch.is_grad_enabled()))
+
+    def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
+        """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
+        step, offset = context.step, context.token_offset
+        if step is None:
+            # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
+            self._calls += training
+            step, weights = self._calls, PreparedWeights()
+        else:
+            weights = self._prepared.get(None) or self.prepared(None)
+            if offset is None and training and tokens:
+                counted = self._tokens.offset((context.seed, step), tokens, self.layer.name)
+                offset = context.token_start + counted
+        at = (context.seed, step, offset or 0, self._layer_key)
+        scaling: Any = self.states.get("scaling")
+        parameter = self.weight if self.transposed else None
+        fused, shared = self.fused_weights, context.shared
+        return Call(executor, *at, weights, scaling, training, shared, fused, context.counters, parameter)
+
+    def prepared(self, part: Hashable) -> PreparedWeights:
+        """The prepared forms of the weight, or of a part of it, in a step."""
+        return self._prepared.setdefault(part, PreparedWeights(self.keeps_forms))
+
+    def keep_forms(self, keep: bool) -> None:
+        """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
+        self.keeps_forms = keep
+        self._prepared.clear()
+
+    def sum_gradients(self, sums: bool) -> None:
+        """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
+        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
+        self._sums = sums
+        self._forget()
+
+    def is_stray(self, now: State) -> bool:
+        """Whether this call recomputes one that was made in another context; evaluated once per call."""
+        if is_stray_recomputation(now):
+            return self._was_in_context or now.context is not None
+        if self._was_in_context is (now.context is None):
+            self._was_in_context = now.context is not None
+        return False
+
+    def stray_error(self) -> RuntimeError:
+        """What a call that `is_stray` raises."""
+        return RuntimeError(
+            f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward pass. "
+            "Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
+            "context_fn=fp4train.precision.recompute_contexts)."
+        )
+
+    # -- copies, checkpoints ------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
+        fresh: dict[str, Any] = {"_held": (None,) * 4, "_executors": {}, "_applied": None, "_prepared": {}}
+        return {**kept, **fresh, "_tokens": TokenCount()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.handle = Handle(self)
+        self.fused_weights.add(self)
+
+    def scaling_state(self) -> dict[str, Tensor]:
+        """The tensors of the layer's states (amax histories of delayed scaling, …), saved in a checkpoint beside the
+        state dict (`nn.executors.saved_states`)."""
+        return saved_states(self.states)
+
+    def load_scaling_state(self, state: dict[str, Tensor]) -> None:
+        """Restore the result of `scaling_state`; the next call prepares the weight anew."""
+        self._prepared.clear()  # a prepared weight knows whether its amax has entered the history in this step
+        found = by_state(state)
+        for name in {**self.states, **found}:
+            if name not in self.states:
+                self.states[name] = make_state(self, name)
+            self.states[name].load_state(found.get(name, {}))

@@ -1,0 +1,95 @@
+"""What ranks send each other of a weight, and what a layer takes of what arrived: codes, or values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import Prepared
+from fp4train.nn.call import Call
+from fp4train.nn.weights import WeightForm
+from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
+from fp4train.quantize.quantized import turned
+from fp4train.quantize.random import DGRAD_W
+
+if TYPE_CHECKING:
+    from fp4train.parallel.gather import WeightGather
+
+
+class Payload(NamedTuple):
+    """A form of a weight that is sent: codes and scales of `spec`, or values.
+
+    spec: how the weight is quantised; None: values are sent.
+    column: whether wᵀ is quantised; it is sent transposed back.
+    dtype: of the values.
+    """
+
+    spec: QuantSpec | None
+    column: bool = False
+    dtype: torch.dtype | None = None
+
+
+class Sent(NamedTuple):
+    """The tensors that one rank sends of a payload, and the quantised shard of which they are; None: of values."""
+
+    tensors: tuple[Tensor, ...]
+    shard: Quantized | None = None
+
+
+MASTER = Payload(None, dtype=torch.float32)
+
+
+class MemberGather:
+    """One weight [N, K] of a gathered group, as a `nn.weights.GatheredSource`."""
+
+    def __init__(self, group: WeightGather, index: int) -> None:
+        self._group, self._index, self.rounds = group, index, group.rounds
+
+    def form(self, form: WeightForm, call: Call) -> Prepared | None:
+        """See `nn.weights.GatheredSource`."""
+        return form_of(self, form, call)
+
+    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
+        """See `nn.weights.GatheredSource`."""
+        return rounded_from(self.codes(Payload(spec), call), spec)
+
+    def codes(self, part: Payload, call: Call) -> Quantized | None:
+        """The quantised weight, if it came in this step."""
+        return self._group.codes_of(self._index, part, call)
+
+    def fused_amax(self, call: Call) -> Tensor | None:
+        """None: experts that share scales are sent as values."""
+        return None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """See `nn.weights.GatheredSource`."""
+        return self._group.arrived(dtype)[self._index].to(dtype)
+
+    def master(self) -> Tensor:
+        """See `nn.weights.GatheredSource`."""
+        return self._group.master()[self._index].clone()
+
+    def member(self, index: int) -> NoReturn:
+        """A weight has none."""
+        raise TypeError(f"weight {self._index} of {self._group.layer.layer.name} is a matrix, without members")
+
+
+def form_of(source: WeightGather | MemberGather, form: WeightForm, call: Call) -> Prepared | None:
+    """A gathered weight in a form, from its codes or from values that a layer in high precision takes."""
+    if form.spec is None:
+        return form.finish(Decoded(source.values(form.dtype), None))
+    part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
+    found = source.codes(part, call)
+    if found is not None and form.operand == DGRAD_W and not part.column:
+        found = turned(found)
+    return None if found is None else form.finish(found)
+
+
+def rounded_from(found: Quantized | None, spec: QuantSpec) -> Tensor | None:
+    """The values of codes in BF16."""
+    if found is None:
+        return None
+    values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
+    return (values if scale is None else values * scale).to(torch.bfloat16)

@@ -1,0 +1,77 @@
+"""The load of experts over the ranks: after each step biases of routers follow it, and a run logs how even it is.
+
+Loads are numbers of assignments, summed in float64: they are exact, so a bias moves alike on every rank, and alike for
+any number of ranks and microbatches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fp4train.models.common.experts import BALANCE, DROPPED, Z
+from fp4train.run.step import due
+from fp4train.run.supervise.ledger import Numbers, Step, Values
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+
+@runtime_checkable
+class Routed(Protocol):
+    """A model with routers, or a part of one: every part says so, whether it has routers or not."""
+
+    def fp4train_routed(self) -> Tensor:
+        """A row per block of the whole model: assignments to each of its E experts, how many of them were dropped, the
+        sum over sequences of its loss of balance, and that of its z-loss; float64 [blocks, E + 3], since the last call.
+        """
+        ...
+
+    def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
+        """Move what balances the experts, given the load of the whole batch; not where bool [] `failed` is True."""
+        ...
+
+
+def even_out(run: Run, step: Step) -> None:
+    """After an optimizer step: balance the experts, and log their load.
+
+    | key | meaning |
+    |---|---|
+    | `experts/load_max`, `experts/load_min` | of all experts of all blocks, in shares of an even load |
+    | `experts/dropped` | share of the assignments that no expert took |
+    | `experts/balance_loss`, `experts/z_loss` | mean over blocks, without their factors |
+
+    The load of each expert is an event, `expert load`, where the run evaluates.
+    """
+    model = run.model
+    assert isinstance(model, Routed) and run.failed is not None
+    seen = run.world.summed(model.fp4train_routed())
+    count = seen.shape[1] - 3
+    model.fp4train_even_out(seen[:, :count], run.failed)
+    numbers = Numbers(seen.flatten())
+
+    def told() -> Values:
+        table = torch.tensor(numbers.read(), dtype=torch.float64).view(-1, count + 3)
+        rows = table[:, :count].sum(1).nonzero().flatten().tolist()
+        if not rows:
+            return {}
+        found = table[rows]
+        loads = found[:, :count] / found[:, :count].mean(1, keepdim=True)
+        train = run.config.train
+        if due(step.index + 1, run.config.eval.every, train.steps):
+            listed = {
+                f"blocks.{row}": [round(x, 4) for x in each.tolist()] for row, each in zip(rows, loads, strict=True)
+            }
+            run.tracker.log_event(step.index + 1, "expert load", listed)
+        mean = found[:, count:].mean(0).float()
+        return {
+            "experts/load_max": float(loads.max()),
+            "experts/load_min": float(loads.min()),
+            "experts/dropped": float(found[:, count + DROPPED].sum() / found[:, :count].sum()),
+            "experts/balance_loss": float(mean[BALANCE]) / train.batch_size,
+            "experts/z_loss": float(mean[Z]) / train.batch_size,
+        }
+
+    step.late.append(told)

@@ -1,0 +1,120 @@
+"""`teacher=RUN|FOLDER`: a model in high precision, whose distribution a run learns instead of the targets alone.
+
+Quantisation-aware distillation trains a quantised student against the model that it was before
+(`models/common/distillation.py`): it moves less far from that model than training on the targets does. The teacher has
+weights in the dtype of the run's activations, is whole on every rank, and gets no gradients.
+"""
+
+import inspect
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.config import Config, to_config
+from fp4train.config.from_folder import model_of, names_folder
+from fp4train.data.tokens import Piece, TokenData
+from fp4train.errors import UserError
+from fp4train.models import Architecture
+from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.distillation import TeacherStates
+from fp4train.parallel.world import World
+from fp4train.precision.context import use
+from fp4train.run.checks import set_masks
+from fp4train.run.initial import load_init, load_weights
+from fp4train.run.record import directory as run_directory
+
+
+class Teacher:
+    """A model that answers with its hidden states; called with tokens [B, T], on the device of the run."""
+
+    def __init__(self, model: Decoder, config: Config) -> None:
+        self.model, self.settings = model, config.distillation
+        self.fingerprint = _fingerprint(model)
+
+    @torch.no_grad()
+    def __call__(self, tokens_BT: Tensor) -> TeacherStates:
+        with use(None):
+            h_MD = self.model(tokens_BT)
+        return TeacherStates(h_MD, self.model.head.weight, self.settings.temperature, self.settings.ce)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """A short sum over names, shapes and up to 1024 values of each weight."""
+    total = 0
+    for name, weight in model.state_dict().items():
+        values = weight.flatten()
+        sample = values[:: -(-values.numel() // 1024)].to("cpu", torch.float32).numpy().tobytes()
+        total = zlib.crc32(f"{name} {list(weight.shape)}".encode() + sample, total)
+    return f"{total:08x}"
+
+
+def load_teacher(config: Config, data: TokenData, student: nn.Module, world: World) -> Teacher | None:
+    """The teacher of a run; None: it has none.
+
+    Raises:
+        UserError: there is no such model, it does not fit the student or its tokens, or the run cannot have a teacher.
+    """
+    if config.teacher is None:
+        return None
+    mesh, what = world.mesh, f"teacher={config.teacher}"
+    if mesh.tensor * mesh.pipeline > 1:
+        raise UserError(
+            f"{what}: the loss needs the whole vocabulary and all blocks on a rank, and the run has parallel.tp="
+            f"{mesh.tensor} and parallel.pp={mesh.pipeline}; use data parallelism (parallel.dp_shard) alone"
+        )
+    if "teacher" not in inspect.signature(student.forward).parameters:
+        raise UserError(f"{what}: {type(student).__name__} does not take a teacher (Decoder.leave)")
+    model = _build(config, data, world)
+    if not isinstance(model, Decoder) or not isinstance(student, Decoder):
+        raise UserError(f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)")
+    rows, own = model.head.weight.shape[0], student.head.out_features
+    if rows != own:
+        raise UserError(f"{what} has {rows:,} ids and the student {own:,}: both need the same vocabulary")
+    dtype = torch.float32 if config.recipe.dtype == "float32" else torch.bfloat16
+    model = model.to(world.device, dtype).eval().requires_grad_(False)
+    set_masks(model, config, data.tokenizer)
+    model.hidden = True
+    return Teacher(model, config)
+
+
+def _build(config: Config, data: TokenData, world: World) -> nn.Module:
+    """The teacher with its weights."""
+    source = Path(str(config.teacher))
+    try:
+        shape = _shape(config, data)
+        wanted = replace(config, model=shape, init=config.teacher, init_step=config.teacher_step)
+        begun = load_init(wanted, world.ranks)
+        assert begun is not None
+        with torch.random.fork_rng(devices=[]):  # drawn, and then replaced
+            model = shape.build(vocab_size=data.vocab_size, seq_len=config.train.seq_len)
+        load_weights(model, begun)
+    except (UserError, ValueError) as error:
+        said = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
+        raise UserError(f"teacher={source}: {said}") from error
+    return model
+
+
+def _shape(config: Config, data: TokenData) -> Architecture:
+    """The `model=…` of the teacher."""
+    source = Path(str(config.teacher))
+    if names_folder(config.teacher):
+        shape: Architecture = model_of(source)[1]
+        return shape
+    theirs = to_config(run_directory.read_config(run_directory.require_run(source)))
+    settings = getattr(theirs.data, "tokenizer", None)
+    if settings is not None and data.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as place:
+            run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
+            tokenizer = settings.build(_no_documents, Path(place))
+        if tokenizer.identity != data.tokenizer.identity:
+            raise UserError("its tokenizer is another than the run's, so that their tokens are not the same")
+    return theirs.model
+
+
+def _no_documents() -> Iterator[Piece]:
+    raise UserError("it has lost its tokenizer.json")

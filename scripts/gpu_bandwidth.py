@@ -1,0 +1,104 @@
+"""The time of the Triton kernels on a GPU, beside that of a device-to-device copy; `gpu_kernels.py` calls it.
+
+Bytes that a kernel must move, divided by its time, as a share of what a copy of the same tensor reaches. Times are
+medians of CUDA-graph replays, so that Python's launches do not count. The target is 75 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gpu_kernels import KEY, SPECS
+from torch import Tensor
+
+from fp4train.quantize import triton as kernels
+
+TARGET = 0.75
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One kernel's time on x, and the bytes it must move."""
+
+    name: str
+    call: Callable[[], object]
+    bytes: int
+
+
+def timings(x: Tensor) -> list[Timing]:
+    """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each line is one kernel."""
+    amax = x.abs().amax().float()
+    n = x.numel()
+    key = replace(KEY, row_offset=0, col_offset=0)
+    plain, codes4, codes8 = 2 * n, n // 2 + n // 16, n + n // 32
+    names = ("nvfp4", "nvfp4 hadamard", "nvfp4 stochastic", "nvfp4 hadamard stochastic", "nvfp4 16x16")
+    nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)
+    mxfp8, tensor8 = (kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3"))
+    saved4, saved8 = nvfp4.codes(x, None, amax), mxfp8.codes(x)
+    return [
+        Timing("amax", lambda: nvfp4.amax(x), plain),
+        Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
+        Timing("amax per row", lambda: nvfp4.amax(x, per_row=True), plain),
+        Timing("nvfp4 codes", lambda: nvfp4.codes(x, None, amax), plain + codes4),
+        Timing("nvfp4 values", lambda: nvfp4.values(x, None, amax), 2 * plain),
+        Timing("nvfp4 stochastic codes", lambda: stochastic.codes(x, key, amax), plain + codes4),
+        Timing("nvfp4 stochastic values", lambda: stochastic.values(x, key, amax), 2 * plain),
+        Timing("nvfp4 codes, columns", lambda: nvfp4.codes(x.T, None, amax), plain + codes4),
+        Timing("nvfp4 hadamard codes, columns", lambda: had.codes(x.T, None, amax), plain + codes4),
+        Timing("nvfp4 hadamard values, columns", lambda: had.values(x.T, None, amax), 2 * plain),
+        Timing(
+            "nvfp4 hadamard stochastic codes, columns", lambda: had_stochastic.codes(x.T, key, amax), plain + codes4
+        ),
+        Timing("nvfp4 hadamard stochastic values, columns", lambda: had_stochastic.values(x.T, key, amax), 2 * plain),
+        Timing("nvfp4 16x16 codes", lambda: square.codes(x, None, amax), plain + n // 2 + n // 256),
+        Timing("nvfp4 16x16 values", lambda: square.values(x, None, amax), 2 * plain),
+        Timing("nvfp4 decode", lambda: nvfp4.decode(saved4), plain + codes4),
+        Timing("mxfp8 codes", lambda: mxfp8.codes(x), plain + codes8),
+        Timing("mxfp8 values", lambda: mxfp8.values(x), 2 * plain),
+        Timing("mxfp8 codes, columns", lambda: mxfp8.codes(x.T), plain + codes8),
+        Timing("mxfp8 decode", lambda: mxfp8.decode(saved8), plain + codes8),
+        Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
+        Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
+    ]
+
+
+def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
+    """Median GPU time of a call, from replays of a CUDA graph of it."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def bandwidth(rows: int, cols: int) -> tuple[float, list[dict[str, Any]]]:
+    """(GB/s of the copy, one row a kernel), printed as they come."""
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() * x.element_size() / microseconds(lambda: y.copy_(x)) / 1e3
+    print(f"\ncopy of {rows}x{cols} BF16: {copy:.0f} GB/s; target {TARGET:.0%} of it\n")
+    print(f"{'kernel':44s} {'us':>9s} {'GB/s':>7s} {'of copy':>8s}")
+    table = []
+    for timing in timings(x):
+        time = microseconds(timing.call)
+        rate = timing.bytes / time / 1e3
+        row = {"kernel": timing.name, "us": time, "bytes": timing.bytes, "gb_per_s": rate, "share_of_copy": rate / copy}
+        table.append(row)
+        print(
+            f"{timing.name:44s} {time:9.1f} {rate:7.0f} {rate / copy:8.1%}{'' if rate >= TARGET * copy else '  below'}"
+        )
+    return copy, table

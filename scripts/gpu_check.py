@@ -1,0 +1,392 @@
+"""What only a GPU machine can tell, in parts of at most eight minutes, each with its results on disk:
+
+    bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER] [--archive FOLDER] [--dry-run]
+
+PARTS below lists the parts; without one, all run but those that are only run when asked for. Results are files
+NAME-*.json, .md and .png and runs/NAME-*; what is done is noted in NAME.done and not done again, so that a part that
+was cut off goes on when it is called again. After each step, also one that failed, and every half minute of one, all
+results are packed into NAME.tgz in `--archive` (by default the folder that the environment calls OUT), without
+checkpoints and compiled kernels: where only that folder comes back from a machine, nothing is lost. Unpacked beside
+NAME.done it lets another machine go on.
+
+A step that takes longer than is left of its part's `--minutes` is ended with all its processes. What cannot run on a
+machine is left out with its reason. Exit code 0: nothing failed; 1: something did; 2: wrong arguments.
+
+`--te FOLDER` installs a carried Transformer Engine first: FOLDER/install.sh is called with the folder to install into.
+
+`--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
+`gpu_stand_ins.py` names, and says for each step what a GPU would be asked. Its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
+LEFT_OUT = 3
+"""Exit code of a step that cannot run on this machine; its last line says why."""
+EVERY = 30.0
+"""Seconds between two archives during a step."""
+
+PARTS = {
+    "first": "a minute: a kernel, each scheme of `scaled_mm`, steps, capture, compile, deterministic, recompute",
+    "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
+    "te": "Transformer Engine's kernels and its reference modules against the emulation",
+    "native": "`fp4train doctor`, and `scaled_mm` against the emulation",
+    "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
+    "state": "resumed and recomputed runs against straight ones to the bit; the time of a checkpoint",
+    "steps": "times of quantisers, linear layers and training steps; recorded steps against eager ones",
+    "runs": "short runs, compared",
+    "hours": "writes the commands of training comparisons that need hours, and starts none",
+    "sanitize": "the kernels under compute-sanitizer, only where it is asked for",
+}
+ASKED_FOR = ("sanitize",)
+TRAINED = ("bf16", "nvfp4", "mxfp8", "fp8_current")
+"""Recipes of the part `runs`."""
+COMPARED = ("bf16", "fp8_current", "mxfp8", "nvfp4")
+"""Recipes of the comparisons that need hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One program.
+
+    Args:
+        name: in NAME.done.
+        asks: what it measures on a GPU.
+        words: of the command; the first is a script of this folder, "fp4train", or another program.
+        dry: more words in a dry run; None: it is only named there.
+    """
+
+    name: str
+    asks: str
+    words: tuple[str, ...]
+    dry: tuple[str, ...] | None = ("--dry-run",)
+
+    def command(self) -> list[str]:
+        first, *rest = self.words
+        if first == "fp4train":
+            return [sys.executable, "-u", "-m", "fp4train", *rest]
+        return [sys.executable, "-u", str(SCRIPTS / first), *rest] if first.endswith(".py") else [first, *rest]
+
+
+def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
+    """What a part runs, in order. A generator: what comes later may depend on what was written before."""
+
+    def results(ending: str) -> tuple[str, str]:
+        return "--out", f"{out}-{ending}"
+
+    if part == "first":
+        yield Step(name="first", asks=PARTS["first"], words=("gpu_first.py", *results("first.json")))
+    elif part == "kernels":
+        asks = "78 cases and one of more than 2^31 elements to the bit; GB/s of 21 kernels beside a copy's"
+        yield Step(name="kernels", asks=asks, words=("gpu_kernels.py", *results("kernels.json")))
+    elif part == "te":
+        if te is not None:
+            asks = "that the carried Transformer Engine builds against this machine's PyTorch"
+            words = ("bash", str(te / "install.sh"), str(site_of(out)))
+            yield Step(name="te install", asks=asks, words=words, dry=None)
+        asks = "y, dx and dw of 18 recipes on Transformer Engine's kernels, its reference modules, and their times"
+        yield Step(name="te", asks=asks, words=("te_selfcheck.py", *results("te.json")))
+    elif part == "native":
+        asks = "what each recipe runs on here, and its codes and products beside the reference's"
+        yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=None)
+        asks = "y, dx and dw of 13 recipes through torch's scaled products, and their times"
+        yield Step(name="native", asks=asks, words=("gpu_native.py", *results("native.json")))
+    elif part == "profile":
+        yield Step(name="profile", asks=PARTS["profile"], words=("gpu_profile.py", *results("profile.json")))
+    elif part == "state":
+        asks = "losses and weights of resumed and of recomputed runs, equal to those of straight ones in every bit"
+        yield Step(name="state", asks=asks, words=("gpu_state.py", *results("state.json")))
+        asks = "how long a checkpoint of llama_1b holds the loop up, and how long it is written"
+        words = ("checkpoint_cost.py", "model=llama_1b", "checkpoints=2", f"out={out}-checkpoint.md")
+        tiny = ("model=llama_tiny", "checkpoints=1", "device=cpu", "between=2")
+        yield Step(name="checkpoint", asks=asks, words=words, dry=tiny)
+    elif part == "steps":
+        for each in ("quantize", "scaling", "linear", "step"):
+            words = ("benchmark.py", each, "--processes", "1", *results(each))
+            yield Step(name=f"steps {each}", asks=f"the rows of benchmarks/ for `{each}`", words=words)
+        asks = "losses of recorded steps equal to those of eager ones, and the time of both, in 5 recipes"
+        yield Step(name="steps graph", asks=asks, words=("gpu_graph.py", *results("graph.json")))
+    elif part == "runs":
+        yield from run_steps(out)
+    elif part == "hours":
+        asks = "nothing: it writes the commands, for people who have the hours"
+        yield Step(name="hours", asks=asks, words=("gpu_check.py", str(out), "--write-hours"), dry=())
+    else:
+        asks = "no access out of bounds and no race in any kernel"
+        cached = ("gpu_kernels.py", "--sanitize")
+        yield Step(name="sanitize compile", asks="compiles the kernels in as many processes as cores", words=cached)
+        words = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1")
+        checked = (sys.executable, str(SCRIPTS / "gpu_kernels.py"), "--sanitize", "--processes", "1")
+        yield Step(name="sanitize", asks=asks, words=(*words, *checked), dry=None)
+
+
+def run_steps(out: Path) -> Iterator[Step]:
+    """Short runs, each of which goes on from its last checkpoint, and what compares those that ended."""
+    tiny = ("model=llama_tiny", "train.steps=4", "train.batch_size=2", "train.seq_len=16", "checkpoint.every=2")
+    runs = {recipe: ROOT / "runs" / f"{out.name}-{recipe}" for recipe in (*TRAINED, "nvfp4-compiled")}
+    for recipe, run in runs.items():
+        words = ["fp4train", f"recipe={recipe.removesuffix('-compiled')}"]
+        words += ["train.compile=true"] * recipe.endswith("-compiled")
+        if (run / "checkpoints").is_dir():
+            words = ["fp4train", f"resume={run}"]
+        else:
+            words += ["model=llama_125m", "train.steps=200", "train.batch_size=32", "train.seq_len=1024", "track=jsonl"]
+            words += ["checkpoint.every=50", f"run.name={run.name}", f"run.dir={run}", "run.overwrite=true"]
+        asks = f"200 steps of llama_125m in {recipe}: losses, tokens per second, memory"
+        dry = (*tiny, "device=cpu", f"run.dir={out}-{recipe}") if recipe in ("bf16", "nvfp4") else None
+        yield Step(name=f"run {recipe}", asks=asks, words=tuple(words), dry=dry)
+    ended = [str(run) for run in runs.values() if (run / "metrics.jsonl").exists()]
+    if len(ended) > 1:
+        words = ("fp4train", "compare", *ended, f"out={out}-runs.png")
+        yield Step(name="compare", asks="the losses of the runs beside each other", words=words, dry=None)
+
+
+def hours(name: str) -> str:
+    """A shell script of comparisons that need hours."""
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Training comparisons, for about 40 GPU hours on one H200 or 20 on one B200 (an estimate):",
+        "#   DATA=tokens.bin VOCABULARY=128256 bash THIS_FILE      token ids, as docs/data.md describes",
+        "set -euo pipefail",
+        'data=(data=tokens "data.path=$DATA" "data.vocab_size=$VOCABULARY")',
+    ]
+    common = (
+        "model=llama_350m train.steps=10000 train.batch_size=256 train.microbatch=32 train.seq_len=1024 track=jsonl"
+    )
+    finished = []
+    for seed in range(3):
+        for recipe in COMPARED:
+            run = f"{name}-350m-{recipe}-{seed}"
+            finished.append(f"runs/{run}")
+            options = f"recipe={recipe} run.seed={seed} checkpoint.every=500 run.name={run}"
+            lines.append(
+                f"if [ -d runs/{run}/checkpoints ]; then fp4train resume=runs/{run}; "
+                f'else fp4train "${{data[@]}}" {common} {options}; fi'
+            )
+    lines.append(f"fp4train compare {' '.join(finished)} out=runs/{name}-350m.png")
+    return "\n".join(lines) + "\n"
+
+
+def site_of(out: Path) -> Path:
+    """Where a carried Transformer Engine is installed."""
+    return out.with_name(f"{out.name}.site")
+
+
+@dataclass(kw_only=True)
+class Check:
+    """The state of one call.
+
+    Args:
+        out: results begin with this path.
+        archive: the folder that keeps what is packed; None: nothing is packed.
+        seconds: of a part.
+        dry: whether it is a dry run.
+    """
+
+    out: Path
+    archive: Path | None
+    seconds: float
+    te: Path | None = None
+    dry: bool = False
+    failed: bool = False
+
+    @property
+    def done(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.done")
+
+    def part(self, name: str) -> None:
+        """Run the steps of a part that are not done yet, as long as there is time."""
+        ends = time.monotonic() + self.seconds
+        print(f"==== {name}: {PARTS[name]}", flush=True)
+        for step in steps_of(name, self.out, self.te):
+            if step.name in (self.done.read_text().splitlines() if self.done.exists() else ()):
+                print(f"== {step.name}: done before")
+                continue
+            self.step(step, ends - time.monotonic())
+            self.pack()
+
+    def step(self, step: Step, seconds: float) -> None:
+        """Run one, and note how it ended."""
+        began = time.monotonic()
+        if self.dry:
+            print(f"== {step.name}: on a GPU: {step.asks}")
+            code = dry_step(step)
+        elif seconds <= 0:
+            print(f"== {step.name}: no time left in this part; call it again")
+            code = LEFT_OUT
+        else:
+            print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
+            code = self.run(step, seconds)
+        took = f"{time.monotonic() - began:.0f} s"
+        if code == 0:
+            with self.done.open("a") as file:
+                file.write(f"{step.name}\n")
+            print(f"== {step.name}: ended, {took}", flush=True)
+        elif code == LEFT_OUT:
+            print(f"== {step.name}: left out", flush=True)
+        else:
+            print(f"== {step.name}: FAILED ({code}), {took}", flush=True)
+            self.failed = True
+
+    def run(self, step: Step, seconds: float) -> int:
+        """A process group of its own, which is ended as a whole; 124 if it took too long."""
+        command, log = step.command(), self.out.with_name(f"{self.out.name}-{step.name.replace(' ', '-')}.log")
+        if shutil.which(command[0] if command[0] != "env" else command[2]) is None:
+            print(f"{command[0]} is not installed")
+            return LEFT_OUT
+        ends = time.monotonic() + seconds
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self.environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                while True:
+                    try:
+                        code = process.wait(max(0.0, min(EVERY, ends - time.monotonic())))
+                        break
+                    except subprocess.TimeoutExpired:
+                        self.pack()
+                        if time.monotonic() >= ends:
+                            print(f"ended after {seconds:.0f} s, what is left of the part")
+                            code = 124
+                            break
+            finally:
+                end_group(process)
+        print(*log.read_text(errors="replace").splitlines()[-12:], sep="\n")
+        if step.name == "doctor" and code in (0, 1):
+            shutil.copyfile(log, self.out.with_name(f"{self.out.name}-doctor.json"))
+        return code
+
+    def environment(self) -> dict[str, str]:
+        """The package, the carried Transformer Engine, and a cache of kernels that is no result."""
+        known = [str(ROOT), *([str(site_of(self.out))] if site_of(self.out).is_dir() else [])]
+        path = os.pathsep.join([*known, *filter(None, [os.environ.get("PYTHONPATH")])])
+        kernels = str(Path(tempfile.gettempdir(), f"{self.out.name}.triton"))
+        return {"TRITON_CACHE_DIR": kernels} | dict(os.environ) | {"PYTHONPATH": path}
+
+    def pack(self) -> None:
+        """Write NAME.tgz: whole or, where that fails, as it was."""
+        if self.archive is None:
+            return
+        self.archive.mkdir(parents=True, exist_ok=True)
+        target = self.archive / f"{self.out.name}.tgz"
+        beside = target.with_suffix(".part")
+        with tarfile.open(beside, "w:gz") as file:
+            for path in sorted([*self.out.parent.glob(f"{self.out.name}*"), *ROOT.glob(f"runs/{self.out.name}-*")]):
+                if path == site_of(self.out) or path.suffix in (".tgz", ".part"):
+                    continue
+                name = f"runs/{path.name}" if path.parent.name == "runs" else path.name
+                file.add(path, name, filter=lambda each: None if "/checkpoints" in each.name else each)
+        beside.replace(target)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def dry_step(step: Step) -> int:
+    """The same in this process, with what stands in for a GPU; returns the exit code."""
+    if step.dry is None:
+        print(f"== {step.name}: only named in a dry run: {shlex.join(step.words)}")
+        return LEFT_OUT
+    first, *rest = step.words
+    try:
+        if first == "fp4train":
+            import gpu_runs
+
+            said = gpu_runs.in_this_process([*rest, *step.dry])
+            print(said or "ended well")
+            return 1 if said else 0
+        with arguments([first, *rest, *step.dry]):
+            runpy.run_path(str(SCRIPTS / first), run_name="__main__")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except Exception:  # as the process of a real run would end: its traceback is in the step's log
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+@contextmanager
+def arguments(words: list[str]) -> Iterator[None]:
+    """What a program finds in `sys.argv`."""
+    before, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def read(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="beginning of the paths of all results: benchmarks/NAME")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--te", type=Path, metavar="FOLDER", help="a Transformer Engine to install, with its install.sh"
+    )
+    parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of a part")
+    parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, with stand-ins")
+    parser.add_argument("--from", dest="here", type=Path, default=Path(), help=argparse.SUPPRESS)
+    parser.add_argument("--write-hours", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_intermixed_args(words)
+    if unknown := [each for each in given.parts if each not in PARTS]:
+        parser.error(f"unknown part {unknown[0]}: it is one of {', '.join(PARTS)}")
+    given.out = (given.here / given.out).absolute()
+    given.te = None if given.te is None else (given.here / given.te).absolute()
+    if given.te is not None and not (given.te / "install.sh").is_file():
+        parser.error(f"--te {given.te} holds no install.sh")
+    return given
+
+
+def main(words: list[str] | None = None) -> int:
+    given = read(words)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    if given.write_hours:
+        path = given.out.with_name(f"{given.out.name}-hours.sh")
+        path.write_text(hours(given.out.name))
+        print(f"{path}: DATA=tokens.bin VOCABULARY=128256 bash {path}")
+        return 0
+    archive = None if given.archive is None else (given.here / given.archive).absolute()
+    if given.dry_run:
+        import gpu_stand_ins
+
+        sys.path.insert(0, str(ROOT))
+        gpu_stand_ins.interpret()
+    check = Check(out=given.out, archive=archive, seconds=60 * given.minutes, te=given.te, dry=given.dry_run)
+    for part in given.parts or [each for each in PARTS if each not in ASKED_FOR]:
+        check.part(part)
+    return 1 if check.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

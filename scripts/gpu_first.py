@@ -1,0 +1,164 @@
+"""The first minute on a GPU: everything once, small.
+
+    python scripts/gpu_first.py --out NAME-first.json [--dry-run]
+
+A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; two training steps per recipe; a run whose
+steps are recorded, one compiled, one deterministic, one with recomputation. Each is a process of its own, all at once,
+since a crash of one must not end the others, and one that hangs is ended. Rows are written as they come. Exit code 0:
+all are well; 1: one is not; 3: there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_runs
+import gpu_stand_ins
+import torch
+
+RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block")
+SHORT = (
+    *("model=llama_30m", "train.steps=2", "train.batch_size=4", "train.microbatch=2", "train.seq_len=256"),
+    *("eval.every=0", "checkpoint.every=0", "phases=none"),
+)
+MODES = {
+    "capture": ("recipe=bf16", "train.cuda_graph=true", "train.steps=5"),
+    "compile": ("recipe=bf16", "train.compile=true"),
+    "deterministic": ("recipe=nvfp4", "train.deterministic=true"),
+    "recompute": ("recipe=nvfp4", "model.recompute=true"),
+}
+PATIENCE = 150.0
+"""Seconds after which a check hangs."""
+
+
+def checks(dry: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(name, what is checked, which gives a note or raises)."""
+    import gpu_native
+
+    yield "kernel", partial(kernel, dry)
+    for name in gpu_native.RECIPES:
+        yield f"scaled_mm {name}", partial(scaled, name, dry)
+    for name in RECIPES:
+        yield f"step {name}", partial(steps, (f"recipe={name}",), dry)
+    for name, words in MODES.items():
+        yield name, partial(steps, words, dry)
+
+
+def kernel(dry: bool) -> str:
+    """NVFP4's kernel with the transform and random bits, against the reference."""
+    if dry:
+        gpu_stand_ins.interpret()
+    import gpu_kernels
+
+    rows, cols = (20, 40) if dry else (256, 512)
+    x = gpu_kernels.content("wide", rows, cols, 1).bfloat16()
+    case = gpu_kernels.Case("first", x, gpu_kernels.SPECS["nvfp4 hadamard stochastic"], gpu_kernels.KEY, None)
+    if found := gpu_kernels.check(case, "cpu" if dry else "cuda"):
+        raise ValueError(f"differs from the reference: {found}")
+    return f"{rows}x{cols} equal to the bit"
+
+
+def scaled(name: str, dry: bool) -> str:
+    """One scheme of scaled_mm."""
+    import gpu_native
+
+    with ExitStack() as stack:
+        if dry:
+            stack.enter_context(gpu_stand_ins.scaled_products())
+        problem = gpu_native.selfcheck.Problem.draw(128, 256, 128, "cpu" if dry else "cuda")
+        row = gpu_native.compare(name, gpu_native.RECIPES[name], problem, timed=False)
+    if row["agrees"] is False:
+        raise ValueError(str(row.get("note") or f"distances {row['distances']}"))
+    return f"left out: {row['note']}" if row["agrees"] is None else f"distances {row['distances']}"
+
+
+def steps(words: tuple[str, ...], dry: bool) -> str:
+    """A short run; `words` come after SHORT."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        options = list(words)
+        if dry and "train.cuda_graph=true" in words:
+            stack.enter_context(gpu_stand_ins.graphs())
+            options.remove("train.cuda_graph=true")
+        if dry and "train.compile=true" in words:
+            stack.enter_context(gpu_stand_ins.compiler())
+        lines = gpu_runs.train(Path(folder) / "run", [*SHORT, *options], dry=dry)
+    if isinstance(lines, str):
+        raise ValueError(lines)
+    losses = [line["train/loss"] for line in lines]
+    if not losses or not all(map(math.isfinite, losses)):
+        raise ValueError(f"losses {losses}")
+    return f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+
+
+def row(name: str, check: Callable[[], str]) -> dict[str, Any]:
+    """What one check found."""
+    began = time.perf_counter()
+    try:
+        found = {"ok": True, "note": check()}
+    except Exception as error:
+        found = {"ok": False, "note": gpu_runs.first_line(error)}
+    return {"name": name, **found, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def in_process(name: str) -> dict[str, Any]:
+    """The same in a process of its own."""
+    began = time.perf_counter()
+    failed = {"name": name, "ok": False}
+    try:
+        command = [sys.executable, __file__, "--only", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return failed | {"note": f"hangs: ended after {PATIENCE:.0f} s", "seconds": PATIENCE}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        note = f"the process ended with {done.returncode}: {last[-300:]}"
+        return failed | {"note": note, "seconds": round(time.perf_counter() - began, 1)}
+    return found
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with stand-ins, in this process")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    if not torch.cuda.is_available() and not given.dry_run:
+        print("gpu_first: torch sees no GPU")
+        return 3
+    if given.only:
+        print(json.dumps(row(given.only, dict(checks(False))[given.only])))
+        return 0
+    results = gpu_runs.Results(given.out, gpu_runs.machine())
+    if given.dry_run:
+        for name, check in checks(True):
+            if name in DRY:
+                results.add(row(name, check))
+        return results.code
+    names = [name for name, _ in checks(False) if not results.has(name)]
+    with ThreadPoolExecutor(min(len(names) or 1, os.cpu_count() or 1)) as pool:
+        for done in as_completed([pool.submit(in_process, name) for name in names]):
+            results.add(done.result())
+    return results.code
+
+
+DRY = ("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "step nvfp4", *MODES)
+"""The checks of a dry run: one of each kind."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

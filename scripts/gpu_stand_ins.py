@@ -1,0 +1,111 @@
+"""What stands in for a GPU in a dry run of the scripts for GPU machines. Each says so when it begins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+HELPERS = Path(__file__).resolve().parents[1] / "tests" / "helpers"
+
+
+def announce(text: str) -> None:
+    print(f"stand-in: {text}", flush=True)
+
+
+def interpret() -> None:
+    """From here on; Triton reads it when it is imported."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Triton was imported before: its kernels are compiled, and a CPU cannot run them")
+    os.environ["TRITON_INTERPRET"] = "1"
+    announce("Triton's interpreter executes the kernels on the CPU")
+
+
+def helpers() -> None:
+    """Let the tests' stand-ins be found."""
+    if str(HELPERS) not in sys.path:
+        sys.path.append(str(HELPERS))
+
+
+@contextmanager
+def scaled_products() -> Iterator[list[Any]]:
+    """torch's scaled products in every layout; gives the calls."""
+    helpers()
+    from recorded_products import Recorder
+
+    from fp4train.backends import native
+
+    announce("scaled_mm is checked as torch checks it for CUDA, recorded, and computed in float64")
+    recorder = Recorder()
+    with patch.object(native, "why_not_blocks", lambda *_: None), patch.object(native.F, "scaled_mm", recorder):
+        yield recorder.calls
+
+
+@contextmanager
+def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
+    """CUDA graphs of training steps; gives what recorded them. Not `recorded`: the same steps without."""
+    helpers()
+    import torch
+    from recorder_on_cpu import RecorderOnCpu
+
+    from fp4train.quantize import cpu
+    from fp4train.quantize.quantizer import quantizer
+    from fp4train.run import build
+    from fp4train.run.step_graph import RecordedSteps
+
+    if recorded:
+        announce("a recorder of torch's operators on the CPU repeats a step in the place of a CUDA graph")
+    made: list[Any] = []
+    assemble = build.assemble
+
+    def recorder(device: torch.device) -> Any:
+        made.append(RecorderOnCpu(device))
+        return made[-1]
+
+    def assembled(*args: Any, **options: Any) -> Any:
+        run = assemble(*args, **options)
+        if recorded:
+            run.runner = RecordedSteps(run, recorder)
+        return run
+
+    # The C kernels are no operators of torch: a recorder of operators would not see them.
+    unseen = patch.object(cpu, "why_not", lambda spec, device: "not seen by the recorder")
+    widened = patch("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
+    quantizer.cache_clear()
+    try:
+        with patch.object(build, "assemble", assembled), unseen, widened:
+            yield made
+    finally:
+        quantizer.cache_clear()
+
+
+@contextmanager
+def compiler() -> Iterator[None]:
+    """`train.compile=true` without a compiler."""
+    from torch import nn
+
+    announce("blocks run eagerly in the place of torch.compile, which takes half a minute of a CPU")
+    with patch.object(nn.Module, "compile", lambda self, **options: None):
+        yield
+
+
+@contextmanager
+def te_layers(script: Any) -> Iterator[None]:
+    """Transformer Engine's layers in `te_selfcheck`."""
+    from fp4train.nn import Linear
+
+    announce("a second emulated layer, whose random bits differ, runs in the place of Transformer Engine's")
+    layers = script.layers
+
+    def emulated(problem: Any, dtype: Any = None) -> tuple[Linear, Linear]:
+        ours, theirs = layers(problem) if dtype is None else layers(problem, dtype)
+        place = replace(theirs.layer, name="te")
+        return ours, Linear.from_linear(theirs, place, "emulate")
+
+    with patch.object(script, "layers", emulated), patch.object(script, "why_not", lambda recipe, problem: None):
+        yield

@@ -1,0 +1,84 @@
+"""`fp4train sample` as people run it: its text and JSON, seeds, recipes, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Outcome, reseal
+
+from fp4train.cli import main
+
+
+@pytest.fixture
+def sample(small_run: Path, capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str, run: Path = small_run) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["sample", str(run), *arguments])
+        shown = capsys.readouterr()
+        return Outcome(ended.value.code, shown.out, shown.err)
+
+    return run
+
+
+def test_it_writes_the_prompt_and_goes_on(sample) -> None:
+    found = sample("prompt=the quick", "tokens=9", "seed=1")
+    assert found.code == 0 and found.out.startswith("the quick") and found.out.endswith("\n")
+    assert len(found.out.removeprefix("the quick")) > 1
+    assert "at step 6 in NVFP4: " in found.err
+
+
+def test_json_has_the_text_that_is_written(sample, small_run: Path) -> None:
+    shown = sample("prompt=def f(", "tokens=9", "temperature=0")
+    data = json.loads(sample("prompt=def f(", "tokens=9", "temperature=0", "--json").out)
+    assert shown.out == f"{data['prompt']}{data['text']}\n"
+    assert data["run"] == str(small_run) and data["step"] == 6 and len(data["ids"]) == 9
+
+
+def test_nothing_is_written_into_the_run(sample, small_run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in small_run.rglob("*")}
+    assert sample("prompt=the", "tokens=2").code == 0
+    assert {path: path.stat().st_mtime_ns for path in small_run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("recipe=bf16", "bf16"), ("recipe=mxfp8", "mxfp8"), ("policy=all", "NVFP4")]
+)
+def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
+    assert json.loads(sample("prompt=the", "tokens=2", recipe, "--json").out)["recipe"] == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], 'sample needs prompt="…"'),
+        (["prompt="], "the prompt is empty"),
+        (["prompt=" + "x" * 40], "the prompt has 40 tokens, and with one more it exceeds the model's context of 32"),
+        (["prompt=a", "recipe=nvfp5"], "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'?"),
+        (["prompt=a", "recipe=bf16,mxfp8"], "sample writes in one recipe, not in bf16, mxfp8"),
+        (["prompt=a", "recpie=bf16"], "unknown key 'recpie'; did you mean 'recipe'?"),
+        (["prompt=a", "step=5"], "has no checkpoint of step 5"),
+        (["prompt=a", "tokens=0"], "tokens='0' must be a whole number from 1"),
+        (["prompt=a", "top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
+        (["prompt=a", "--jsn"], "sample knows no flag --jsn"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(sample, arguments: list[str], said: str) -> None:
+    found = sample(*arguments)
+    assert found.code == 1 and said in found.message
+
+
+def test_a_run_that_is_not_there_is_named(sample, small_run: Path) -> None:
+    assert f"{small_run.parent} holds {small_run.name}" in sample("prompt=a", run=small_run.with_name("gone")).message
+
+
+def test_weights_that_are_not_finite_are_refused(sample, small_run: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(small_run, tmp_path / "broken"))
+    reseal(
+        broken / "checkpoints" / "step_00000006",
+        lambda held: held["model/norm.weight"].__setitem__(0, torch.nan),
+        lambda state: None,
+    )
+    assert "norm.weight is not finite" in sample("prompt=a", run=broken).message

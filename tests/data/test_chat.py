@@ -1,0 +1,197 @@
+"""`data=chat`: tokens, answers and sequences of conversations, batches, lines that are refused by their number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp4train.data import Chat, Loader, TokenArray
+from fp4train.data.loader import IGNORED
+from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+from fp4train.errors import DataError
+
+END = 256
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text(
+        "".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines), encoding="utf-8"
+    )
+    return path
+
+
+def source(path: Path, **changes: Any) -> Chat:
+    return Chat(**{"path": str(path), "cache_dir": str(path.parent / "cache"), "val": 0.25, **changes})
+
+
+TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)]
+
+
+def documents(tokens: TokenArray) -> list[tuple[str, str]]:
+    """The text of each conversation, and what of it is answers; padding is left out."""
+    found, ids, scored = [], tokens.ids.tolist(), tokens.scored
+    assert scored is not None
+    start = 0
+    for place, token in enumerate(ids):
+        if token == END:
+            whole, answers = (
+                ids[start : place + 1],
+                [i for i, s in zip(ids[start : place + 1], scored[start : place + 1], strict=True) if s],
+            )
+            if len(whole) > 1:
+                found.append((Bytes().decode(whole), Bytes().decode(answers)))
+            start = place + 1
+    return found
+
+
+def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    train, val = documents(data.train), documents(data.val)
+    assert len(train) == 30 and len(val) == 10
+    expected = {(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)}
+    for text, answers in [*train, *val]:
+        question, answer = text.split("user\n")[1].split("<|im_end|>")[0], answers.removesuffix("<|im_end|>\n")
+        expected.remove((question, answer))
+    assert not expected
+
+
+def test_no_conversation_lies_in_two_sequences(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    for tokens in (data.train, data.val):
+        assert (len(tokens) - 1) % 128 == 0
+        assert set(tokens.ids[127:-1:128].tolist()) == {END}
+    lengths = [len(text.encode()) + 1 for text, _ in documents(data.train)]
+    assert (len(data.train) - 1) // 128 <= -(-sum(lengths) // 128) * 1.5  # most of a sequence is filled
+
+
+def test_targets_that_are_no_answers_are_ignored_and_weighed_out(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    loader = Loader(data.train, batch_size=4, seq_len=128, seed=0)
+    tokens, targets = loader.rows(3, 4)
+    kept = targets != IGNORED
+    assert bool((targets[kept] >= 0).all()) and 0 < int(kept.sum()) < targets.numel()
+    assert loader.loss_factor(3, 4) == targets.numel() / int(kept.sum())
+    shown = Bytes().decode(targets[0][kept[0]].tolist())
+    assert "it is" in shown and "what" not in shown
+    assert bool((tokens[:, 1:][kept[:, :-1]] == targets[:, :-1][kept[:, :-1]]).all())
+
+
+def test_data_without_answers_counts_all_targets() -> None:
+    loader = Loader(TokenArray(np.arange(100, dtype=np.uint8), 256, "train"), batch_size=2, seq_len=8, seed=0)
+    assert loader.loss_factor(0, 2) == 1.0 and bool((loader.rows(0, 2)[1] >= 0).all())
+
+
+def test_the_cache_gives_the_same_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", TALKS)
+    first, second = (source(path).build(tmp_path / "run", 128, 0) for _ in range(2))
+    assert first.fingerprint == second.fingerprint and len(list((tmp_path / "cache").glob("*.bin"))) == 2
+    assert np.array_equal(first.train.ids, second.train.ids)
+    other = source(path).build(tmp_path / "run", 256, 0)
+    assert other.fingerprint != first.fingerprint
+
+
+def test_what_is_learned_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """The same tokens with other answers are other data."""
+    path = write(tmp_path / "a.jsonl", TALKS)
+    messages = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    swapped = messages + "{% if add_generation_prompt %}{{ %s }}{% endif %}"
+    found = []
+    for name, prompt in (("a", "'assistant'"), ("b", "'assi'")):
+        (tmp_path / f"{name}.jinja").write_text(swapped.replace("%s", prompt))
+        found.append(source(path, template=str(tmp_path / f"{name}.jinja")).build(tmp_path / name, 128, 0))
+    assert np.array_equal(found[0].train.ids, found[1].train.ids) and found[0].fingerprint != found[1].fingerprint
+
+
+def test_long_conversations_lose_their_ends_and_this_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", [talk("hi", "x" * 300), talk("y" * 300, "no"), *TALKS])
+    data = source(path).build(tmp_path / "run", 128, 0)
+    assert "2 conversations are longer than train.seq_len=128 and lose their ends; 1 with no answer left" in caplog.text
+    assert "x" * 60 in Bytes().decode(data.train.ids.tolist())
+
+
+def test_special_tokens_of_a_tokenizer_are_tokens_in_the_template_alone(tmp_path: Path) -> None:
+    trained = _tokenizer(tmp_path)
+    settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|endoftext|>")
+    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+    marker = trained.token_to_id("<|im_end|>")
+    scored = data.train.scored
+    assert scored is not None and int((data.train.ids == marker).sum()) == 60
+    assert int(((data.train.ids == marker) & (scored != 0)).sum()) == 30  # of each answer
+
+
+def _tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    (folder / "tok").mkdir()
+    made.save(str(folder / "tok" / "tokenizer.json"))
+    return made
+
+
+def test_an_end_of_document_between_messages_is_refused(tmp_path: Path) -> None:
+    _tokenizer(tmp_path)
+    settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|im_end|>")
+    with pytest.raises(DataError, match=r"line 1: the template writes the end of a document between messages"):
+        source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+
+
+def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
+    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=BytePairs(vocab_size=300)).build(
+        tmp_path / "run", 64, 0
+    )
+    assert data.tokenizer is not None and len(data.tokenizer.encode("what is 7?")) < 7
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "it is no JSON object"),
+        ("[1]", "it is no JSON object but a list"),
+        ('{"text": "x"}', 'it has no "messages"; its keys: text'),
+        ('{"messages": []}', "holds no list of messages"),
+        ('{"messages": [{"role": "user"}]}', "message 1 is no object with a role and a content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 is no object"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the role"),
+        (json.dumps(talk("a<|im_end|>b", "c")), r"message 1 spells <\|im_end\|>"),
+        ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}', "has 'tool_calls', which is not"),
+        ('{"messages": [{"role": "assistant", "content": "x\\ud800"}]}', r"message 1 holds half of a UTF-16 pair"),
+        ("[" * 100000, "line 3: "),
+    ],
+)
+def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, said: str) -> None:
+    path = write(tmp_path / "a.jsonl", [TALKS[0], "", line, *TALKS])
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{said.removeprefix('line 3: ')}"):
+        source(path).build(tmp_path / "run", 128, 0)
+    assert not list((tmp_path / "cache").glob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"), [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer lies within")]
+)
+def test_too_little_is_refused(tmp_path: Path, lines: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        source(write(tmp_path / "a.jsonl", lines)).build(tmp_path / "run", 64, 0)
+
+
+@pytest.mark.parametrize(
+    "template", ["", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"], ids=["empty", "prompts"]
+)
+def test_a_template_that_leaves_the_answers_out_is_refused_with_the_line(tmp_path: Path, template: str) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    path = write(tmp_path / "a.jsonl", TALKS)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: .*own\.jinja writes nothing for its answers"):
+        source(path, template=str(tmp_path / "own.jinja")).build(tmp_path / "run", 128, 0)
+
+
+def test_a_share_is_held_out() -> None:
+    with pytest.raises(ValueError, match=r"data\.val=3"):
+        Chat(path="x", val=3)

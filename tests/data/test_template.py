@@ -1,0 +1,100 @@
+"""Chat templates: which parts are answers, templates of tokenizers' folders, the sandbox, the copy in the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp4train.data.template import CHATML, ChatTemplate, find_template
+from fp4train.errors import DataError
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3?"},
+    {"role": "assistant", "content": "7"},
+]
+
+
+def test_answers_end_with_what_ends_them_and_the_rest_is_the_prompt() -> None:
+    parts = list(ChatTemplate(source=CHATML).parts(TALK))
+    assert [text for text, answer in parts if answer] == ["4<|im_end|>\n", "7<|im_end|>\n"]
+    assert "".join(text for text, _ in parts) == ChatTemplate(source=CHATML).render(TALK)
+    assert parts[0][0].endswith("2+2?<|im_end|>\n<|im_start|>assistant\n")
+
+
+LLAMA = (
+    "{{- bos_token }}{%- for m in messages %}{% generation %}{{- '<|h|>' + m['role'] + '<|/h|>' + m['content'] | trim "
+    "+ '<|eot|>' }}{% endgeneration %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>' }}{%- endif %}"
+)
+
+
+def test_templates_as_tokenizers_have_them() -> None:
+    """Trimmed contents, a beginning token, and the tag that marks answers for transformers."""
+    template = ChatTemplate(source=LLAMA, variables={"bos_token": "<|b|>", "eos_token": ""})
+    parts = list(template.parts([{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ho\n"}]))
+    assert parts == [("<|b|><|h|>user<|/h|>hi<|eot|><|h|>assistant<|/h|>", False), ("ho<|eot|>", True), ("", False)]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}{{ messages[0].__init__.__globals__['x'] }}", "refuses it"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses it"),
+        ("{{ messages.append(1) }}", "refuses it"),
+        ("{{ messages | length }}", "renders a conversation differently when it goes on"),
+        ("{{ 1 / 0 }}", "refuses it"),
+    ],
+)
+def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        list(ChatTemplate(source=source).parts(TALK))
+
+
+def test_a_conversation_without_an_answer_teaches_nothing() -> None:
+    with pytest.raises(ValueError, match='no message of the role "assistant"'):
+        list(ChatTemplate(source=CHATML).parts(TALK[:2]))
+
+
+def test_text_that_is_no_template_is_refused() -> None:
+    with pytest.raises(DataError, match="is no template"):
+        ChatTemplate(source="{% for %}").render(TALK)
+
+
+def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Path) -> None:
+    folder, run = tmp_path / "model", tmp_path / "run"
+    folder.mkdir()
+    settings = {"chat_template": LLAMA, "bos_token": {"content": "<|b|>"}, "eos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = find_template(None, str(folder), run)
+    assert found.source == LLAMA and found.variables == {"bos_token": "<|b|>", "eos_token": ""}
+    (folder / "tokenizer_config.json").unlink()
+    again = find_template(None, str(folder), run)
+    assert (again.source, again.variables) == (found.source, found.variables)
+    (folder / "chat_template.jinja").write_text("own")
+    assert find_template(None, str(folder / "tokenizer.json"), tmp_path / "other").source == "own"
+
+
+def test_a_file_of_the_user_comes_first_and_without_one_it_is_chatml(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert find_template(str(tmp_path / "mine.jinja"), None, tmp_path / "a").source == "mine"
+    assert find_template(None, None, tmp_path / "b").source == CHATML
+    assert find_template(None, str(tmp_path), tmp_path / "c").source == CHATML
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"template": "x"}', '{"template": "x", "variables": 1}'])
+def test_a_damaged_copy_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(DataError, match=r"chat_template\.json .* cannot be read"):
+        find_template(None, None, tmp_path)
+
+
+def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.template=.*gone\.jinja does not exist"):
+        find_template(str(tmp_path / "gone.jinja"), None, tmp_path / "run")
+    (tmp_path / "tokenizer_config.json").write_text("[1")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON table"):
+        find_template(None, str(tmp_path), tmp_path / "run")

@@ -1,0 +1,121 @@
+"""Families other than Llama: their runs are the same on one rank and over two, cut in every way, and go on in every
+bit."""
+
+from typing import Any
+
+import pytest
+from patches import DIES_AT_4
+from shown import write_shown
+
+Ranks = Any
+HYBRID = (
+    *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
+    *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "train.microbatch=2"),
+)
+MOE = (
+    *("model=moe_tiny", "model.width=32", "model.layers=3", "model.hidden=64", "model.experts.count=4"),
+    *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.01", "train.microbatch=2"),
+)
+CUT_HYBRID = (
+    *HYBRID,
+    *("model.pattern=M*-", "model.kv_heads=2", "model.scan.heads=32", "model.scan.head_dim=4", "model.scan.groups=2"),
+    *("policy=all", "schedule.warmup=0"),
+)
+"""Each segment of `in_proj` is whole blocks on two ranks."""
+# Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a vector otherwise.
+HYENA = (
+    *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=32"),
+    *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
+)
+FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
+CUT = {"hybrid": CUT_HYBRID}
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["nvfp4", *(pytest.param(name, marks=LONG) for name in ("mxfp8", "fp8_delayed"))])
+def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) -> None:
+    """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
+    options = (*FAMILIES[family], f"recipe={recipe}", "policy=all")
+    reference = ranks.reference(*options)
+    for key in ("dp_shard", "pp"):
+        ranks.train(2, key, *options, f"parallel.{key}=2")
+        ranks.same(reference, key)
+
+
+@LONG
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(ranks: Ranks, family: str) -> None:
+    options = (*FAMILIES[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0")
+    reference = ranks.reference(*options)
+    ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
+    ranks.same(reference, "replicas")
+    options = (*options, "train.microbatch=1")
+    ranks.train(4, "both", *options, "parallel.dp_replicate=2", "parallel.dp_shard=2")
+    close(ranks, ranks.reference(*options), "both", 2e-4, 2e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_on_in_every_bit(ranks: Ranks, family: str) -> None:
+    """With recomputed blocks, from shards to stages."""
+    options = (*FAMILIES[family], "recipe=nvfp4", "model.recompute=true")
+    ranks.train(2, "moved", *options, "parallel.dp_shard=2", "checkpoint.every=3", patch=DIES_AT_4)
+    ended = ranks(2, "resume=runs/moved", "parallel.dp_shard=1", "parallel.pp=2")
+    assert not any(ended.codes), ended.err
+    ranks.same(ranks.reference(*options), "moved")
+
+
+def close(ranks: Ranks, one: Any, other: str, first: float, later: float) -> None:
+    """Losses and norms of the first step, within 1e-6 and `first`, and of later ones."""
+    for number, (a, b) in enumerate(zip(ranks.losses(one), ranks.losses(other), strict=True)):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=later if number else 1e-6), number
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=later if number else first), number
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(ranks: Ranks, family: str) -> None:
+    """The codes are equal, random bits included; a few BF16 roundings of sums in another order spread from there."""
+    options = (*CUT[family], "recipe=nvfp4", "train.steps=3")
+    ranks.train(2, "two", *options, "parallel.tp=2")
+    close(ranks, ranks.reference(*options), "two", 2e-4, 2e-2)
+
+
+@LONG
+@pytest.mark.parametrize("family", CUT)
+def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(ranks: Ranks, family: str) -> None:
+    """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
+    options = (*CUT[family], "recipe=fp32", "schedule=constant", "phases=none")
+    ranks.train(2, "parts", *options, "train.steps=2", "parallel.tp=2", "parallel.sp=false")
+    both = ("parallel.tp=2", "parallel.dp_shard=2", "parallel.sp=true")
+    for count, steps, mesh in ((4, 4, both), (1, 6, ("parallel.tp=1", "parallel.dp_shard=1")), (2, 8, both[:1])):
+        ended = ranks(count, "resume=runs/parts", f"train.steps={steps}", *mesh)
+        assert ended.codes == [0] * count, ended.err
+    close(ranks, ranks.reference(*options, "train.steps=8"), "parts", 1e-6, 1e-5)
+
+
+@LONG
+@pytest.mark.parametrize("family", CUT)
+def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str) -> None:
+    options = (*CUT[family], "recipe=nvfp4", "train.steps=3", "train.microbatch=1", "parallel.tp=2")
+    ranks.train(2, "one", *options)
+    ranks.train(4, "stages", *options, "parallel.pp=2")
+    ranks.same("one", "stages")
+
+
+def test_groups_that_the_ranks_do_not_divide_are_refused(ranks: Ranks) -> None:
+    said = ranks(2, "run.name=a", *HYBRID, "model.kv_heads=2", "parallel.tp=2").message
+    assert "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1" in said
+
+
+def test_a_family_of_a_plugin_is_cut_in_every_way(ranks: Ranks) -> None:
+    """That of docs/plugins.md: one package and one YAML, which no file of fp4train names."""
+    folder = write_shown(ranks.folder)
+    own = ("--config-dir", str(folder), "plugins=[shifted]")
+    options = (*own, "model=shifted_tiny", "model.width=32", "model.hidden=64", "policy=all", "train.microbatch=2")
+    options = (*options, "train.steps=3", "schedule.warmup=0")
+    reference = ranks.reference(*options, "recipe=nvfp4")
+    for key in ("dp_shard", "dp_replicate", "pp"):
+        ranks.train(2, key, *options, "recipe=nvfp4", f"parallel.{key}=2")
+        ranks.same(reference, key)
+    ranks.train(2, "tp", *options, "recipe=nvfp4", "parallel.tp=2")
+    close(ranks, reference, "tp", 2e-4, 2e-2)

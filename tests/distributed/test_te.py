@@ -1,0 +1,67 @@
+"""Transformer Engine's real Python on several ranks, with the extension of tests/backends/te/te_products_on_cpu.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4train.backends.te import availability
+
+if (availability.version() or ()) < (2, 19):
+    pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
+
+Ranks = Any
+ON_TE = f"""
+import gc, json, pathlib, sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "backends" / "te")!r})
+import te_products_on_cpu as te
+import torch
+kept, backward = [], torch.Tensor.backward
+def noted(self, *rest, **options):
+    gc.collect()
+    kept.append(sum(te.is_weight(each) for each in te.codes))
+    return backward(self, *rest, **options)
+torch.Tensor.backward = noted
+import fp4train.train as loop
+first = loop.train_step
+def train_step(run, recipe):
+    shapes = [module.layer for module in run.linears if module.layer.block is not None]
+    te.is_weight = lambda each: any(tuple(each.shape) == (at.out_features, at.in_features) for at in shapes)
+    made = first(run, recipe)
+    pathlib.Path(f"kept{{rank}}.json").write_text(json.dumps(kept))
+    return made
+loop.train_step = train_step
+"""
+"""Every rank writes how many quantised weights of the blocks are alive before each backward pass."""
+
+
+def kept(ranks: Ranks) -> list[int]:
+    return list(json.loads((ranks.folder / "kept0.json").read_text()))
+
+
+def test_two_ranks_are_two_microbatches_and_keep_no_codes_of_the_weights_that_they_share(ranks: Ranks) -> None:
+    options = ("backend=te", "recipe=nvfp4", "policy=all", "train.steps=3", "train.seq_len=48")
+    ranks.train(1, "one", "train.microbatch=2", *options, patch=ON_TE)
+    assert min(kept(ranks)) == 14, "those of a step are kept where the weights are whole"
+    ranks.train(2, "two", *options, patch=ON_TE)
+    assert kept(ranks) == [0] * 3
+    ranks.same("one", "two")
+
+
+@pytest.mark.parametrize(
+    "gather", ["parallel.gather=recipe", pytest.param("parallel.gather=fp32", marks=pytest.mark.long)]
+)
+def test_microbatches_of_shards_and_recomputed_blocks_have_the_same_bits(ranks: Ranks, gather: str) -> None:
+    options = ("backend=te", "recipe=mxfp8", "policy=all", "train.steps=3", "train.batch_size=8", gather)
+    ranks.train(2, "kept", "train.microbatch=2", *options, patch=ON_TE)
+    ranks.train(2, "again", "train.microbatch=2", "model.recompute=true", *options, patch=ON_TE)
+    ranks.same("kept", "again")
+
+
+def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one(ranks: Ranks) -> None:
+    """Each joins its amaxes among its own ranks: over all of them, in the middle of a step, it would wait for ever."""
+    options = ("backend=te", "recipe=fp8_delayed", "policy=all", "phases=none", "train.steps=3", "train.microbatch=1")
+    ranks.train(1, "one", *options, patch=ON_TE)
+    ranks.train(2, "two", "parallel.pp=2", *options, patch=ON_TE)
+    ranks.same("one", "two")

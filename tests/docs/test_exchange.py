@@ -1,0 +1,91 @@
+"""docs/exchange.md, and the way to transformers that the README shows: its commands and its Python run, in order."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import TINY
+
+from fp4train.cli import main
+from fp4train.cli.export import TARGETS
+from fp4train.models.hf import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TITLE, PACKED = "From fp4train to transformers", "From fp4train to packed NVFP4"
+BACK = "From a Hugging Face folder to fp4train"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def way(text: str, title: str = TITLE) -> list[list[str]]:
+    section = text.partition(f"# {title}\n")[2].partition("\n## ")[0]
+    return [shlex.split(line, comments=True) for block in blocks(section, "bash") for line in block.splitlines()]
+
+
+def called(words: list[str], text: Path) -> None:
+    """A command of fp4train, training with a smaller model; or of Python, in a process of its own."""
+    if words[0] == "python":
+        subprocess.run([sys.executable, *words[1:]], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        return
+    assert words[0] == "fp4train"
+    tiny = (
+        []
+        if words[1] in ("export", "verify")
+        else [*TINY, f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+    )
+    verb = [words[1]] if words[1] == "plan" else []
+    with pytest.raises(SystemExit) as ended:
+        main([*verb, *tiny, *(word for word in words[1 + len(verb) :] if not word.startswith("step="))])
+    assert ended.value.code == 0
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+
+
+def test_the_commands_and_the_python_of_the_page_run(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in way(PAGE):
+        called(words, text)
+    exec(compile(blocks(PAGE, "python")[0], "exchange.md", "exec"), {})
+    assert "def add(" in capsys.readouterr().out
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text(text.read_text())
+    for words in way(PAGE, BACK):
+        called(words, text)
+    assert Path("runs/tuned/checkpoints").exists() and Path("runs/gently/checkpoints").exists()
+
+
+def test_the_table_of_what_is_read_has_every_model_type() -> None:
+    table = PAGE.partition("\n| `model_type` |")[2].partition("\n\n")[0]
+    known = tuple(kind for family in FAMILIES for kind in family.MODEL_TYPES)
+    assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == known
+
+
+def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> None:
+    commands = way(README)
+    assert len(commands) == 3 and [words[0] for words in commands] == ["fp4train", "fp4train", "python"]
+    for words in commands:
+        called(words, text)
+
+
+def test_the_four_commands_of_page_and_readme_lead_to_packed_nvfp4(text: Path) -> None:
+    commands = way(README, PACKED)
+    assert commands == way(PAGE, PACKED)
+    assert len(commands) == 4 and [words[0] for words in commands] == ["fp4train"] * 3 + ["python"]
+    for words in commands:
+        called(words, text)
+
+
+def test_the_table_of_formats_has_every_target() -> None:
+    table = PAGE.partition("\n| `to=` |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == TARGETS

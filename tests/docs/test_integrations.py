@@ -1,0 +1,38 @@
+"""docs/integrations.md: its Python runs, in order, in one process; its table has all arguments."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import small_transformers  # noqa: F401  # imports the frameworks without their warnings
+
+from fp4train.integrations import Precision
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # peft asks for the old name
+    "ignore:.*pin_memory.*:UserWarning",  # the Trainer's loader asks for it on a machine without a GPU
+    "ignore:.*does not have many workers:UserWarning",  # the rows are made in no time
+    "ignore:.*LeafSpec:FutureWarning",  # Lightning's use of a name that torch deprecates
+)
+
+
+def test_all_python_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 6
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "integrations.md", "exec"), names)
+    assert names["precision"].step == 8 and (tmp_path / "accelerate").is_dir()  # type: ignore[attr-defined]
+    shown = capsys.readouterr().out
+    assert "fprop" in shown and "adapter (lora_A): kept in high precision by its name" in shown
+
+
+def test_the_table_has_all_arguments() -> None:
+    table = PAGE.partition("\n| argument |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(inspect.signature(Precision).parameters)

@@ -1,0 +1,101 @@
+"""Whole runs, and other people's software, imported once: it warns as it is imported, and warnings are errors here."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from command_line import TINY, Cli
+
+from fp4train.cli import main
+
+
+@pytest.fixture
+def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in an empty working directory; no curves are drawn."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    return Cli(text, tmp_path, capsys)
+
+
+@pytest.fixture(scope="session")
+def lm_eval() -> ModuleType:
+    """lm_eval with what its tasks import: `datasets` and `evaluate` use names that later versions will not have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lm_eval.evaluator
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+
+        import fp4train.exchange.harness  # noqa: F401
+    return lm_eval
+
+
+@pytest.fixture(scope="session")
+def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`train("key=value", …)`: a finished tiny run, trained once for all tests that name the same keys."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def trained(*words: str) -> Path:
+        if words not in made:
+            run = tmp_path_factory.mktemp("runs") / "a"
+            given = {word.partition("=")[0] for word in words}
+            base = [word for word in TINY if word.partition("=")[0] not in given]
+            if "model" in given:  # the sizes are those of a Llama
+                base = [word for word in base if not word.startswith("model.")]
+            data = [] if "data" in given else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+                patch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+                main([*base, *data, f"run.dir={run}", "run.name=a", *words])
+            assert ended.value.code == 0
+            made[words] = run
+        return made[words]
+
+    return trained
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`command("export", …)`: what the command printed; `code` is the exit code that it must have."""
+
+    def called(*words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        shown = capsys.readouterr()
+        assert ended.value.code == code, shown.err
+        assert "Traceback" not in shown.err
+        return shown.err if code else shown.out
+
+    return called
+
+
+@pytest.fixture(scope="session")
+def served() -> Callable[..., Any]:
+    """`served(folder, **options)`: a folder of codes as transformers and compressed-tensors load it.
+
+    They warn as they are imported and as they load: of Enum subclasses, of a configuration that is given twice.
+    """
+
+    def load(folder: Path, *, dequantize: bool) -> Any:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+
+            more = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+            return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more).eval()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def modelopt() -> ModuleType:
+    """ModelOpt's own tensors of codes; it warns as it is imported, of versions and of what it deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization.qtensor
+    return modelopt.torch.quantization.qtensor

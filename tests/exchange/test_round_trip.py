@@ -1,0 +1,67 @@
+"""From a run to a Hugging Face folder and back into a run: every weight in every bit, and the same folder again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp4train import checkpoint
+
+Train = Callable[..., Path]
+Command = Callable[..., str]
+STILL = ("optim.lr=1e-30", "train.steps=1", "schedule=constant", "schedule.warmup=0", "phases=none", "recipe=fp32")
+"""A rate so small that no weight changes."""
+SCALED = "model.rope_scaling={factor:4,low_freq_factor:1,high_freq_factor:4,original_length:16}"
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    found = checkpoint.load(run / "checkpoints").tensors
+    return {name: found[name] for name in found if name.startswith("model/")}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (),
+        ("model.tied=false", "model.head_dim=24"),
+        ("model.qkv_bias=true", "model.kv_heads=2"),
+        ("model.qk_norm=true", "model.rope_base=500000", SCALED),
+    ],
+    ids=["tied", "untied, own head width", "biases", "norms of heads, scaled rotations"],
+)
+def test_a_run_comes_back_in_every_bit(train: Train, command: Command, tmp_path: Path, shape: tuple[str, ...]) -> None:
+    run, folder, again = train(*shape), tmp_path / "hf", tmp_path / "again"
+    command("export", run, "to=hf", f"out={folder}")
+    back = train(*shape, f"init={folder}", *STILL)
+    assert equal(weights(back), weights(run))
+    command("export", back, "to=hf", f"out={again}")
+    assert equal(load_file(again / "model.safetensors"), load_file(folder / "model.safetensors"))
+    configs = [json.loads((each / "config.json").read_text()) for each in (folder, again)]
+    assert configs[0] == configs[1]
+
+
+def test_a_folder_of_transformers_comes_back_in_every_bit(
+    train: Train, command: Command, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    """With the token ids of its tokenizer, which the folder keeps."""
+    import transformers
+
+    shape = ("model.width=64", "model.heads=4", "model.kv_heads=2", "model.hidden=96")
+    for name in ("llama-3", "qwen3"):
+        run = train(*shape, f"init={folders[name]}", *STILL)
+        command("export", run, "to=hf", f"out={tmp_path / name}")
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        one, other = load(folders[name]), load(tmp_path / name)
+        assert type(one) is type(other) and equal(one.state_dict(), other.state_dict())
+        texts = [transformers.AutoTokenizer.from_pretrained(each) for each in (folders[name], tmp_path / name)]
+        said: list[Any] = [each("def é漢🙂 add(\r\n")["input_ids"] for each in texts]
+        assert said[0] == said[1]

@@ -1,0 +1,45 @@
+"""What the model of every family holds: tokens in pieces, documents told apart, recomputed blocks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.precision import FP32, NVFP4, autocast
+
+
+@torch.no_grad()
+def check_pieces(built: Any, x: Tensor, sizes: list[int]) -> None:
+    """Tokens that come in pieces of `sizes` have the logits of the whole."""
+    cache = built.fp4train_cache(x.shape[1])
+    with autocast(FP32()):
+        whole = built(x)
+        found = torch.cat([built(piece, cache=cache) for piece in x.split(sizes, dim=1)], dim=1)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def check_documents(built: Any, x: Tensor) -> None:
+    """Documents of 8, 1, 21 and 10 tokens that are told apart have the logits of each by itself; id 59 ends one."""
+    x = x.clamp(max=58)
+    x[0, [7, 8, 29]] = 59
+    with autocast(FP32()):
+        apart = torch.cat([built(part) for part in x.split([8, 1, 21, 10], dim=1)], dim=1)
+        together = built(x)
+        built.documents = 59
+        torch.testing.assert_close(built(x), apart, rtol=1e-5, atol=1e-5)
+    assert (together - apart).abs().max() > 1e-3
+
+
+def check_recomputed(build: Callable[[bool], Any], x: Tensor) -> None:
+    """The model with recomputed blocks, `build(True)`, has the gradients of that without."""
+    grads = []
+    for again in (False, True):
+        built = build(again).train()
+        with autocast(NVFP4(), step=0):
+            loss = built(x, x)
+        loss.backward()
+        grads.append({name: parameter.grad for name, parameter in built.named_parameters()})
+    for name, grad in grads[0].items():
+        assert grad is not None and torch.equal(grad, grads[1][name]), name

@@ -1,0 +1,80 @@
+"""Small random models of `transformers`, which tests compare with: Llama with scaled rotations, Qwen2, Qwen3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+END = "<|end-of-text|>"
+"""A token that only the folder says to be the end of a document."""
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama-3": ("Llama", {"head_dim": 32, "rope_parameters": SCALED, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+}
+"""By name: the class of transformers, and what its configuration has besides `SMALL`."""
+
+
+def random_model(name: str) -> Any:
+    """The model `name` of `MODELS`, in float32; no weight, bias or norm is 0 or 1 alone."""
+    import transformers
+
+    kind, own = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **own)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def write_folder(path: Path, name: str, *, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Any:
+    """The folder of the model `name` as transformers writes it, with a tokenizer of bytes; returns the model."""
+    model = random_model(name).to(dtype)
+    model.save_pretrained(path, max_shard_size=shard)
+    (path / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
+    )
+    return model
+
+
+def byte_tokenizer(more: int = 0) -> str:
+    """`tokenizer.json` of a tokenizer whose ids are the bytes; `END` is 256, and `more` special tokens follow."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    made = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(each, special=True) for each in (END, *(f"<|{i}|>" for i in range(more)))])
+    text: str = made.to_str()
+    return text
+
+
+def change_table(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON table in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

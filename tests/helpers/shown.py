@@ -1,0 +1,22 @@
+"""The files that pages of `docs/` show: blocks of code whose first line names a file, as `# mine/model/own.yaml`."""
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The blocks of code of a page in a language."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def write_shown(folder: Path, page: str = "plugins.md") -> Path:
+    """Write the folder `mine/` that a page shows into `folder`; a file that is shown again is continued."""
+    for block in [*blocks(page, "python"), *blocks(page, "yaml")]:
+        for path, content in re.findall(r"^# (mine/[\w/.]+).*\n((?:(?!# mine/).*\n)*)", block, re.MULTILINE):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / path).open("a") as file:
+                file.write(content)
+    return folder / "mine"

@@ -1,0 +1,103 @@
+"""Lightning's Trainer with a recipe: the plain loop's bits, resumes across a phase, and mistakes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, adamw, llama, loader, same
+from torch import Tensor, nn
+
+from fp4train.errors import UserError
+from fp4train.integrations import LightningPrecision
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",  # the rows are made in no time
+    "ignore:.*LeafSpec:FutureWarning",  # Lightning's use of a name that torch deprecates
+    "ignore:.*Checkpoint directory .* exists:UserWarning",
+)
+
+
+class Batches:
+    """Batches in order; Lightning saves and restores the place in them."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __len__(self) -> int:
+        return len(loader())
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in list(loader())[self.done :]:
+            self.done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+def train(recipe: str, accumulate: int, folder: Path, *, resume: Path | None = None, module: Any = None) -> Module:
+    """A module after `STEPS` steps, with a checkpoint half-way."""
+    module = Module(llama()) if module is None else module
+    checkpoints = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
+    precision = LightningPrecision(recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN)
+    trainer = L.Trainer(
+        max_steps=STEPS,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[precision, checkpoints],
+    )
+    trainer.fit(module, Batches(), ckpt_path=None if resume is None else str(resume))
+    return module
+
+
+@pytest.mark.parametrize(("recipe", "accumulate"), [("nvfp4", 1), ("nvfp4", 2), ("fp8_delayed", 2)])
+def test_it_trains_and_resumes_as_a_plain_loop_does(plain: Any, recipe: str, accumulate: int, tmp_path: Path) -> None:
+    expected, wanted = plain(recipe, accumulate, within="model")
+    module = train(recipe, accumulate, tmp_path)
+    assert module.losses == wanted and same(module.model, expected)
+    again = train(recipe, accumulate, tmp_path, resume=tmp_path / f"step={STEPS // 2}.ckpt")
+    assert again.losses == wanted[STEPS // 2 * accumulate :] and same(again.model, expected)
+
+
+class Parts(Module):
+    """Calls parts of its model in its training step, and past the model's own forward pass."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        hidden = self.model.model(input_ids=batch["input_ids"])[0]
+        return self.model.lm_head(hidden).square().mean()  # type: ignore[operator, no-any-return]
+
+
+def test_a_training_step_past_the_parts_is_named_by_the_guard(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="called outside of the forward pass of the model"):
+        train("nvfp4", 1, tmp_path, module=Parts(llama()))
+
+
+def test_a_module_that_is_not_converted_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\)"):
+        train("nvfp4", 1, tmp_path, module=Module(llama(convert=False)))

@@ -1,0 +1,76 @@
+"""peft in either order: adapters stay in high precision by name, and both orders train the same bits; `import peft`
+beside a Transformer Engine without kernels."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from small_transformers import STEPS, adamw, layers, llama, loader, peft, same
+from torch import nn
+
+import fp4train as f4
+from fp4train.integrations import Precision
+from fp4train.precision import NVFP4
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+
+WHY = "kept in high precision by its name"
+
+
+def adapted(*, converted_first: bool, **options: Any) -> nn.Module:
+    """A Llama with adapters of rank 16 on q_proj and v_proj."""
+    base = llama(convert=converted_first)
+    torch.manual_seed(1)
+    model: nn.Module = peft.get_peft_model(
+        base, peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    )
+    return model if converted_first else f4.convert(model)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    precision = Precision("nvfp4", policy="all")
+    precision.attach(model, steps=STEPS)
+    optimizer = adamw(model)
+    precision.count(optimizer)
+    for step, batch in zip(range(3), loader(), strict=False):
+        assert precision.step == step
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_the_plan_lists_adapters_in_high_precision_with_the_reason(converted_first: bool) -> None:
+    rows = list(f4.plan(adapted(converted_first=converted_first), NVFP4()).rows)
+    found = {row.layer.name: row for row in rows if "lora_" in row.layer.name}
+    assert len(found) == 8 and all(WHY in row.why and row.elements == "BF16·BF16" for row in found.values())
+    bases = [row for row in rows if row.layer.name.endswith("q_proj.base_layer") and row.gemm == "fprop"]
+    assert len(bases) == 2 and all(row.elements == "E2M1·E2M1" for row in bases)
+
+
+def test_both_orders_convert_the_same_layers_and_train_the_same_bits() -> None:
+    one, other = (trained(adapted(converted_first=first)) for first in (True, False))
+    assert [layer.layer.name for layer in layers(one)] == [layer.layer.name for layer in layers(other)]
+    assert same(one, other) and not same(one, adapted(converted_first=True))
+
+
+def test_adapters_are_called_in_high_precision_beside_a_quantised_layer() -> None:
+    """The adapters' part of the output has no quantisation error: with the base's weight at zero nothing is rounded."""
+    model, batch = adapted(converted_first=True), next(iter(loader()))
+    for layer in layers(model):
+        nn.init.zeros_(layer.weight)
+    with torch.no_grad():
+        plain = model(**batch).logits
+        with f4.autocast(NVFP4(), step=0):
+            assert torch.equal(model(**batch).logits, plain)
+
+
+def test_peft_and_the_trainer_import_beside_transformer_engine_without_kernels() -> None:
+    """In a process of its own, whose environment stays as it was."""
+    check = "assert 'NVTE_PROJECT_BUILDING' not in os.environ"
+    program = f"import os, fp4train.integrations, peft; from transformers import Trainer; {check}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

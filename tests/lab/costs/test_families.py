@@ -1,0 +1,75 @@
+"""What families other than Llama compute between their linear layers is counted, and experts one by one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import fp4train as f4
+from fp4train.hardware import Device, find_gpu
+from fp4train.lab.costs.cluster import HOST, ClusterCost
+from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.workload import Workload, workload
+from fp4train.models.hybrid import Hybrid, ScanShape
+from fp4train.models.hyena import FilterShape, Hyena
+from fp4train.models.moe import ExpertShape, MixtureOfExperts
+from fp4train.parallel.config import Mesh
+from fp4train.precision import BF16, Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+
+BATCH, TIME, WIDTH = 2, 64, 32
+
+
+def measured(shape: Any) -> Workload:
+    with torch.device("meta"):
+        model = f4.convert(shape.build(vocab_size=64, seq_len=TIME))
+    layers, device = find_layers(model).values(), Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=BATCH * TIME, device=device)
+    return workload(model, plan.at(0).layers, BF16(), sequences=BATCH, seq_len=TIME)
+
+
+def test_a_long_convolution_costs_its_transforms() -> None:
+    """Places: 127 = 64 + 64 − 1, rounded up to 128. Forward transforms x, h and y, backward x, h, dy, dx and dh."""
+    filters = FilterShape(groups=8, poles=4)
+    found = measured(Hyena(width=WIDTH, pattern="H", heads=2, hidden=48, filters=filters)).kinds[0].cost
+    each = 2.5 * WIDTH * 128 * math.log2(128)
+    assert found.forward_flops == pytest.approx((2 * BATCH + 1) * each)
+    assert found.backward_flops == pytest.approx((3 * BATCH + 2) * each)
+
+
+def test_short_convolutions_have_bytes_alone() -> None:
+    found = measured(Hyena(width=WIDTH, pattern="S", heads=2, hidden=48, filters=FilterShape(groups=8)))
+    assert found.kinds[0].cost.forward_flops == 0 and found.kinds[0].cost.forward > 0
+    embedding = 64 * WIDTH
+    assert found.flops_per_token == 6 * found.parameters and embedding < found.parameters
+
+
+def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
+    scan = ScanShape(heads=2, head_dim=8, state=16, groups=1, chunk=16)
+    found = measured(Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan)).kinds[0].cost
+    per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)  # C·Bᵀ of a group; within, into, out of the state
+    assert found.forward_flops == pytest.approx(BATCH * TIME * per_token)
+    assert found.backward_flops == pytest.approx(2 * found.forward_flops)
+
+
+def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() -> None:
+    shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4, top=2, hidden=16))
+    found = measured(shape)
+    attention = sum(3 * a.flops for kind in found.order for a in found.kinds[kind].cost.attentions) / found.tokens
+    active = shape.active_parameter_count(vocab_size=64)
+    assert shape.tied and found.parameters == shape.parameter_count(vocab_size=64) > active
+    assert found.flops_per_token == pytest.approx(6 * active + attention)
+
+
+def test_the_host_queues_the_products_of_each_expert() -> None:
+    gpu = find_gpu("B200")
+
+    def host(count: int) -> float:
+        shape = MixtureOfExperts(
+            width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=count, hidden=16)
+        )
+        return ClusterCost(measured(shape), gpu, interconnect(gpu), Mesh()).host
+
+    assert host(8) - host(4) == pytest.approx(2 * 2 * 4 * HOST["torch"])

@@ -1,0 +1,78 @@
+"""Where a step on one GPU goes: the page's table, parts counted by hand elsewhere, and a host that is too slow."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llama_shapes import measured
+
+from fp4train.cli import main
+from fp4train.hardware import find_gpu
+from fp4train.lab.costs.cluster import HOST, ClusterCost
+from fp4train.lab.costs.links import interconnect
+from fp4train.parallel.config import Mesh
+from fp4train.precision import NVFP4
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The table of a step of llama_1b, 16,384 tokens of a vocabulary of 128,256."""
+    sizes = [
+        "data=tokens",
+        "data.path=tokens.bin",
+        "data.vocab_size=128256",
+        "train.seq_len=2048",
+        "train.batch_size=8",
+    ]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "model=llama_1b", *words, "policy=all", "phases=none", *sizes])
+    assert not ended.value.code
+    return capsys.readouterr().out.partition("where a step goes")[2].strip("\n")
+
+
+def milliseconds(table: str, column: int) -> dict[str, float]:
+    """A column of the table."""
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()[2:]]
+    found = {}
+    for name, *cells in rows:
+        number, unit, *_ = (cells[column] + " -").split()
+        if unit in ("ms", "µs"):
+            found[name] = float(number) / (1000 if unit == "µs" else 1)
+    return found
+
+
+COUNTED = {
+    ("H200", "recipe=fp8_current", 0): {"GEMMs": 137, "GEMMs of the head": 37, "elementwise": 31, "attention": 17},
+    ("H200", "recipe=fp8_current", 1): {"GEMMs": 83, "quantising": 16, "optimizer": 12, "together": 230},
+    ("B200", "recipe=nvfp4", 1): {"GEMMs": 24, "quantising": 12, "GEMMs of the head": 16, "together": 110},
+}
+"""Milliseconds by an independent count with other rates (H200 700 TFLOP/s in BF16, 1150 in FP8, 4.3 TB/s; B200 1600,
+5000 in FP4, 6.5 TB/s)."""
+
+
+def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tables = {gpu: printed(capsys, f"gpu={gpu}", recipe) for gpu, recipe, _ in COUNTED}
+    for (gpu, _, column), parts in COUNTED.items():
+        found = milliseconds(tables[gpu], column)
+        assert {name: found[name] for name in parts} == pytest.approx(parts, rel=0.2)
+    assert tables["B200"] in DOCUMENT.read_text("utf-8")
+    everything = milliseconds(tables["B200"], 1)
+    together, queued = everything.pop("together"), everything.pop("queued by the host in")
+    assert sum(everything.values()) == pytest.approx(together, rel=0.01) and queued < together
+
+
+def test_a_step_takes_no_less_than_the_host_needs_unless_it_is_recorded() -> None:
+    """Of few tokens, many layers; `measured` has 8192 tokens, a hundredth of which is left here."""
+    gpu = replace(find_gpu("B200"), bandwidth=8e14, peaks={k: 100 * v for k, v in find_gpu("B200").peaks.items()})
+    load = measured("8B", NVFP4(), find_gpu("B200"), compiled=False)
+    slow, recorded = (
+        ClusterCost(each, gpu, interconnect(gpu), Mesh()) for each in (load, replace(load, recorded=True))
+    )
+    assert slow.seconds == pytest.approx(slow.host) and slow.parts["waiting for the host"] > 0
+    assert slow.host > 32 * 7 * HOST["te"]
+    assert recorded.host == 0 and "waiting for the host" not in recorded.parts
+    assert recorded.seconds + slow.parts["waiting for the host"] == pytest.approx(slow.seconds)

@@ -1,0 +1,56 @@
+"""Attention within documents: packed documents have the logits and gradients of separate forward passes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp4train as f4
+from fp4train.models.common.decoder import document_mask
+from fp4train.models.llama import Llama, LlamaModel
+from fp4train.precision import FP32, autocast
+
+END, LENGTHS = 59, (5, 1, 9, 3)
+
+
+def model(**changes: object) -> LlamaModel:
+    torch.manual_seed(0)
+    shape = {"width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 48, **changes}
+    converted = f4.convert(Llama(**shape).build(vocab_size=60, seq_len=sum(LENGTHS)))  # type: ignore[arg-type]
+    assert isinstance(converted, LlamaModel)
+    return converted
+
+
+def documents() -> list[Tensor]:
+    """Sequences [2, length], each of which ends a document."""
+    draw = torch.Generator().manual_seed(0)
+    made = [torch.randint(0, END, (2, length), generator=draw) for length in LENGTHS]
+    for each in made:
+        each[:, -1] = END
+    return made
+
+
+def test_a_token_attends_to_its_own_document_up_to_itself() -> None:
+    mask = document_mask(torch.tensor([[1, END, 2, 3, END, END, 4]]), END)[0, 0]
+    seen = [torch.nonzero(row).flatten().tolist() for row in mask]
+    assert seen == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [6]]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_packed_documents_are_separate_ones(recomputed: bool) -> None:
+    apart, packed = model(), model(recompute=recomputed)
+    packed.documents = END
+    with autocast(FP32()):
+        expected = torch.cat([apart(each) for each in documents()], dim=1)
+        found = packed(torch.cat(documents(), dim=1))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for logits in (expected, found):
+        logits.square().mean().backward()
+    for a, b in zip(apart.parameters(), packed.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_the_mask_documents_see_each_other() -> None:
+    plain = model()
+    with autocast(FP32()):
+        apart = torch.cat([plain(each) for each in documents()], dim=1)
+        assert not torch.allclose(plain(torch.cat(documents(), dim=1)), apart, atol=1e-3)

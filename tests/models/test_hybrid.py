@@ -1,0 +1,218 @@
+"""Hybrids of Mamba-2, attention and MLP blocks: shapes, first weights, documents, a cache, and what they refuse."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family_models import check_documents, check_pieces, check_recomputed
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.models.common.initialise import materialise
+from fp4train.models.hf import family_for
+from fp4train.models.hybrid import Hybrid, HybridModel, ScanShape
+
+SCAN = ScanShape(heads=4, head_dim=8, state=16, groups=2, chunk=16)
+SMALL: dict[str, Any] = {"width": 32, "pattern": "M-*M", "heads": 4, "kv_heads": 2, "hidden": 48, "scan": SCAN}
+LONG = 40
+THEIRS: dict[str, Any] = {
+    **{"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32},
+    **{"intermediate_size": 96, "max_position_embeddings": 512, "time_step_min": 0.2},
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+}
+"""Some of its time steps are below the least one."""
+MAMBA2: dict[str, Any] = {
+    **{"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 16},
+    **{"n_groups": 2, "chunk_size": 32, "tie_word_embeddings": True, "time_step_limit": [0.2, float("inf")]},
+}
+
+
+def model(**changes: Any) -> HybridModel:
+    torch.manual_seed(0)
+    converted = f4.convert(Hybrid(**{**SMALL, **changes}).build(vocab_size=60, seq_len=LONG))
+    assert isinstance(converted, HybridModel)
+    return converted.eval()
+
+
+def tokens(batch: int = 3, time: int = LONG) -> Tensor:
+    return torch.randint(0, 60, (batch, time), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=["nemotron_h", "mamba2"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, nn.Module]]:
+    """A model of transformers and ours, of its configuration and with its weights."""
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        given = {"nemotron_h": THEIRS, "mamba2": MAMBA2}[request.param]
+        config = transformers.AutoConfig.for_model(request.param, **given)
+        theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    described = json.loads(theirs.config.to_json_string(use_diff=False))
+    family = family_for(described)
+    ours = family.shape_of(described).build(vocab_size=257, seq_len=256)
+    stored = published(theirs.state_dict())
+    ours.load_state_dict({own: stored[name] for own, name in family.names_of(ours.shape).items()})
+    yield theirs, ours
+
+
+def published(named: dict[str, Any]) -> dict[str, Any]:
+    """By the names under which transformers saves the weights."""
+    return {
+        f"backbone.{name.removeprefix('model.')}" if "model." in name else name: each for name, each in named.items()
+    }
+
+
+def test_logits_and_gradients_equal_those_of_transformers(pair: tuple[Any, nn.Module]) -> None:
+    theirs, ours = pair
+    x = torch.randint(0, 320, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(input_ids=x).logits
+        assert (ours(x) - expected).abs().max() / expected.abs().max() < 1e-6
+    F.cross_entropy(theirs(input_ids=x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten()).backward()
+    ours(x[:, :-1], x[:, 1:]).backward()
+    grads = published({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    names = family_for({"model_type": theirs.config.model_type}).names_of(ours.shape)
+    assert {names[name] for name, _ in ours.named_parameters()} == grads.keys()
+    for name, parameter in ours.named_parameters():
+        expected = grads[names[name]]
+        assert parameter.grad is not None
+        assert (parameter.grad - expected).norm() / expected.norm() < 1e-5, name
+
+
+def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module], tmp_path: Path) -> None:
+    import transformers
+
+    theirs, ours = pair
+    family = family_for({"model_type": theirs.config.model_type})
+    written = json.loads(json.dumps(family.config_of(ours.shape, vocab_size=320, seq_len=64)))
+    assert family.shape_of(written) == ours.shape
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is type(theirs.config)
+    for key in THEIRS if type(again).model_type == "nemotron_h" else MAMBA2:
+        assert getattr(again, key) == getattr(theirs.config, key), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type has 'moe'; supported are linear_att"),
+        (
+            {"hybrid_override_pattern": "M-M-"},
+            "hybrid_override_pattern='M-M-' is not what layers_block_type says: 'M-M",
+        ),
+        ({"layers_block_type": None}, "layers_block_type is missing"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "M*E"}, "letter 3 is 'E'"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported: only 'relu2' is"),
+        ({"use_conv_bias": False}, "use_conv_bias=False is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"sliding_window": 128}, "sliding_window=128 is not supported"),
+        ({"rope_theta": 1e4}, "rope_theta=10000.0 is an unknown key of a nemotron_h model"),
+    ],
+)
+def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        family_for({"model_type": "nemotron_h"}).shape_of({"model_type": "nemotron_h", **THEIRS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_before_gate": True}, "norm_before_gate=True is not supported: only False is"),
+        ({"rms_norm": False}, "rms_norm=False is not supported"),
+        ({"use_bias": True}, "use_bias=True is not supported"),
+        ({"time_step_limit": (0.0, 0.1)}, r"time_step_limit=\(0.0, 0.1\) is not supported: it must be a smallest"),
+        ({"expand": 3}, "hidden_size=64 × expand=3 is not num_heads=8 × head_dim=16"),
+        ({"layer_types": ["linear_attention", "mlp"]}, "layer_types=.* every layer is 'linear_attention'"),
+        ({"attn_layer_idx": [1]}, r"attn_layer_idx=\[1\] is an unknown key of a mamba2 model"),
+    ],
+)
+def test_what_mamba_2_lacks_here_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family_for({"model_type": "mamba2"}).shape_of({"model_type": "mamba2", **MAMBA2, **changes})
+
+
+def test_a_tied_head_has_no_form_in_transformers() -> None:
+    shape = Hybrid(**SMALL)
+    with pytest.raises(ValueError, match=r"model.tied=true has no form in transformers"):
+        family_for({"model_type": "nemotron_h"}).config_of(shape, vocab_size=320, seq_len=64)
+
+
+def test_the_published_12b_has_its_parameters_and_blocks() -> None:
+    """arXiv:2508.14444, table 1: 62 layers, of which 6 of attention, 28 of MLP and 28 of Mamba-2."""
+    shape = Hybrid(
+        width=5120, pattern="M-M-M-M*-" * 6 + "M-M-M-M-", heads=40, kv_heads=8, head_dim=128, hidden=20480, tied=False,
+        scan=ScanShape(heads=128, head_dim=80, state=128, groups=8),
+    )  # fmt: skip
+    assert [shape.pattern.count(kind) for kind in "*-M"] == [6, 28, 28]
+    assert shape.parameter_count(vocab_size=131072) == pytest.approx(12.31e9, rel=1e-3)
+
+
+def test_the_parameters_are_counted() -> None:
+    built = model()
+    assert sum(p.numel() for p in built.parameters()) == Hybrid(**SMALL).parameter_count(vocab_size=60)
+
+
+@pytest.mark.parametrize("sizes", [[LONG], [1] * LONG, [10, 1, 17, 12]], ids=["whole", "each", "mixed"])
+def test_tokens_in_pieces_have_the_logits_of_the_whole(sizes: list[int]) -> None:
+    check_pieces(model(), tokens(), sizes)
+
+
+def test_documents_that_are_told_apart_are_those_by_themselves() -> None:
+    check_documents(model(), tokens(1))
+
+
+def test_recomputed_blocks_give_the_same_gradients() -> None:
+    check_recomputed(lambda again: model(recompute=again), tokens())
+
+
+def test_first_weights_are_those_of_mamba_2_and_of_every_way_to_draw_them() -> None:
+    built = model()
+    mixer = built.blocks[0].mixer
+    torch.testing.assert_close(mixer.A_log.exp(), torch.arange(1.0, 5.0))
+    steps = F.softplus(mixer.dt_bias)
+    assert ((steps > 1e-3) & (steps < 0.1)).all() and len(set(steps.tolist())) == 4
+    assert mixer.conv1d.weight.abs().max() < 0.5 and mixer.conv1d.weight.std() > 0.2
+    with torch.device("meta"):
+        born = Hybrid(**SMALL).build(vocab_size=60, seq_len=LONG)
+    materialise(born, torch.device("cpu"), seed=0, draw="counter")
+    for name, weight in born.state_dict().items():
+        assert torch.equal(weight, built.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "MX"}, r"model.pattern=MX: letter 2 is 'X'; known are M \(Mamba-2\), \* \(attention\), - \(MLP\)"),
+        ({"pattern": ""}, "model.pattern has 0 blocks"),
+        ({"hidden": 0}, "model.hidden=0 must be at least 1"),
+        ({"heads": 3}, "model.width=32 is not divisible by model.heads=3"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be finite and above 0"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hybrid(**{**SMALL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": 3}, "model.scan.heads=4 is not divisible by model.scan.groups=3"),
+        ({"kernel": 1}, "model.scan.kernel=1 must be at least 2"),
+        ({"chunk": 0}, "model.scan.chunk=0 must be at least 1"),
+        ({"least_step": -1.0}, "model.scan.least_step=-1.0 must be finite and not negative"),
+    ],
+)
+def test_impossible_scans_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScanShape(**changes)

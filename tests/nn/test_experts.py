@@ -1,0 +1,187 @@
+"""Groups of weights against their oracle, a loop of linear layers: equal in every bit, in every recipe."""
+
+import copy
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import median
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.config.binding import bind
+from fp4train.config.composition import compose
+from fp4train.config.overrides import groups
+from fp4train.nn import Experts
+from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
+
+EXPERTS, K, N = 4, 48, 40
+COUNTS = [5, 0, 17, 33]
+ROWS = sum(COUNTS) + 6
+
+
+@cache
+def recipe_of(name: str) -> Recipe:
+    recipe = bind(OmegaConf.to_container(compose([f"recipe={name}"]).recipe, resolve=True), Recipe, "recipe")
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+RECIPES = [name for name in groups()["recipe"] if recipe_of(name).outliers is None]
+
+
+class Loop(nn.Module):
+    """The oracle: a linear layer for each expert, with the names that the experts' random keys document."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(K, N, bias=experts.bias is not None) for _ in range(EXPERTS))
+        for number, linear in enumerate(self.up):
+            linear.weight.data.copy_(experts.weight[number])
+            if experts.bias is not None:
+                linear.bias.data.copy_(experts.bias[number])
+
+    def forward(self, x_MK: Tensor, counts: Sequence[int]) -> Tensor:
+        parts = x_MK[: sum(counts)].split(list(counts))
+        y = torch.cat([linear(part) for linear, part in zip(self.up, parts, strict=True)])
+        return torch.cat([y, y.new_zeros(len(x_MK) - len(y), N)])
+
+    def gradients(self) -> list[Tensor]:
+        """Of the weights, and of the biases if there are any, one expert after the other."""
+        each = [[p.grad for p in linear.parameters() if p.grad is not None] for linear in self.up]
+        return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
+
+
+def pair(*, bias: bool = False) -> tuple[Experts, Loop]:
+    torch.manual_seed(0)
+    experts = Experts(EXPERTS, K, N, bias)
+    experts.rename(replace(experts.layer, name="up"), "auto")
+    loop = Loop(experts)
+    f4.convert(loop)
+    return experts, loop
+
+
+def x_with_a_tail() -> Tensor:
+    x = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[sum(COUNTS) :] = torch.nan
+    return x
+
+
+def two_steps(model: nn.Module, recipe: Recipe, counts: Sequence[int] = COUNTS) -> list[Tensor]:
+    """Outputs and gradients of two microbatches in each of two steps."""
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        for _ in range(2):
+            x = x_with_a_tail().requires_grad_()
+            with autocast(recipe, seed=3, step=step):
+                y = model(x, counts)
+            y.float().square().sum().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        own = [p.grad for p in model.parameters() if p.grad is not None]
+        found += model.gradients() if isinstance(model, Loop) else own
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sums"), [*((name, True) for name in RECIPES), ("bf16", False), ("nvfp4", False), ("fp16", False)]
+)
+def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(name: str, sums: bool) -> None:
+    experts, loop = pair(bias=True)
+    for layer in (experts, *loop.up):
+        layer.sum_gradients(sums)  # type: ignore[operator, union-attr]
+    found, expected = (two_steps(model, recipe_of(name)) for model in (experts, loop))
+    assert len(found) == len(expected)
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "counts", [[0, 0, 0, 0], [0, 55, 0, 0], torch.tensor([1, 2, 3, 4])], ids=["none", "one", "tensor"]
+)
+def test_counts_of_any_kind_leave_the_tail_out(counts: Sequence[int]) -> None:
+    experts, loop = pair()
+    found = two_steps(experts, NVFP4(), counts)
+    expected = two_steps(loop, NVFP4(), list(map(int, counts)))
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert not found[0][int(sum(counts)) :].any() and not found[1][int(sum(counts)) :].any()
+
+
+def test_outside_of_a_context_experts_are_torchs_linear_layers() -> None:
+    experts, loop = pair(bias=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = x_with_a_tail().to(dtype)
+        assert torch.equal(experts.to(dtype)(x, COUNTS), loop.to(dtype)(x, COUNTS))
+
+
+def test_recomputed_experts_draw_the_bits_of_the_first_pass() -> None:
+    experts, _ = pair()
+    found = []
+    for again in (False, True):
+        experts.zero_grad()
+        x = x_with_a_tail().requires_grad_()
+        with autocast(NVFP4()):
+            y = recompute(experts, x, COUNTS) if again else experts(x, COUNTS)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, experts.weight.grad])
+        experts = pair()[0]
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_copy_and_a_checkpoint_of_amax_histories_go_on_alike() -> None:
+    experts, _ = pair()
+    two_steps(experts, FP8Delayed())
+    twin, other = copy.deepcopy(experts), pair()[0]
+    other.load_scaling_state(experts.scaling_state())
+    results = [two_steps(each, FP8Delayed()) for each in (experts, twin, other)]
+    for found in results[1:]:
+        assert all(torch.equal(*each) for each in zip(found, results[0], strict=True))
+    assert "history.dy.3" in experts.scaling_state()
+
+
+@pytest.mark.parametrize(
+    ("input", "counts", "said"),
+    [
+        (torch.zeros(8, K), [1, 2, 3], "3 counts for 4 experts"),
+        (torch.zeros(8, K), [1, 2, 3, 3], "at most the 8 rows of the input"),
+        (torch.zeros(8, K), [9, -1, 0, 0], "at least 0"),
+        (torch.zeros(8, K), torch.ones(4), "must be integers, not torch.float32"),
+        (torch.zeros(2, 4, K), [1, 1, 1, 1], "must be a matrix"),
+        (torch.zeros(8, K + 1), [1, 1, 1, 1], f"does not end in in_features={K}"),
+    ],
+)
+def test_rows_and_counts_that_do_not_fit_are_refused(input: Tensor, counts: Sequence[int], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pair()[0](input, counts)
+
+
+def test_sizes_that_make_no_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="per_token=5 between 1 and experts"):
+        Experts(4, K, N, per_token=5)
+
+
+def test_outlier_channels_of_experts_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"up has 4 experts with other tokens each: keep them by policy\.keep"):
+        two_steps(pair()[0], recipe_of("tetrajet_v2_outliers"))
+
+
+def test_a_step_of_emulated_experts_takes_little_more_than_in_bf16() -> None:
+    torch.manual_seed(0)
+    up, down = Experts(8, 512, 512), Experts(8, 512, 512)
+    x, counts = torch.randn(4096, 512).bfloat16(), [512] * 8
+
+    def seconds(recipe: Recipe, step: int) -> float:
+        start = time.process_time()
+        with autocast(recipe, step=step):
+            y = down(up(x, counts), counts)
+        y.backward(x)
+        return time.process_time() - start
+
+    times = [(seconds(BF16(), step), seconds(NVFP4(), step)) for step in range(5)]
+    plain, quantised = (median(column) for column in zip(*times[1:], strict=True))
+    assert quantised < 2 * plain, (plain, quantised)

@@ -1,0 +1,110 @@
+"""Families other than Llama through the command line: every recipe, the plan, samples, folders of Hugging Face."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli, losses
+from safetensors.torch import load_file
+
+import fp4train
+
+RECIPES = sorted(path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml"))
+HYBRID = (
+    *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
+    *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+)
+MOE = (
+    *("model=moe_tiny", "model.width=32", "model.layers=3", "model.hidden=64", "model.experts.count=4"),
+    *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.01"),
+)
+HYENA = (
+    *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+    *("model.filters.poles=4", "model.vocab_size=320"),
+)
+FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
+MOVED = "e_score_correction_bias"
+"""Part of a name of what moves in a step whatever the learning rate."""
+MAMBA2 = (*HYBRID, "model.pattern=MM", "model.scan.groups=2", "model.tied=true")
+ELSEWHERE = ("hyena",)
+"""Families that `transformers` does not have."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name == "nvfp4" else pytest.mark.long) for name in RECIPES]
+)
+def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> None:
+    ended = cli(*FAMILIES[family], "run.name=a", f"recipe={recipe}", "policy=all", "train.steps=8", "optim.lr=1e-2")
+    if family == "moe" and recipe.endswith("_outliers"):
+        assert ended.code == 1 and "has 4 experts with other tokens each" in ended.err
+        return
+    assert ended.code == 0 and "not converted" not in ended.err, ended.err
+    found = losses("runs/a")
+    assert found[8][0] < found[1][0] - 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_resumes_in_every_bit(cli: Cli, family: str) -> None:
+    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none")
+    assert cli("run.name=whole", *options, "schedule=constant").code == 0
+    assert cli("run.name=a", *options, "schedule=constant", "train.steps=4").code == 0
+    assert cli("resume=runs/a", "train.steps=6").code == 0
+    whole, resumed = losses("runs/whole"), losses("runs/a")
+    assert [resumed[step] for step in (5, 6)] == [whole[step] for step in (5, 6)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
+    ended = cli("plan", *FAMILIES[family], "policy=all", "--json")
+    assert ended.code == 0 and "not converted" not in ended.err
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+def test_a_family_goes_to_transformers_and_comes_back(cli: Cli, family: str) -> None:
+    """Text from it, the exported folder, and a run that begins with it."""
+    import transformers
+
+    assert cli("run.name=a", *{**FAMILIES, "mamba2": MAMBA2}[family], "recipe=bf16", "train.steps=2").code == 0
+    assert cli.raw("sample", "runs/a", "prompt=the", "tokens=4").code == 0
+    assert cli.raw("export", "runs/a", "to=hf", "out=hf").code == 0
+    begun = (
+        "run.name=b",
+        "init=hf",
+        "recipe=bf16",
+        "train.steps=1",
+        "optim.lr=1e-9",
+        "train.seq_len=32",
+        "track=jsonl",
+    )
+    assert cli.raw(*begun, "train.batch_size=2", "data=text", *cli.paths).code == 0
+    assert cli.raw("export", "runs/b", "to=hf", "out=back").code == 0
+    config = [json.loads(Path(folder, "config.json").read_text()) for folder in ("hf", "back")]
+    assert config[0] == config[1]
+    one, other = (
+        load_file(f"{folder}/model.safetensors")
+        if family in ELSEWHERE
+        else transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in ("hf", "back")
+    )
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-6, atol=2e-3 if MOVED in name else 1e-6)
+
+
+@pytest.mark.parametrize("family", ELSEWHERE)
+def test_what_no_serving_software_reads_is_not_exported(cli: Cli, family: str) -> None:
+    run = cli.trained("run.name=a", *FAMILIES[family], "recipe=nvfp4", "phases=none", "train.steps=1")
+    ended = cli.raw("export", str(run), "to=compressed-tensors", "out=codes")
+    assert ended.code == 1 and "no serving software reads the codes of a Hyena; to=hf writes its weights" in ended.err
+    assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
+    card = Path("hf/README.md").read_text()
+    assert "vortex" in card and "library_name" not in card and not Path("codes").exists()
+
+
+def test_the_paper_s_policy_keeps_the_blocks_that_the_paper_kept(cli: Cli) -> None:
+    """arXiv:2509.25149: of 62 blocks the first 2 and the last 8 in BF16."""
+    data = ("data=tokens", "data.path=none.bin", "data.vocab_size=131072")
+    ended = cli.raw("plan", "model=hybrid_12b", "policy=paper", "recipe=nvfp4", "phases=none", *data)
+    assert ended.code == 0
+    assert "blocks 0–1 " in ended.out and "blocks 2–53 " in ended.out and "blocks 54–61 " in ended.out

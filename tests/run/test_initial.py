@@ -1,0 +1,280 @@
+"""Runs that begin with a Hugging Face folder: every weight, its model, its tokenizer, its loss; and what is refused."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import Cli, events, losses
+from hf_folders import END, MODELS, byte_tokenizer, change_table, random_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp4train import checkpoint
+from fp4train.data import Loader
+from fp4train.data.text import Text
+from fp4train.models.llama import hf
+
+OWN = ("data=text", "track=jsonl", "train.steps=2", "train.batch_size=4", "train.seq_len=32", "eval.batches=1",
+       "schedule.warmup=0", "optim.lr=0.001")  # fmt: skip
+
+
+@pytest.fixture
+def copy(folders: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a folder, to be broken."""
+    return lambda name: Path(shutil.copytree(folders[name], tmp_path / "broken"))
+
+
+def begin(cli: Cli, folder: Path, *arguments: str) -> Any:
+    given = {each.partition("=")[0] for each in arguments}
+    own = [each for each in (*OWN, *cli.paths, "run.name=b") if each.partition("=")[0] not in given]
+    return cli.raw(*own, f"init={folder}", *arguments)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def weights(run: Path, step: int) -> dict[str, Tensor]:
+    found = checkpoint.load(run / "checkpoints", step).tensors
+    return {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+
+
+def transformers_loss(model: Any, text: Path) -> float:
+    """The loss of the first step's batch by transformers, in float32."""
+    data = Text(path=str(text)).build(text.parent, 32, 0)
+    x, y = Loader(data.train, batch_size=4, seq_len=32, seed=0).batch(0)
+    with torch.no_grad():
+        return float(F.cross_entropy(model.float()(input_ids=x).logits.flatten(0, 1), y.flatten()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_loss_of_a_run_is_that_of_transformers(cli: Cli, folders: dict[str, Path], name: str) -> None:
+    assert begin(cli, folders[name], "recipe=fp32").code == 0
+    model = random_model(name)
+    if name == "qwen2":
+        model = model.bfloat16()
+    (_, first), *_ = losses("runs/b").items()
+    assert first[0] == pytest.approx(transformers_loss(model, cli.text), abs=1e-5)
+    assert events("runs/b", "init")[0]["from"] == str(folders[name])
+
+
+def test_a_run_has_every_weight_of_the_folder_and_trains_in_nvfp4(cli: Cli, folders: dict[str, Path]) -> None:
+    """With a rate below the last bit the checkpoint holds the folder's weights, by the names of transformers."""
+    folder = folders["qwen3"]
+    assert begin(cli, folder, "optim.lr=1e-30", "train.steps=1").code == 0
+    names = hf.names_of(hf.shape_of(json.loads((folder / "config.json").read_text())))
+    theirs, ours = stored(folder), weights(Path("runs/b"), 1)
+    assert {names[name] for name in ours} == set(theirs)
+    assert all(torch.equal(tensor, theirs[names[name]]) for name, tensor in ours.items())
+    assert begin(cli, folder, "run.name=c", "recipe=nvfp4", "policy=all").code == 0
+    assert "E2M1" in Path("runs/c/plan.txt").read_text()
+
+
+def test_the_saved_run_needs_the_folder_no_more(cli: Cli, copy: Callable[[str], Path]) -> None:
+    """Model and tokenizer are in the run: it is resumed, and branched, when the folder is gone."""
+    folder = copy("llama-3")
+    assert begin(cli, folder).code == 0
+    shutil.rmtree(folder)
+    assert cli.raw("resume=runs/b", "train.steps=3").code == 0
+    assert len(losses("runs/b")) == 3
+
+
+def test_the_same_command_goes_on_with_the_run(cli: Cli, folders: dict[str, Path]) -> None:
+    assert begin(cli, folders["llama"]).code == 0
+    assert begin(cli, folders["llama"]).code == 0
+    assert len(losses("runs/b")) == 2
+
+
+def test_the_tokenizer_is_the_folders_unless_another_is_named(cli: Cli, folders: dict[str, Path]) -> None:
+    """Its end of a document is what the folder says; the ids are bytes, so both runs have the same losses."""
+    assert begin(cli, folders["llama"], "recipe=fp32").code == 0
+    assert json.loads(Path("runs/b/tokenizer_origin.json").read_text())["origin"] == str(folders["llama"])
+    assert begin(cli, folders["llama"], "recipe=fp32", "run.name=c", "data/tokenizer=bytes").code == 0
+    assert not Path("runs/c/tokenizer.json").exists()
+    assert losses("runs/b") == losses("runs/c")
+
+
+def test_the_end_of_a_document_may_be_named_for_the_folders_tokenizer(cli: Cli, copy: Callable[[str], Path]) -> None:
+    """Where the folder does not say which token it is, and the token has no usual name."""
+    folder = copy("llama")
+    (folder / "tokenizer_config.json").unlink()
+    assert "Name one with data.tokenizer.end_of_document" in begin(cli, folder).message
+    spelled = {"__type": "AddedToken", "content": END, "lstrip": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelled}))
+    assert begin(cli, folder, "train.steps=1", "run.name=c").code == 0, "as older folders say it"
+    (folder / "tokenizer_config.json").unlink()
+    named = ("data/tokenizer=pretrained", f"data.tokenizer.end_of_document='{END}'")
+    assert begin(cli, folder, *named).code == 0
+
+
+def test_a_named_tokenizer_of_more_ids_than_the_model_is_refused(cli: Cli, folders: dict[str, Path]) -> None:
+    Path("more.json").write_text(byte_tokenizer(more=64))
+    named = ("data/tokenizer=pretrained", "data.tokenizer.name=more.json", "data.tokenizer.end_of_document='<|0|>'")
+    ended = begin(cli, folders["llama"], *named)
+    assert ended.code == 1
+    assert "the tokenizer has 321 ids, and model.vocab_size=320 rows are fewer" in ended.message
+
+
+def test_what_changes_no_weight_may_be_chosen(cli: Cli, folders: dict[str, Path]) -> None:
+    assert begin(cli, folders["llama"], "recipe=fp32").code == 0
+    assert begin(cli, folders["llama"], "recipe=fp32", "model.recompute=true", "run.name=c").code == 0
+    assert losses("runs/b") == losses("runs/c")
+    assert begin(cli, folders["llama"], "model.width=64", "run.name=d").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model=llama_30m",), "brings its model: leave out model=…"),
+        (("model.width=128",), "model.width=128 contradicts init=.*, whose config.json makes it 64"),
+        (("model.max_positions=16",), "train.seq_len=32 exceeds model.max_positions=16, the longest sequence that"),
+        (("init_step=3",), "init_step=3 is the step of a checkpoint, and init=.* is no run"),
+    ],
+)
+def test_a_command_that_contradicts_the_folder_is_refused(
+    cli: Cli, folders: dict[str, Path], arguments: tuple[str, ...], message: str
+) -> None:
+
+    ended = begin(cli, folders["llama"], *arguments)
+    assert ended.code == 1
+    assert re.search(message, ended.message), ended.message
+    assert not Path("runs/b/config.yaml").exists()
+
+
+def test_the_plan_is_that_of_the_folders_model(cli: Cli, folders: dict[str, Path]) -> None:
+    ended = cli.raw("plan", f"init={folders['llama-3']}", "data=text", cli.paths[0])
+    assert ended.code == 0
+    assert "block 0" in ended.out
+
+
+# -- folders that are refused -----------------------------------------------------------------------------------------
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def table(name: str, **changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_table(folder / name, **changes)
+
+
+def text(name: str, written: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(written)
+
+
+def weight(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the tensors of a folder with one file."""
+
+    def act(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return act
+
+
+def pickled(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def cut(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-8])
+
+
+def lost_shard(folder: Path) -> None:
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def link(name: str) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        (folder / name).rename(folder.parent / name)
+        (folder / name).symlink_to(folder.parent / name)
+
+    return act
+
+
+def shard(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    """Changes the index."""
+
+    def act(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return act
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "break_", "message"),
+    [
+        ("llama", without("config.json"), "not a run directory .*a Hugging Face folder would have a config.json"),
+        ("llama", without("model.safetensors"), "has no weights: neither model.safetensors nor model.saf"),
+        ("llama", pickled, "weights in pytorch_model.bin, a pickle, which can run code and is not opened. Convert it"),
+        ("llama", without("tokenizer.json"), "has no tokenizer.json: name the tokenizer of its model"),
+        ("llama", text("tokenizer.json", "no"), "is no JSON file"),
+        ("llama", table("tokenizer.json", normalizer={"type": "Lowercase"}), "does not give text .* becomes 'def add"),
+        ("llama", text("config.json", "{"), "config.json is no JSON"),
+        ("llama", text("config.json", "[]"), "config.json is no table"),
+        ("llama", table("config.json", model_type="gemma3"), "model_type='gemma3' is not supported; supported are"),
+        ("llama", table("config.json", mlp_bias=True), "config.json: mlp_bias=True is not supported: only False is"),
+        ("llama", table("config.json", hidden_size=66, head_dim=16), "model.embed_tokens.weight is 320×64 and should"),
+        ("llama", table("config.json", num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),
+        ("llama", table("config.json", num_hidden_layers=1), "not describe: model.layers.1.input_layernorm.weight"),
+        ("llama", table("config.json", model_type="qwen3", architectures=None), "lacks .*self_attn.k_norm"),
+        ("llama", table("config.json", tie_word_embeddings=False), "lacks lm_head.weight"),
+        ("llama", cut, "model.safetensors is no whole safetensors file: .* lies outside of the file"),
+        ("llama", text("model.safetensors", "no"), "is no whole safetensors file: its header does not fit into it"),
+        ("llama", link("model.safetensors"), "it is a link, not a file; .* copy the files: cp -rL"),
+        ("llama", link("config.json"), "it is a link, not a file"),
+        ("llama", link("tokenizer.json"), "it is a link, not a file"),
+        ("llama", weight(lambda w: w.update({UP: w[UP].to(torch.int8)})), f"{UP} is of torch.int8; weights are"),
+        ("llama", weight(lambda w: w.update({UP: w[UP].double()})), f"{UP} is of torch.float64; weights are read in"),
+        ("llama", weight(lambda w: w.update({UP: w[UP][:-1].clone()})), f"{UP} is 95×64 and should be 96×64"),
+        ("llama", weight(lambda w: w[UP].fill_(float("nan"))), f"{UP} is not finite"),
+        ("llama", weight(lambda w: w.update({"lm_head.weight": torch.zeros(320, 64)})), "lm_head.weight and mod"),
+        ("llama", weight(lambda w: w.update({"lm_head.weight": torch.tensor(1.0)})), "lm_head.weight and mod"),
+        ("llama-3", lost_shard, r"model-00002-of-0000\d.safetensors is missing: 1 of \d files that the index names"),
+        ("llama-3", shard(lambda m: m.update({UP: "../x.safetensors"})), "no safetensors file of this folder"),
+        ("llama-3", shard(lambda m: m.update({UP: "/etc/passwd"})), "no safetensors file of this folder"),
+        ("llama-3", shard(lambda m: m.update({UP: 3})), "no safetensors file of this folder"),
+        ("llama-3", shard(lambda m: m.update({"more": m[UP]})), "more lies in model-0.*, which does not hold it"),
+        ("llama-3", shard(lambda m: m.clear()), "has no table weight_map"),
+        ("llama-3", text("model.safetensors.index.json", "{"), "index.json is no JSON"),
+    ],
+)  # fmt: skip
+def test_a_broken_folder_is_refused_and_nothing_is_left(
+    cli: Cli, copy: Callable[[str], Path], name: str, break_: Callable[[Path], None], message: str
+) -> None:
+
+    folder = copy(name)
+    break_(folder)
+    ended = begin(cli, folder)
+    assert ended.code == 1
+    assert re.search(message, ended.message), ended.message
+    assert not Path("runs/b/config.yaml").exists() and not Path("runs/b/checkpoints").exists()
+
+
+def test_a_copy_of_a_tied_head_and_computed_frequencies_may_be_stored(cli: Cli, copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    weight(lambda w: w.update(more | {"lm_head.weight": w["model.embed_tokens.weight"].clone()}))(folder)
+    assert begin(cli, folder, "train.steps=1").code == 0
+
+
+def test_a_name_of_the_hub_is_no_folder(cli: Cli) -> None:
+    ended = begin(cli, Path("meta-llama/Llama-3.2-1B"))
+    assert ended.code == 1
+    assert "hf download meta-llama/Llama-3.2-1B --local-dir FOLDER" in ended.message

@@ -1,0 +1,219 @@
+"""scripts/gpu_check.sh: its dry run, and what it does with steps that fail, hang, or cannot run."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_first
+import gpu_runs
+import pytest
+from gpu_check import PARTS, Check, Step
+
+from fp4train.config import composition
+
+SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
+
+
+def words_of(text: str) -> list[str]:
+    """The configuration of a printed command."""
+    words = shlex.split(text)
+    return [word for word in words[words.index("fp4train") + 1 :] if "data" not in word and "$" not in word]
+
+
+def steps_with(text: str, lines: list[str]) -> set[str]:
+    """The steps of which a line says this."""
+    return {line.split(": ")[0].removeprefix("== ") for line in lines if line.startswith("== ") and text in line}
+
+
+@pytest.mark.long
+def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "back"), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(SCRIPT), "out/x", *PARTS, "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[1].rstrip(":") for line in lines if line.startswith("==== ")] == list(PARTS)
+    named = [line for line in lines if ": only named in a dry run: " in line]
+    for line in named:
+        if " compare " not in line and line.split(": ", 2)[2].startswith("fp4train recipe="):
+            list(composition.composed(words_of(line.split(": ", 2)[2])))
+    executed, asked = (steps_with(text, lines) for text in (": ended, ", ": on a GPU: "))
+    assert asked == executed | steps_with(": only named", lines)
+    # What has no stand-in on a CPU: a doctor of a GPU, three more runs and what compares all, the sanitizer.
+    assert len(asked - executed) == 5
+    stand_ins = {line for line in lines if line.startswith("stand-in: ")}
+    assert len(stand_ins) == 5, stand_ins
+    with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
+        names = archive.getnames()
+        first = json.load(archive.extractfile("x-first.json"))  # type: ignore[arg-type]
+    assert {"x-first.json", "x-kernels.json", "x-profile.json", "x-state.json", "x-step.json", "x.done"} <= set(names)
+    assert not [name for name in names if "/checkpoints/" in name]
+    assert [row["name"] for row in first["rows"]] == list(gpu_first.DRY) and all(row["ok"] for row in first["rows"])
+    hours = [line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line]
+    assert len(hours) == 12
+    list(composition.composed(words_of(hours[0].split("else", 1)[1].rstrip("; fi"))))
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`check(step, …)`: a call of the part `first`, which runs these steps."""
+
+    def called(*steps: Step, seconds: float = 60.0) -> Check:
+        monkeypatch.setattr(gpu_check, "steps_of", lambda part, out, te: iter(steps))
+        found = Check(out=tmp_path / "x", archive=tmp_path / "back", seconds=seconds)
+        found.part("first")
+        return found
+
+    yield called
+
+
+def shell(name: str, command: str) -> Step:
+    return Step(name=name, asks="", words=("bash", "-c", command))
+
+
+def packed(tmp_path: Path) -> set[str]:
+    with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
+        return set(archive.getnames())
+
+
+def test_a_step_that_ended_is_not_run_again_and_others_are(check: Any, tmp_path: Path) -> None:
+    count = f"echo >> {tmp_path}/"
+    steps = (
+        shell("good", f"{count}good"),
+        shell("absent", f"{count}absent; exit 3"),
+        shell("bad", f"{count}bad; exit 1"),
+    )
+    assert check(*steps).failed
+    assert check(*steps).failed
+    assert [(tmp_path / name).read_text().count("\n") for name in ("good", "absent", "bad")] == [1, 2, 2]
+    assert not check(*steps[:2]).failed, "what cannot run on a machine is no failure"
+
+
+def test_results_of_a_step_that_failed_come_back(check: Any, tmp_path: Path) -> None:
+    check(shell("bad", f"echo half > {tmp_path}/x-half.json; echo why >&2; exit 1"))
+    assert {"x-half.json", "x-bad.log"} <= packed(tmp_path)
+    assert (tmp_path / "x-bad.log").read_text() == "why\n"
+
+
+def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
+    check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hanging = shell("hangs", f"(sleep 30; echo > {tmp_path}/late) & echo $! > {tmp_path}/x-pid; wait")
+    began = time.monotonic()
+    assert check(hanging, shell("next", "true"), seconds=1.0).failed
+    assert time.monotonic() - began < 20
+    said = capsys.readouterr().out
+    assert "== hangs: FAILED (124)" in said and "no time left in this part" in said
+    pid = int((tmp_path / "x-pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[2] == "Z":
+            raise ProcessLookupError  # ended, and not yet waited for
+        os.kill(pid, 0)
+    assert "x-pid" in packed(tmp_path)
+
+
+def test_results_are_packed_while_a_step_runs(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole call may be ended from outside at any time."""
+    monkeypatch.setattr(gpu_check, "EVERY", 0.2)
+    seen = f"until tar tf {tmp_path}/back/x.tgz | grep -q x-half; do sleep 0.1; done"
+    assert not check(shell("long", f"echo half > {tmp_path}/x-half.json; {seen}"), seconds=30.0).failed
+
+
+def test_checkpoints_and_installed_packages_are_not_packed(check: Any, tmp_path: Path) -> None:
+    for folder in ("x-run/checkpoints/step_1", "x.site/te"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "large").write_bytes(b"0" * 1000)
+    (tmp_path / "x-run" / "metrics.jsonl").write_text("{}\n")
+    check(shell("good", "true"))
+    assert {name for name in packed(tmp_path) if "log" not in name} == {"x-run", "x-run/metrics.jsonl", "x.done"}
+
+
+def test_the_script_takes_python3_and_paths_from_where_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text(f'#!/bin/bash\necho "$PWD" "$@" > {tmp_path}/called\n')
+    (tmp_path / "python3").chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", str(SCRIPT), "out/x", "first"], cwd=tmp_path, env=environment, check=True)
+    root, *words = (tmp_path / "called").read_text().split()
+    assert Path(root) == SCRIPT.parents[1]
+    given = gpu_check.read(words[2:])
+    assert given.out == tmp_path / "out/x" and given.parts == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "required: out"), (["x", "kernles"], "unknown part kernles"), (["x", "--te", "gone"], "holds no install.sh")],
+)
+def test_wrong_arguments_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(words)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(tmp_path: Path) -> None:
+    install, check = gpu_check.steps_of("te", tmp_path / "x", tmp_path / "carried")
+    assert install.words == ("bash", str(tmp_path / "carried/install.sh"), str(tmp_path / "x.site"))
+    (tmp_path / "x.site").mkdir()
+    path = Check(out=tmp_path / "x", archive=None, seconds=1.0).environment()["PYTHONPATH"]
+    assert path.split(os.pathsep)[:2] == [str(gpu_check.ROOT), str(tmp_path / "x.site")]
+    assert check.words[0] == "te_selfcheck.py"
+
+
+def test_every_program_of_every_part_is_there(tmp_path: Path) -> None:
+    for part in PARTS:
+        for step in gpu_check.steps_of(part, tmp_path / "x", None):
+            scripts = [word for word in step.command() if word.endswith(".py")]
+            assert all(Path(word).is_file() for word in scripts)
+
+
+def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "first.py"
+    program.write_text(
+        "import json, os, sys, time\nname = sys.argv[2]\n"
+        "if name == 'crash': os.kill(os.getpid(), 11)\nif name == 'hang': time.sleep(60)\n"
+        "print('noise'); print(json.dumps({'name': name, 'ok': True, 'note': '', 'seconds': 0.0}))\n"
+    )
+    monkeypatch.setattr(gpu_first, "__file__", str(program))
+    monkeypatch.setattr(gpu_first, "PATIENCE", 2.0)
+    monkeypatch.setattr(gpu_first, "checks", lambda dry: [(name, str) for name in ("crash", "hang", "good")])
+    monkeypatch.setattr(gpu_first.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_runs, "machine", lambda: {"gpu": "H200"})
+    assert gpu_first.main(["--out", str(tmp_path / "first.json")]) == 1
+    rows = {row["name"]: row for row in json.loads((tmp_path / "first.json").read_text())["rows"]}
+    assert [rows[name]["ok"] for name in ("crash", "hang", "good")] == [False, False, True]
+    assert "ended with -11" in rows["crash"]["note"] and "hangs" in rows["hang"]["note"]
+
+
+def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> None:
+    path, here = tmp_path / "x.json", {"gpu": "H200"}
+    results = gpu_runs.Results(path, here)
+    results.add({"name": "good", "ok": True})
+    results.add({"name": "bad", "ok": False})
+    assert results.code == 1
+    again = gpu_runs.Results(path, here)
+    assert again.has("good") and not again.has("bad")
+    assert not gpu_runs.Results(path, {"gpu": "B200"}).has("good"), "another machine begins anew"
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    import gpu_profile
+
+    found = {
+        "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT": "GEMM",
+        "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128": "attention",
+        "quantize": "quantise",
+        "void transformer_engine::nvfp4::cast_transpose<...>": "quantise",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
+        "void at::native::cunn_SoftMaxForward<4, float>": "loss",
+        "void at::native::elementwise_kernel<128, 2, MulFunctor>": "elementwise, copies",
+        "void at::native::vectorized_layer_norm_kernel<...>": "norm",
+    }
+    assert {name: gpu_profile.kind_of(name) for name in found} == found
