@@ -61,13 +61,13 @@ class Experts(PlannedLayer):
                 f"experts={experts}, in_features={in_features}, out_features={out_features} must be at least 1, and "
                 f"per_token={per_token} between 1 and experts"
             )
+        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
+        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
         self.reset_parameters()
-        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
-        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
 
     def _begin(self, layer: Layer, backend: str) -> None:
         self.experts, self.in_features, self.out_features = layer.experts, layer.in_features, layer.out_features
