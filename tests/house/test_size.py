@@ -16,7 +16,7 @@ BUDGET = {
     "where a step on one GPU goes": (76, 1),
     "training": (23_524, 232),
     "Hugging Face families": (310, 2),
-    "start from Hugging Face folders": (296, 3),
+    "start from Hugging Face folders": (299, 3),
     "text from a model": (425, 5),
     "export to folders of Hugging Face": (560, 7),
     "evaluation": (410, 4),
