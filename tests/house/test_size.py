@@ -16,7 +16,7 @@ BUDGET = {
     "where a step on one GPU goes": (75, 1),
     "training": (23_471, 232),
     "Hugging Face families": (308, 2),
-    "start from Hugging Face folders": (296, 3),
+    "start from Hugging Face folders": (304, 3),
     "text from a model": (424, 5),
     "export to folders of Hugging Face": (560, 7),
     "evaluation": (410, 4),
