@@ -23,7 +23,7 @@ BUDGET = {
     "packed codes, and their verification": (835, 7),
     "packed codes of experts": (49, 0),
     "attention within documents": (35, 0),
-    "conversations": (364, 2),
+    "conversations": (375, 2),
     "distillation": (193, 2),
     "guard of the first step": (76, 1),
     "other people's loops": (383, 5),
