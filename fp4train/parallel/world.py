@@ -229,11 +229,7 @@ class World:
 
     def gathered(self, value: T) -> list[T]:
         """The `value` (plain data) of every rank, by rank."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        return CheckpointGroup(self.control).gathered(value)
 
     def first(self, value: T | None) -> T | None:
         """The `value` (plain data) of the first rank that has one."""

@@ -32,7 +32,7 @@ from fp4train.lab.costs.roofline import (
 )
 from fp4train.precision.plan import Gemm, LayerPlan, Plan
 from fp4train.quantize import QuantSpec
-from fp4train.text import ranges, tabulate
+from fp4train.text import ranges, screen, tabulate
 
 EMULATING = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
@@ -99,9 +99,15 @@ class StretchCost:
     def quantise(self) -> float:
         return sum(row.quantise for row in self.rows)
 
+    @property
     def losing(self) -> list[GemmCost]:
         """GEMMs that would be faster unquantised on this GPU."""
         return [row for row in self.rows if row.loses]
+
+    @property
+    def lost(self) -> float:
+        """Seconds per step that they take longer."""
+        return sum(row.total - row.bf16 for row in self.losing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +138,7 @@ class CostEstimate:
 
         Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
         """
-        parts = [f"estimated time of the linear layers on {_describe(self.gpu)}, each line is one layer in one step"]
-        parts += [_render(stretch) for stretch in self.stretches]
-        if len(self.stretches) > 1:
-            parts.append(
-                f"the whole run: BF16 {time_text(self.bf16)}, as planned {time_text(self.total)}{_faster(self)}"
-            )
-        parts += [_break_even(self.gpu, names, size) for names, size in self.break_even.items()]
-        return "\n\n".join(parts)
+        return screen(__package__, "estimate.txt", {"time": time_text}, found=self, table=_table)
 
 
 def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
@@ -262,25 +261,9 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
     return 16 * low
 
 
-def _describe(gpu: Gpu) -> str:
-    peaks = ", ".join(f"{rate} {gpu.peaks[rate] / 1e12:.0f}" for rate in ("BF16", "FP8", "FP4") if rate in gpu.peaks)
-    return f"{gpu} (dense peaks in TFLOP/s: {peaks}; {gpu.bandwidth / 1e12:.3g} TB/s)"
-
-
-def _render(stretch: StretchCost) -> str:
+def _table(rows: Iterable[GemmCost]) -> list[str]:
     header = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
-    lines = tabulate([header, *_fold(_merge(stretch.rows))])
-    total = f"per step: BF16 {time_text(stretch.bf16)}, as planned {time_text(stretch.total)}{_faster(stretch)}"
-    if stretch.quantise:
-        total += f", of which quantising {time_text(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"
-    notes = [f"emulated: {reason}" for reason in dict.fromkeys(row.emulated for row in stretch.rows) if reason]
-    if losing := stretch.losing():
-        saved = sum(row.total - row.bf16 for row in losing)
-        notes.append(
-            f"quantising does not pay in {len(losing)} of {len(stretch.rows)} GEMMs: in BF16 they would take "
-            f"{time_text(saved)} less per step"
-        )
-    return "\n".join([stretch.title, *lines, total, *notes])
+    return tabulate([header, *_fold(_merge(rows))])
 
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
@@ -295,22 +278,12 @@ def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
     return merged
 
 
-def _faster(cost: StretchCost | CostEstimate) -> str:
-    return f" ({cost.bf16 / cost.total:.2f}× as fast)" if cost.total else ""
-
-
 def time_text(seconds: float) -> str:
     """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
     for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
-
-
-def _break_even(gpu: Gpu, names: str, size: int | None) -> str:
-    if size is None:
-        return f"{names} never beats BF16 on {gpu}: quantising costs more than the product saves"
-    return f"{names} beats BF16 on {gpu} from about {size}³ on, quantising of both operands included"
 
 
 def _cells(row: GemmCost) -> tuple[str, ...]:
