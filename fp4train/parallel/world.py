@@ -149,11 +149,6 @@ class World:
         return self.data_mesh.get_local_rank(REPLICATE) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
 
     @property
-    def tensor_rank(self) -> int:
-        """Which of the ranks that share every block's matrices this rank is."""
-        return 0 if self.tensor is None else self.tensor.get_local_rank()
-
-    @property
     def stage(self) -> int:
         """Which of the ranks that the blocks of one model are cut over this rank is."""
         return 0 if self.pipeline is None else self.pipeline.rank()

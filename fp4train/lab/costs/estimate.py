@@ -19,17 +19,8 @@ from operator import attrgetter
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.hardware import Gpu
-from fp4train.lab.costs.roofline import (
-    COPY,
-    LAUNCH,
-    SCALE_EPILOGUE,
-    decoded_width,
-    gemm_seconds,
-    move_seconds,
-    needs_amax,
-    own_seconds,
-    quantise_seconds,
-)
+from fp4train.lab.costs import roofline
+from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.plan import Gemm, LayerPlan, Plan
 from fp4train.quantize import QuantSpec
 from fp4train.text import ranges, screen, tabulate
@@ -219,22 +210,22 @@ def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
     for backend in dict.fromkeys(backend for _, backend in forms):
         first, second = (*(spec for spec, each in forms if each == backend), None)[:2]
         if backend in LAYER_BACKENDS:
-            seconds += quantise_seconds(gpu, count, first, second)
+            seconds += roofline.quantise_seconds(gpu, count, first, second)
         else:
-            seconds += own_seconds(gpu, count, first, second, codes=backend == "native")
+            seconds += roofline.own_seconds(gpu, count, first, second, codes=backend == "native")
     return seconds
 
 
 def _multiplied(operands: Operands) -> str:
     """The dtype that emulation multiplies: BF16, or float32 if a decoded operand needs it."""
-    wide = any(spec is not None and decoded_width(spec) == 4 for spec in (operands.first, operands.second))
+    wide = any(spec is not None and roofline.decoded_width(spec) == 4 for spec in (operands.first, operands.second))
     return "FP32·FP32" if wide else "BF16·BF16"
 
 
 def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
     """Seconds to apply the scales of whole tensors or rows to an emulated product."""
     scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
-    return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
+    return move_seconds(gpu, roofline.SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
 
 
 def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | None:
