@@ -6,8 +6,6 @@ emulate          decoded operands in BF16, exact products; runs everywhere. Also
 reference        the same products, accumulated block by block as in TE's reference; slow
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

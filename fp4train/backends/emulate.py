@@ -19,8 +19,6 @@ element products and float32 accumulation as the instructions. Its one rounding,
 infinity as theirs does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

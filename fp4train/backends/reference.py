@@ -6,8 +6,6 @@ with a_k the k-th slice of `block` columns. Element products are exact in float3
 block of 16 is exact too. Blocks are added to a float32 accumulator one after another.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

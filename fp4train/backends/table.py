@@ -8,8 +8,6 @@ contraction axis:
     wgrad   dw = dyᵀ·x    dyᵀ [N, M], xᵀ [K, M]     blocked along M (tokens)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -52,9 +52,9 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
 
 def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
     """(layer → the largest |x| of its input in the last measured steps of the stretch, their number), from the run's
-    `statistics.bin`; None: it has none of every packed layer."""
+    `statistics.bin`; None: it has none of every packed layer. Of experts it has those of the busiest one alone."""
     run, stretch = packed.model.run, packed.stretch
-    if not (run / STATISTICS).is_file():
+    if not (run / STATISTICS).is_file() or any(each.layer.experts for each in packed.layers.values()):
         return None
     columns = read_statistics(run).operands
     steps = columns["step"]
@@ -70,7 +70,7 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
 
 
 def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
-    """The amaxes of packed layers, the largest of each group that is served as one.
+    """The amaxes of packed layers, the largest of each group that is served as one; the experts of a layer share one.
 
     Raises:
         UserError: one is zero or not finite.

@@ -53,6 +53,8 @@ class Format:
         compressed: name of the format in compressed-tensors, and the arguments of its two operands.
         modelopt: what ModelOpt's configuration says; None: it has no such format.
         static: whether a scale of the activations is stored.
+        modelopt_experts: whether ModelOpt's folders have it for experts, too: vLLM's `ModelOptFp8MoEMethod` takes one
+            scale per weight, also where `quant_algo` says that rows have their own.
         group: in features that share a scale, which the layer must fill; 1: any number.
     """
 
@@ -61,6 +63,7 @@ class Format:
     compressed: tuple[str, dict[str, Any], dict[str, Any] | None]
     modelopt: dict[str, Any] | None
     static: bool = False
+    modelopt_experts: bool = True
     group: int = 1
 
     @property
@@ -115,6 +118,7 @@ FORMATS = (
         x="FP8 rows",
         compressed=("float-quantized", _args(8, "channel"), _args(8, "token") | {"dynamic": True}),
         modelopt={"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        modelopt_experts=False,
     ),
     Format(
         weight="FP8 128×128",
@@ -158,8 +162,11 @@ def kind_of(spec: QuantSpec | None) -> str:
     raise ValueError(f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats")
 
 
-def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str) -> Format | None:
+def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str, *, experts: bool = False) -> Format | None:
     """The format of a layer whose fprop has these operands; None: its weight is in high precision.
+
+    Args:
+        experts: whether the layer is a group of experts.
 
     Raises:
         ValueError: `layout` has none; the message says why.
@@ -177,6 +184,8 @@ def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str) -> For
         raise ValueError(f"weights in {kinds[0]} with activations in {kinds[1]} are none of their formats")
     if layout == MODELOPT and found.modelopt is None:
         raise ValueError(f"ModelOpt's folders have no {found.name}; to=compressed-tensors has it")
+    if layout == MODELOPT and experts and not found.modelopt_experts:
+        raise ValueError(f"ModelOpt's folders have no {found.name} for experts; to=compressed-tensors has it")
     return found
 
 

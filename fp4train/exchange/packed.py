@@ -2,13 +2,17 @@
 
 The codes are those of `quantize(w, spec)` with the spec that the stretch's plan has for fprop's weight, and w the
 stored float32 weight. They are made some rows at a time: the codes of some rows, with the amax of the whole weight, are
-these rows of the codes. Layers that the plan keeps in high precision are listed as such in the folder.
+these rows of the codes. What stays in high precision, such as routers, is listed as such in the folder.
 
 Serving software multiplies some layers as one (`fp4train_fused` of the model) and takes one global scale for them. So
 they share one here. A run with `recipe.fused_scales` has trained them so; of another one they are quantised again, with
 the largest amax of the group.
+
+Of a mixture's experts each matrix is packed under its own name. An expert trains its gate and up as one weight with one
+amax, so they share its scale in every run, and their codes are rows of its codes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +26,7 @@ from fp4train.checkpoint.layout import OF_THE_MODEL
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.formats import COMPRESSED_TENSORS, Format, format_of
-from fp4train.exchange.stored import PIECE_BYTES, StoredModel
+from fp4train.exchange.stored import EMBEDDING, PIECE_BYTES, StoredModel
 from fp4train.hardware import Device
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
@@ -33,6 +37,7 @@ from fp4train.run.record.journal import read_journal, stretches
 
 _ROWS = 128
 """Pieces are a multiple of so many rows, which are whole blocks of every format."""
+_OF_EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 FP8 = torch.float8_e4m3fn
 
 Stream = Callable[[], Iterator[Tensor]]
@@ -40,19 +45,21 @@ Stream = Callable[[], Iterator[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
-    """A layer whose weight is stored as codes.
+    """A matrix that is stored as codes: the weight of a layer, or a matrix of one of its experts.
 
     Args:
-        stored: name of its weight in the checkpoint.
+        stored: name of the part of the checkpoint that it is.
         module: its name in the folder.
+        expert: whose it is; None: the layer has one weight.
         spec: how fprop quantises the weight.
         amax: what the scale of the whole weight is made of, float32 0-d; None: there is none.
-        own: the amax of this weight alone.
+        own: the amax that the weight has in training without `recipe.fused_scales`.
     """
 
     layer: Layer
     stored: str
     module: str
+    expert: int | None = None
     spec: QuantSpec
     format: Format
     amax: Tensor | None = None
@@ -70,9 +77,9 @@ class PackedModel:
 
     Args:
         stretch: whose plan it is.
-        layers: those that are packed, by the name of their weight in the checkpoint.
-        kept: names of all other linear layers, whose weights stay in high precision: in the folder, and in software
-            that renames them as it loads (`backbone.` of Nemotron-H becomes `model.`).
+        layers: the matrices that are packed, by the name of their part of the checkpoint.
+        kept: names of all other modules with a matrix, whose weights stay in high precision: in the folder, and in
+            software that renames them as it loads (`_renamed`).
         trained_fused: whether the stretch trained fused layers with one scale.
     """
 
@@ -90,9 +97,22 @@ class PackedModel:
         return [] if self.trained_fused else [each for each in self.layers.values() if each.shares]
 
     @property
+    def divided(self) -> list[tuple[str, ...]]:
+        """Names of layers that serving software multiplies as one, by group, where some are packed and others not:
+        fused ones, and the products of one layer of experts."""
+        names = {each.layer.name for each in self.layers.values()}
+        experts = [name for name, plan in self.stretch.layers.items() if plan.layer.experts]
+
+        def group(layer: Layer) -> tuple[str, ...]:
+            inside = f"{layer.name.rpartition('.')[0]}."
+            return tuple(n for n in experts if n.startswith(inside)) if layer.experts else layer.fused
+
+        return sorted({each for p in self.layers.values() if not names.issuperset(each := group(p.layer))})
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of codes and scales for each quantised weight."""
-        sizes = [(each.layer.in_features * each.layer.out_features, each) for each in self.layers.values()]
+        sizes = [(math.prod(self.model.shape(each.stored)), each) for each in self.layers.values()]
         stored = sum(tensor.size for _, each in sizes for tensor in self.tensors_of(each, 1.0))
         return stored / sum(count for count, _ in sizes)
 
@@ -112,7 +132,7 @@ class PackedModel:
 
     def tensors_of(self, packed: PackedLayer, x_amax: float | None) -> Iterator[StreamedTensor]:
         """Codes and scales of one layer; without `x_amax` not those of its activations."""
-        n, k, spec = packed.layer.out_features, packed.layer.in_features, packed.spec
+        (n, k), spec = self.model.shape(packed.stored), packed.spec
         compressed, kind = self.layout == COMPRESSED_TENSORS, packed.format.weight
         four = spec.format.bits == 4
         codes: tuple[str, tuple[int, ...], torch.dtype] = ("weight", (n, k), FP8)
@@ -205,7 +225,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     ran = _recorded(model, stretch)
     for name, plan in stretch.layers.items():
         stored = f"{OF_THE_MODEL}{escaped(f'{name}.weight')}"
-        modules = model.modules_of(stored)
+        parts = model.parts_of(stored)
         operands = plan.fprop.operands
         if plan.why_split is not None and operands.second is not None:
             raise UserError(f"to={layout}: {name} in {stretch.title}: {plan.why_split}")
@@ -216,25 +236,31 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
                     f"this version plans {plan.fprop.elements}: export with the version that trained it"
                 )
             operands = HIGH_PRECISION  # tensor parallelism cut through its blocks
+        experts = plan.layer.experts > 0
         with user_errors(ValueError, before=f"to={layout}: {name} in {stretch.title}: "):
-            found = format_of(operands.second, operands.first, layout)
+            found = format_of(operands.second, operands.first, layout, experts=experts)
         if found is None or operands.second is None:
-            kept += modules or ["lm_head"]
+            kept += [] if parts else ["lm_head"]
             continue
-        if plan.layer.experts:
+        if why := _why_not(plan.layer, operands.second, found, [model.shape(each)[0] for each in parts]):
             raise UserError(
-                f"to={layout}: {name} has the weights of {plan.layer.experts} experts, and {found.name} stores one "
-                "matrix per layer: a run that keeps them in high precision (policy.keep=[class:Experts]) can be "
-                "exported so, and to=hf always"
+                f"to={layout}: {name} has {why}: a run that keeps it in high precision (policy.keep) can be exported "
+                "so, and to=hf always"
             )
-        (module,) = modules
-        if plan.layer.in_features % found.group:
-            raise UserError(
-                f"to={layout}: {name} has {plan.layer.in_features} in features, which the groups of {found.group} that "
-                f"share a scale in {found.name} must fill: a run that keeps it in high precision (policy.keep) can be "
-                "exported so, and to=hf always"
+        for each in parts:
+            packed[each] = PackedLayer(
+                layer=plan.layer,
+                stored=each,
+                module=model.module_of(each),
+                expert=model.parts[each].expert if experts else None,
+                spec=operands.second,
+                format=found,
             )
-        packed[stored] = PackedLayer(layer=plan.layer, stored=stored, module=module, spec=operands.second, format=found)
+    kept += [
+        model.module_of(each)
+        for each in model.names
+        if len(model.shape(each)) == 2 and each not in packed and each != EMBEDDING
+    ]
     formats = {each.format.name: each.format for each in packed.values()}
     if len(formats) != 1:
         counts = {name: sum(each.format.name == name for each in packed.values()) for name in formats}
@@ -254,10 +280,28 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     )
 
 
+def _why_not(layer: Layer, spec: QuantSpec, found: Format, rows: list[int]) -> str | None:
+    """What of a layer's matrices, with so many rows each, does not fit `found`."""
+    if layer.in_features % found.group:
+        return (
+            f"{layer.in_features} in features, which the groups of {found.group} that share a scale in {found.name} "
+            "must fill"
+        )
+    block = spec.block[0] or 1
+    if layer.experts and len(rows) > layer.experts and rows[0] % block:
+        return (
+            f"experts whose gate and up have {rows[0]} rows each, and blocks of {block} rows, some of which hold both"
+        )
+    return None
+
+
 def _renamed(module: str) -> str:
-    """The name of a module in software that calls the part of a model below its head `model`."""
+    """The name of a module in other software: it calls the part of a model below its head `model`, and vLLM looks for
+    the experts of Mixtral by the names that other models give them."""
     first, dot, rest = module.partition(".")
-    return f"model.{rest}" if dot else first
+    found = f"model.{rest}" if dot else first
+    above, dot, last = found.rpartition(".")
+    return f"{above}.{_OF_EXPERTS.get(last, last)}" if ".experts." in found else found
 
 
 def planned(model: StoredModel) -> Plan:
@@ -296,17 +340,19 @@ def _recorded(model: StoredModel, stretch: PlannedStretch) -> dict[str, str]:
 
 def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[str, PackedLayer]:
     """The layers with the amaxes of their weights, the largest of each group."""
-    own: dict[str, Tensor] = {}
+    own: dict[tuple[str, int | None], Tensor] = {}
     for stored, each in packed.items():
         amax = torch.stack([measure_amax(w_RK, each.spec).amax() for w_RK in rows_of(model, stored)]).amax()
         if not bool(amax.isfinite()):
             raise UserError(f"{model.found.path}: the weight of {each.layer.name} is not finite")
         if has_tensor_amax(each.spec):
-            own[each.layer.name] = amax
+            key = each.layer.name, each.expert
+            own[key] = torch.maximum(own.get(key, amax), amax)
     found = {}
     for stored, each in packed.items():
-        group = [own[name] for name in each.layer.fused or (each.layer.name,) if name in own]
+        names = each.layer.fused or (each.layer.name,)
+        group = [own[name, each.expert] for name in names if (name, each.expert) in own]
         if group:
-            each = replace(each, own=own[each.layer.name], amax=torch.stack(group).amax())
+            each = replace(each, own=own[each.layer.name, each.expert], amax=torch.stack(group).amax())
         found[stored] = each
     return found

@@ -130,7 +130,5 @@ def _measured(packed: PackedModel, measures: Measures) -> tuple[dict[str, float]
                 recipes |= {served.name: replace(own, name=served.name, recipe=served)}
             scores = held_out(trained, list(recipes.values()), None)
             losses = {name: score.values["loss"] for name, score in zip(recipes, scores, strict=True)}
-    names = {each.layer.name for each in packed.layers.values()}
-    divided = sorted({each.layer.fused for each in packed.layers.values() if not names.issuperset(each.layer.fused)})
-    notes = screen(__package__, "notes.txt", packed=packed, divided=divided, scales=scales, losses=losses)
+    notes = screen(__package__, "notes.txt", packed=packed, divided=packed.divided, scales=scales, losses=losses)
     return x_amax, notes.splitlines(), losses

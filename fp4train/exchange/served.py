@@ -30,6 +30,8 @@ def served_losses(found: Verified, batches: int, paths: Mapping[str, str | None]
             f"loss={batches}: transformers does not run folders of ModelOpt; export to=compressed-tensors has the same "
             "codes, and vLLM runs both"
         )
+    if found.layout != "hf" and any(".experts." in each.module for each in found.layers):
+        raise UserError(f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder")
     trained = load_trained(found.run, found.step, paths)
     loss, tokens = transformers_loss(found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS)
     recipes = [trained.high_precision] + ([trained.own] if trained.trained_in is not None else [])

@@ -40,6 +40,11 @@ class Part:
     first: tuple[int, int] | None
     shape: tuple[int, ...]
 
+    @property
+    def expert(self) -> int | None:
+        """Whose matrix it is."""
+        return None if self.first is None else self.first[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
@@ -86,10 +91,13 @@ class StoredModel:
         """The shape of a part."""
         return self.parts[name].shape
 
-    def modules_of(self, tensor: str) -> list[str]:
-        """The names in `transformers` of the modules whose weights are a tensor of the checkpoint; a tied one has none
-        of its own."""
-        return [n.removesuffix(".weight") for part, n in self.names.items() if self.parts[part].tensor == tensor]
+    def parts_of(self, tensor: str) -> list[str]:
+        """The parts of a tensor of the checkpoint; none of a tied one, which is stored under another name."""
+        return [part for part in self.names if self.parts[part].tensor == tensor]
+
+    def module_of(self, name: str) -> str:
+        """The name in `transformers` of the module whose weight a part is."""
+        return self.names[name].removesuffix(".weight")
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a part."""

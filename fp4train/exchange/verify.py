@@ -136,13 +136,14 @@ def _whole(found: object, given: int | None) -> int | None:
 def _layers(
     found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
 ) -> Iterator[VerifiedLayer]:
+    beside = {} if packed is None else _beside(packed)
     for stored in model.names:
         layer = None if packed is None else packed.layers.get(stored)
         expected = [*_expected(stored, model, packed, dtype)]
         differences = [each for tensor in expected for each in _differences(found, tensor)]
         parts = [tensor.name.rpartition(".")[2] for tensor in expected]
         if packed is not None and layer is not None and layer.format.static:
-            part, problem = _of_activations(found, packed, layer)
+            part, problem = _of_activations(found, packed, layer, beside[stored])
             parts.append(part)
             differences += problem
         yield VerifiedLayer(
@@ -209,19 +210,29 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(kinds[tensor.dtype.itemsize])
 
 
-def _of_activations(found: StoredTensors, packed: PackedModel, layer: PackedLayer) -> tuple[str, list[str]]:
+def _beside(packed: PackedModel) -> dict[str, str]:
+    """Packed matrix → the module of the next one of those that share a scale of activations: of fused layers, or of a
+    layer's experts; its own where there is no other."""
+    groups: dict[tuple[str, ...], list[PackedLayer]] = {}
+    for each in packed.layers.values():
+        groups.setdefault(each.layer.fused or (each.layer.name,), []).append(each)
+    return {each.stored: group[n - 1].module for group in groups.values() for n, each in enumerate(group)}
+
+
+def _of_activations(
+    found: StoredTensors, packed: PackedModel, layer: PackedLayer, beside: str
+) -> tuple[str, list[str]]:
     """(The name of the scale of a layer's activations, what is wrong with it)."""
     part = next(each.name for each in packed.tensors_of(layer, 1.0) if ".input_" in each.name).rpartition(".")[2]
-    name = f"{layer.module}.{part}"
+    name, other = f"{layer.module}.{part}", f"{beside}.{part}"
     if name not in found:
         return part, [f"{part} is missing"]
     value = found[name]
     if value.numel() != 1 or not bool(((value > 0) & value.isfinite()).all()):
         return part, [f"{part} is {value.tolist()}: it must be a finite number above 0"]
-    modules = {each.layer.name: each.module for each in packed.layers.values()}
-    others = [modules[other] for other in layer.layer.fused if other in modules]
-    unequal = [each for each in others if f"{each}.{part}" in found and not torch.equal(found[f"{each}.{part}"], value)]
-    return part, [f"{part} differs from that of {each}, which is multiplied with it" for each in unequal]
+    if other in found and not torch.equal(found[other], value):
+        return part, [f"{part} differs from that of {beside}, which is multiplied with it"]
+    return part, []
 
 
 def _names(found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:

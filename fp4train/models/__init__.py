@@ -4,8 +4,6 @@ A new model is a folder with a frozen dataclass like `Architecture` in `model.py
 that `transformers` has too goes there and back by its `hf.py` (`models/hf.py`).
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import nn

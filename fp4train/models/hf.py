@@ -6,8 +6,6 @@ that in `FAMILIES` too, so that folders are read (`config.plugins.families`). No
 package transformers: a `config.json` is a table of plain values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ takes `out_proj.weight` (Mamba), a router, a head that is used by its weight. Th
 whatever the plan says. Its mark is a weight that has a gradient while its layer was not called.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable
 

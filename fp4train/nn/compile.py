@@ -6,8 +6,6 @@ recompile. The operators need private parts of torch 2.13. With a torch version 
 graph and runs outside it, and one warning is logged.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from types import ModuleType

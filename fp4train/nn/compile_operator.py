@@ -10,8 +10,6 @@ step; if wgrad needs x in high precision, the graph saves x. The compiler treats
 arguments: it merges equal calls of one layer, and removes a call whose result is unused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

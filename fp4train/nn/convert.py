@@ -1,7 +1,5 @@
 """Replace the linear layers of any torch model by fp4train's, sharing the weights; report what is not converted."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

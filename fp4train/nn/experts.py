@@ -7,8 +7,6 @@ the layer "mlp.up" draws the bits of a linear layer with the name "mlp.up.3"; th
 the rows of its expert. The group is one layer to everything else: to the plan, the policy, sharding and checkpoints.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace

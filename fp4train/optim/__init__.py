@@ -3,8 +3,6 @@
 A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """AdamW (arXiv:1711.05101) with decay on matrices only; torch's fused kernel if the device has one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final

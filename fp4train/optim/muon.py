@@ -4,8 +4,6 @@ A matrix moves along its momentum with all singular values brought near one. The
 its size is that of AdamW's (arXiv:2502.16982, section 2.2), and one learning rate serves both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice

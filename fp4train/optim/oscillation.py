@@ -15,8 +15,6 @@ What is watched is state of the optimizer, float32 of the weight's shape, and so
     oscillation_jumped  Σ |Q(w_t) − Q(w_{t−1})|
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

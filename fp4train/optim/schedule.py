@@ -7,8 +7,6 @@
 Steps count from 0. Warm-up and cooldown are shares of the run (floats) or steps (integers).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stochastic gradient descent with momentum, and decay on matrices only."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ A model with other blocks names them itself: its attribute, property or method `
 paths, or the modules, in order.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

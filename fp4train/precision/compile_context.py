@@ -7,8 +7,6 @@ The tracer follows an import that fails and gives up there, even inside of `try`
 by a value what this torch lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ are not whole blocks of scales, where another mesh or `parallel.gather=bf16` is 
 `wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ it ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.
 it does not know the structure of the network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

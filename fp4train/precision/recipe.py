@@ -38,7 +38,7 @@ _WORDS = {"bool": "True or False", "str": "text", "int": "a whole number", "floa
 def check_kinds(recipe: object, prefix: str = "") -> None:
     """TypeError for a switch, word or number of a recipe that is none; it names the field, the value and what it is."""
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]
-        annotation, value = str(field.type), getattr(recipe, field.name)
+        annotation, value = getattr(field.type, "__name__", field.type), getattr(recipe, field.name)
         if annotation not in _KINDS:
             continue
         if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation != "bool"):

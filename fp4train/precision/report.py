@@ -8,8 +8,6 @@
 Percentages are shares of the multiply-adds of all linear layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

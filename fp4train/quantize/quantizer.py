@@ -5,8 +5,6 @@ Triton on a GPU, else the readable reference, with the reason. All are bit-ident
 the call: empty tensors, NaN, strides.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

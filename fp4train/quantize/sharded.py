@@ -6,8 +6,6 @@ so the codes and scales of a shard equal those of the whole tensor if the shard 
 groups of the Hadamard transform.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ device of x: a plan, which is worked out once per such kind of tensor. The globa
 quantising one) and everything derived from it stay on the device: nothing here waits for the GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ where those kernels fail or return zero gradients (TE issues 3062 and 3281). MXF
 FP8 in blocks 9.0, from 10.0 on with power-of-two scales only, because TE emulates it there with MXFP8.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

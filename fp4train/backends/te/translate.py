@@ -13,8 +13,6 @@ A trap of TE that is handled here: `Float8CurrentScaling(use_power_2_scales=True
 siblings, which are class attributes fixed at import.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -17,8 +17,6 @@ and no less than the host takes to queue its kernels, of which recorded steps ha
 GEMMs and quantising: `estimate.py`. Parameters of the rest:
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ The time of a tensor is divided equally among its GEMMs, so a row is the full co
 seconds; the plan determines which GEMMs run on the GPU's low-precision tensor cores.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@
 The host holds a copy of weights and moments while a checkpoint is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Final

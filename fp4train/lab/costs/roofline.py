@@ -14,8 +14,6 @@ Peaks and bandwidths are published (`hardware.py`); the parameters below are cal
 named with it. `docs/cost-model.md` compares the result with published measurements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """What a mesh holds, sends and costs, as one screen of text or as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any

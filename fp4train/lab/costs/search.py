@@ -6,8 +6,6 @@ inside of an NVLink domain, pipelines, all ways to divide the data ranks into sh
 what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -9,8 +9,6 @@ optimizer                  AdamW, and the norm of the gradients
 waiting for the host       how much longer the host takes to queue the kernels than the GPU to run them
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fp4train.hardware import Device

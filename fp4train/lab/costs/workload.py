@@ -6,8 +6,6 @@ shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX, 128 for FP8 bl
 not are gathered in float32, and the plan names them: `precision.gather` decides, for a run and here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ A family says in `fp4train_cache` what each of its blocks keeps: attention keeps
 recurrence keeps its state. All sequences of a batch have the same length, so that no block sees padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 

@@ -12,8 +12,6 @@ computed here is float32: no recipe quantises it.
 Dimensions: B batch, T time, C channels, K taps, N poles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A stage is the model itself with some of its modules: names of parameters and la
 first stage turns tokens into the residual stream, each one runs its blocks, the last turns the stream into the loss.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The vocabulary may be cut over ranks (arXiv:1909.08053, section 3): each holds V
 lies on one rank, and the sum over the ranks adds zeros to it, so the embedding equals that of one rank in every bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ with the logits z = h·Wᵀ of the student and of the teacher, and the student's
 turned at once into the gradients of the student's h and W.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

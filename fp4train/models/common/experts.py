@@ -20,8 +20,6 @@ The gradient of these losses enters the backward pass where the router's weights
 the cross-entropy alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A key is read, must have the one value that the model here has, or is known to c
 other is refused, since it may stand for something that the model here lacks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias

@@ -21,8 +21,6 @@ probability are 2⁻³².
 rounds once, so that a value has the same bits on every device, which a library's logarithm or cosine need not have.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ consists of the elements i and i + E/2. At position t it is rotated by t·base^(
 depends only on the distance between their positions. Grouped queries: arXiv:2305.13245.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ chunk's logits are made, turned at once into the gradients of h and W, and dropp
 forward found (as in Liger Kernel and Cut Cross-Entropy, arXiv:2411.09009).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

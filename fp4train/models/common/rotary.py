@@ -1,7 +1,5 @@
 """Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N
 L tokens of a chunk, R heads of a group.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

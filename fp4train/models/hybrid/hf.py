@@ -5,8 +5,6 @@ A model of Mamba-2 blocks alone is `mamba2` (`mamba2.py`), any other `nemotron_h
 names of the published models, `backbone.…`, which transformers renames as it loads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

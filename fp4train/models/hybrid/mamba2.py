@@ -5,8 +5,6 @@ The residual stream has the dtype of activations here, also where `residual_in_f
 one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -9,8 +9,6 @@ Shared filters stay shared, poles are logarithms, the rows of a projection alter
 head (`column_split`): no weight is permuted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

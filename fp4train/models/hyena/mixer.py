@@ -14,8 +14,6 @@ The projections are linear layers, which `fp4train.convert` replaces. Between th
 have the shapes of the published Evo 2 models.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ computed; any other is refused, since it may stand for something that the model 
 that the class in `transformers` gives it. Weights need no permutation: both rotate halves of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@
 | norms | not cut; those of queries and keys normalise this rank's heads |
 """
 
-from __future__ import annotations
-
 from fp4train.models.common.cut import TensorCut
 
 

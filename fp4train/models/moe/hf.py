@@ -10,8 +10,6 @@ both ways.
 A folder has a matrix per expert. `transformers` joins them as it loads them, gate above up, as they are here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FP8 with float32 scales per tensor, row or block, from the current amax or from earlier steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands

@@ -1,7 +1,5 @@
 """The recipes that quantise nothing: BF16, FP32, FP16."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fp4train.precision.recipe import LossScaling, Recipe

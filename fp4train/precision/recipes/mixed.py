@@ -1,7 +1,5 @@
 """Tables composed by the user: one recipe per GEMM, or one spec per operand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands

@@ -1,7 +1,5 @@
 """OCP Microscaling formats: MXFP8, MXFP6, MXFP4 (OCP MX v1.0)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands

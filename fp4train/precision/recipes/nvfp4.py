@@ -1,7 +1,5 @@
 """NVFP4 and its switches (arXiv:2509.25149)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands

@@ -1,7 +1,5 @@
 """Quartet II: NVFP4 in all three products, with unbiased gradients of half the usual error (arXiv:2601.22813)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands

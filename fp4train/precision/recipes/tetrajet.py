@@ -1,7 +1,5 @@
 """TetraJet-v2: NVFP4 with double-block scales, and gradients of what the forward pass multiplied (arXiv:2510.27527)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fp4train.backends.table import Operands
