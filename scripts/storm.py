@@ -68,7 +68,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "parts": (part_trial, 300, 1000),
     "power": (power_trial, 30, 300),
     "streams": (stream_trial, 7, 20),
-    "memory": (memory_trial, 18, 18),
+    "memory": (memory_trial, 19, 19),
     "damages": (damage_trial, 1000, 5000),
     "resumes": (resume_trial, 30, 200),
     "hostile": (hostile_trial, 60, 300),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from storms.ground import SCENARIOS, TRAINING, Ground, Result, call, explained, goes_on, listening
+from storms.ground import EXPORTS, SCENARIOS, TRAINING, Ground, Result, call, explained, goes_on, listening
 
 KINDS = ("write", "fsync", "rename", "open")
 ERRORS = (errno.ENOSPC, errno.EIO)
@@ -69,7 +69,7 @@ def counted(into: Path) -> Iterator[None]:
 
 def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A whole command with a fault, then the same one without."""
-    name, kind = draw.choice((*TRAINING, "export")), draw.choice(KINDS)
+    name, kind = draw.choice((*TRAINING, *EXPORTS)), draw.choice(KINDS)
 
     def count() -> dict[str, int]:
         there, into = ground.copy(ground.folder / f"counted_{name}"), ground.folder / f"{name}.counts"

@@ -107,6 +107,7 @@ SCENARIOS = {
     "folder": Scenario((*TINY, "init=hf", "run.name=c"), _run("c")),
     "overwrite": Scenario((*TINY, "run.name=a", "run.overwrite=true"), _run("a")),
     "export": Scenario(("export", "runs/a", "to=hf", "out=out"), folder_of, out="out"),
+    "pack": Scenario(("export", "runs/a", "to=modelopt", "stretch=0", "calibrate=1", "out=out"), folder_of, out="out"),
     "rank": Scenario(
         ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=2", "forks=2", "batches=1", "out=study"),
         lambda place: result_of(place / "study", "rank.json"),
@@ -118,6 +119,7 @@ SCENARIOS = {
 }
 """Commands that write. The same command again must go on after any ending."""
 TRAINING = ("start", "resume", "swap", "branch", "init", "folder", "overwrite")
+EXPORTS = ("export", "pack")
 
 
 @dataclass

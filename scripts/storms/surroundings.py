@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from storms.ground import ON, SCENARIOS, SHAPE, Ground, Result, call, losses
+from storms.ground import EXPORTS, ON, SCENARIOS, SHAPE, Ground, Result, call, losses
 
 STREAMS = ("<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-")
 STREAMED = (
     *((SCENARIOS[name].command, 0) for name in ("resume", "start", "swap")),
     *((("plan", "runs/a"), 0), (("formats",), 0), (("compare", "runs/a", "runs/a"), 0), (("report", "runs/a"), 0)),
-    (SCENARIOS["export"].command, 0),
+    *((SCENARIOS[name].command, 0) for name in EXPORTS),
     *((("resume=runs/nowhere",), 1), (("train.steps=no",), 1), (("swap", "runs/a", "recipe=nowhere"), 1)),
 )
 """Commands, and the exit codes that they have."""
