@@ -9,6 +9,7 @@ import fp4train
 BUDGET = {
     "one scale for fused weights": (160, 1),
     "Transformer Engine over microbatches and shards": (80, 0),
+    "one quantised input for layers on Transformer Engine": (72, 0),
     "FP8 with one scale per tensor, quantised once": (35, 0),
     "accumulators of FP8": (62, 0),
     "CPU kernels for every recipe": (19, 0),
@@ -16,7 +17,7 @@ BUDGET = {
     "where a step on one GPU goes": (75, 1),
     "training": (23_471, 232),
     "Hugging Face families": (308, 2),
-    "start from Hugging Face folders": (296, 3),
+    "start from Hugging Face folders": (304, 3),
     "text from a model": (424, 5),
     "export to folders of Hugging Face": (560, 7),
     "evaluation": (410, 4),
@@ -30,13 +31,14 @@ BUDGET = {
     "stages of unequal size": (45, 0),
     "DNA": (212, 1),
     "hybrid models": (449, 5),
-    "mixtures of experts": (598, 6),
-    "experts": (477, 4),
+    "mixtures of experts": (574, 6),
+    "experts": (511, 4),
     "tensor parallelism by segments": (290, 1),
     "Mamba-2 of Hugging Face": (82, 1),
     "families of plugins, read from folders": (13, 0),
     "StripedHyena 2": (611, 5),
     "moments in BF16": (282, 2),
+    "experts of transformers": (73, 1),
 }
 """Code lines and files of the package by capability: each has an entry of its own."""
 
