@@ -10,7 +10,7 @@ A run as a folder that other software loads: configuration, weights, tokenizer a
   dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half the size; of codes bf16 is the default,
                    for what is in high precision
   shard=5GB        largest file of weights
-  plugins=[NAME]   packages of classes of your own that the run needs
+  plugins=[NAME]   packages of classes of your own that the run needs; --config-dir FOLDER: where they are
 
 Of codes:
 
@@ -63,8 +63,9 @@ def main(arguments: list[str]) -> int:
     """Write the folder and print what it holds; returns the exit code."""
     line = read_options(arguments, OPTIONS)
     to, out, step, dtype, shard, *of_codes = (line.options[key] for key in OPTIONS)
-    if line.flags:
-        raise UserError(f"export knows no flag {line.flags[0]}: {USAGE}")
+    folders = overrides.own_folders(line.flags)
+    if strange := overrides.other_flags(line.flags):
+        raise UserError(f"export knows no flag {strange[0]}: {USAGE}")
     if len(line.runs) != 1:
         raise UserError(f"export needs one run directory: {USAGE}")
     dtype = dtype or ("float32" if to == "hf" else "bf16")
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{named[0]}= is about codes, and to=hf writes the weights themselves: {USAGE}")
     if out is None or not out.name:
         raise UserError(f"export needs the name of a new folder, out=FOLDER: {USAGE}")
-    with plugins.using(overrides.plugins(line.overrides)), study_progress("tensor", every=10.0) as shown:
+    with plugins.using(overrides.plugins(line.overrides), folders), study_progress("tensor", every=10.0) as shown:
         how: dict[str, Any] = {"step": step, "dtype": DTYPES[dtype], "shard": shard, "tell": shown}
         if to == "hf":
             made = export_huggingface(Path(line.runs[0]), out, **how)

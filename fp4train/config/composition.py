@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete
 from fp4train.config.folders import CONFIGS, own_options, register_recipes
+from fp4train.config.from_folder import names_folder
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.text import near_miss
@@ -49,7 +50,8 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
     """The configuration that the arguments of a command make; with -m that of each point of its sweep, in turn.
 
     Each is one composition of Hydra's. With resume=RUN any key can be set: RUN may have been composed of other groups,
-    and the saved configuration is what its keys are checked against.
+    and the saved configuration is what its keys are checked against. So are those of the model with init=FOLDER, which
+    brings it.
 
     Raises:
         UserError: an unknown group option, key or setting of Hydra's (with a suggestion), several values without -m, or
@@ -72,7 +74,9 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
             yield from composed([*more, *arguments])
             return
-        _set_keys(whole, [o for o in found if o not in chosen], any_key=resumed)
+        brought = any(word.key_or_group == "init" and names_folder(str(word.value())) for word in found)
+        elsewhere = "" if resumed else "model." if brought else None
+        _set_keys(whole, [o for o in found if o not in chosen], elsewhere)
         choices = {str(group): str(option) for group, option in whole.hydra.runtime.choices.items()}
         _name_point(whole, choices, swept)
         yield Composed(
@@ -145,8 +149,11 @@ def _without_hydra(whole: DictConfig) -> DictConfig:
     return whole
 
 
-def _set_keys(whole: DictConfig, words: list[Override], *, any_key: bool) -> None:
-    """Set single keys of a composition: those it has, those that only its classes have, and with `any_key` others.
+def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -> None:
+    """Set single keys of a composition: those it has, and those that only its classes have.
+
+    Args:
+        elsewhere: what keys begin with that something else is checked against, so that any can be set; None: no key.
 
     Raises:
         UserError: a key is unknown, or a value cannot stand there.
@@ -154,13 +161,14 @@ def _set_keys(whole: DictConfig, words: list[Override], *, any_key: bool) -> Non
     body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
     have = list(keys(body))
     given = [word for word in words if word.type == OverrideType.CHANGE]
-    missing = [word for word in given if any_key or word.key_or_group not in have]
+    strange = [word for word in given if elsewhere is not None and word.key_or_group.startswith(elsewhere)]
+    missing = [word for word in given if word in strange or word.key_or_group not in have]
     try:
         added = [key for key in keys(complete(body, Config)) if key not in have] if missing else []
     except UserError:  # a class that is not there is reported where it is bound
         added = []
     for word in missing:
-        if any_key or word.key_or_group in added:
+        if word in strange or word.key_or_group in added:
             word.type = OverrideType.FORCE_ADD
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, whole)

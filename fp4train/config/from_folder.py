@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from fp4train import sealed
 from fp4train.checkpoint import model_folder
+from fp4train.config import foreign
 from fp4train.config.binding import MISSING
 from fp4train.config.plugins import families
-from fp4train.config.schema import plain
+from fp4train.config.schema import keys, plain
 from fp4train.data.tokenizers import Pretrained
 from fp4train.errors import UserError, user_errors
 from fp4train.models.hf import HuggingFaceFamily, family_for
@@ -73,17 +74,19 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
     family, shape = model_of(folder)
     kind = type(shape)
     package = kind.__module__.rpartition(".")[0] or kind.__module__
-    section = {"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)}
-    given = plain(cfg)["model"]
+    section = OmegaConf.create({"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)})
+    known = [f"model.{name}" for name in keys(plain(section))]
     for key in sorted(key for key in changed if key.startswith("model.")):
-        name = key.split(".")[1]
-        if name not in family.FREE and given[name] != section.get(name):
-            raise UserError(
-                f"{key}={given[name]} contradicts init={folder}, whose {model_folder.CONFIG} makes it "
-                f"{section.get(name)}: leave it out (a run may choose {', '.join(f'model.{n}' for n in family.FREE)})"
-            )
-        section[name] = given[name]
-    return section
+        name, given = key.removeprefix("model."), OmegaConf.select(cfg, key)
+        if not any(f"{name}.".startswith(f"{free}.") for free in family.FREE):
+            foreign.check_keys([key], known)
+            if given != (own := OmegaConf.select(section, name)):
+                raise UserError(
+                    f"{key}={given} contradicts init={folder}, whose {model_folder.CONFIG} makes it {own}: leave it "
+                    f"out (a run may choose {', '.join(f'model.{free}' for free in family.FREE)})"
+                )
+        OmegaConf.update(section, name, given, merge=False, force_add=True)
+    return plain(section)
 
 
 def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any] | None:

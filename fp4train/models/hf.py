@@ -34,7 +34,8 @@ class HuggingFaceFamily(Protocol):
 
     @property
     def FREE(self) -> tuple[str, ...]:
-        """The fields of `ARCHITECTURE` on which no weight depends: a run that begins with a folder may choose them."""
+        """The fields of `ARCHITECTURE` on which no weight depends, of its parts with a dot: a run that begins with a
+        folder may choose them."""
 
     def shape_of(self, config: Mapping[str, Any]) -> Any:
         """The `model=…` that a `config.json` describes: an `ARCHITECTURE` with `vocab_size` rows of its embedding.

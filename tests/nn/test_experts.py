@@ -170,7 +170,8 @@ def test_outlier_channels_of_experts_are_refused_by_name() -> None:
         two_steps(pair()[0], recipe_of("tetrajet_v2_outliers"))
 
 
-def test_a_step_of_emulated_experts_takes_little_more_than_in_bf16() -> None:
+def test_a_step_of_emulated_experts_takes_at_most_half_again_that_in_bf16() -> None:
+    """On one thread, where other processes take no part of the time: threads that wait for each other are counted."""
     torch.manual_seed(0)
     up, down = Experts(8, 512, 512), Experts(8, 512, 512)
     x, counts = torch.randn(4096, 512).bfloat16(), [512] * 8
@@ -182,6 +183,11 @@ def test_a_step_of_emulated_experts_takes_little_more_than_in_bf16() -> None:
         y.backward(x)
         return time.process_time() - start
 
-    times = [(seconds(BF16(), step), seconds(NVFP4(), step)) for step in range(5)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = [(seconds(BF16(), step), seconds(NVFP4(), step)) for step in range(7)]
+    finally:
+        torch.set_num_threads(threads)
     plain, quantised = (median(column) for column in zip(*times[1:], strict=True))
-    assert quantised < 2 * plain, (plain, quantised)
+    assert quantised < 1.5 * plain, (plain, quantised)

@@ -134,6 +134,9 @@ def test_what_changes_no_weight_may_be_chosen(cli: Cli, folders: dict[str, Path]
     [
         (("model=llama_30m",), "brings its model: leave out model=…"),
         (("model.width=128",), "model.width=128 contradicts init=.*, whose config.json makes it 64"),
+        (("model.widht=64",), "unknown key 'model.widht'; did you mean 'model.width'"),
+        (("model.experts.top=1",), "unknown key 'model.experts.top'"),
+        (("train.stepz=1",), "unknown key 'train.stepz'; did you mean 'train.steps'"),
         (("model.max_positions=16",), "train.seq_len=32 exceeds model.max_positions=16, the longest sequence that"),
         (("init_step=3",), "init_step=3 is the step of a checkpoint, and init=.* is no run"),
     ],

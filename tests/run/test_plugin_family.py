@@ -43,10 +43,9 @@ def test_its_plan_lists_its_weights_and_a_mesh_that_does_not_divide_them_is_name
     assert "parallel.tp=4 does not divide 66" in said
 
 
-def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend("mine")  # `export` takes installed packages
+def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli) -> None:
     assert cli("run.name=a", *FAMILY, "recipe=bf16", "train.steps=2").code == 0
-    assert cli.raw("export", "plugins=[shifted]", "runs/a", "to=hf", "out=hf").code == 0
+    assert cli.raw("export", *OWN, "runs/a", "to=hf", "out=hf").code == 0
     assert json.loads(Path("hf/config.json").read_text())["model_type"] == "shifted"
     begun = ("run.name=b", "init=hf", "recipe=fp32", "train.steps=1", "optim.lr=1e-30", "train.seq_len=32")
     ended = cli.raw(*OWN, *begun, "train.batch_size=2", "data=text", "track=jsonl", "phases=none", *cli.paths)
@@ -54,7 +53,7 @@ def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli, monkeypatch: 
     stored = checkpoint.load(Path("runs/b/checkpoints")).tensors
     theirs = load_file("hf/model.safetensors")
     assert torch.equal(stored["model/blocks.1.mix"], theirs["model.layers.1.mix"])
-    assert cli.raw("export", "plugins=[shifted]", "runs/b", "to=hf", "out=back").code == 0
+    assert cli.raw("export", *OWN, "runs/b", "to=hf", "out=back").code == 0
     back = load_file("back/model.safetensors")
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in back)
     lost = cli.raw(*begun, "run.name=c", "data=text", *cli.paths).message

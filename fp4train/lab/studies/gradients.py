@@ -33,7 +33,7 @@ from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
-from fp4train.run.step import microbatches, step_rows
+from fp4train.run.step import microbatch_share, microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite, first_non_finite_output
 
 KEPT_BYTES = 1 << 30
@@ -64,7 +64,7 @@ class GradientMeter:
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
         self._linears: dict[str, PlannedLayer] = {m.layer.name: m for m in subject.run.linears}
-        self._before = subject.run.config, subject.run.plan, subject.run.step
+        self._before = subject.run.config, subject.run.plan, subject.run.step, subject.run.loss_scale
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()
         self._last = find_blocks(subject.run.model)[-1]
@@ -121,7 +121,7 @@ class GradientMeter:
     def end(self) -> None:
         """Leave run and model as they were."""
         run = self.subject.run
-        run.config, run.plan, run.step = self._before
+        run.config, run.plan, run.step, run.loss_scale = self._before
         run.load_scaling(self._scaling)
         self.subject.run.model.zero_grad(set_to_none=True)
 
@@ -171,6 +171,7 @@ class GradientMeter:
         """
         run = self.subject.run
         run.step = self.subject.step + batch
+        run.loss_scale = 1.0 if part.stretch.recipe.loss_scaling is None else max(self._before[-1], 1.0)
         run.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
             policy=run.config.policy,
@@ -193,8 +194,7 @@ class GradientMeter:
     def _pass(self, part: RecipePart, batch: int) -> Pass:
         run, model = self.subject.run, self.subject.run.model
         recipe = run.plan.stretches[0].recipe
-        scale = 1.0 if recipe.loss_scaling is None else max(run.loss_scale, 1.0)
-        share = (run.config.train.microbatch or run.config.train.batch_size) / run.config.train.batch_size
+        share = microbatch_share(run)
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
         total, outputs = 0.0, []
@@ -202,7 +202,7 @@ class GradientMeter:
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
                 outputs += latest[-1:]
-                (loss * (scale * share)).backward()  # type: ignore[no-untyped-call]
+                (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) * share
                 latest.clear()  # of the recomputation, too
         where = f"{part.name} in {recipe.name}, batch {batch}"
@@ -216,7 +216,7 @@ class GradientMeter:
             grad = self._linears[name].weight.grad
             if grad is None:
                 raise UserError(f"{where}: {name} gets no gradient; is its weight frozen?")
-            gradient[name] = grad.detach().float() / scale
+            gradient[name] = grad.detach().float() / run.loss_scale
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
             first = first_non_finite({name: gradient[name] for name in reversed(self.layers)})

@@ -144,7 +144,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Unit]:
     parts = found.parts
-    sizes = {name: plan.layer.weights for name, plan in parts.layers.items()}
+    sizes = {name: plan.layer.active for name, plan in parts.layers.items()}
     whole = 3 * sum(sizes.values())
 
     def unit(layer: str, gemms: tuple[str, ...], damage: float, clear: bool) -> Unit:
