@@ -18,6 +18,7 @@ from fp4train.backends.protocol import LayerBackend as LayerBackend
 from fp4train.backends.protocol import LayerKernels as LayerKernels
 from fp4train.backends.protocol import LayerState as LayerState
 from fp4train.backends.protocol import Prepared as Prepared
+from fp4train.backends.protocol import Readers as Readers
 from fp4train.backends.reference import REFERENCE
 from fp4train.backends.table import GEMMS as GEMMS
 from fp4train.backends.table import HIGH_PRECISION as HIGH_PRECISION

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
 from fp4train.hardware import Device
-from fp4train.precision.fused import check_fused, fused_note, shares_scale
+from fp4train.precision.fused import check_fused, fused_note, input_note, shares_scale
 from fp4train.precision.layers import Layer, find_layers, misaligned
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
@@ -174,7 +174,8 @@ def resolve(
             why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        why += fused_note(layer, own, name) + sums_note(operands, name, chosen, device)
+        why += fused_note(layer, own, name) + input_note(layer, own, name, chosen, device)
+        why += sums_note(operands, name, chosen, device)
         through = name in divided
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=through)
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
