@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -273,7 +274,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             _log.warning("%s", warning)
     with world.together():
         if world.lead:
-            run.identity = identity or run_directory.new_identity()
+            run.identity = identity or secrets.token_hex(8)
             begin(run, begun, init)
     if start is not None and not branching and config.resume_step is not None:
         abandon_later(run, even_if_none=begun.rewind is not None)

@@ -24,6 +24,7 @@ from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.nn.ranks import all_rows, local, with_summed_gradient
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
+from fp4train.text import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +55,8 @@ class DecoderShape:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "heads", "kv_heads", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        for name in ("head_dim", "max_positions", "vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"model.{name}={value} must be at least 1, or null")
+        check_least(self, "model.", "width", "heads", "kv_heads", "vocab_multiple")
+        check_least(self, "model.", "head_dim", "max_positions", "vocab_size", must="at least 1, or null")
         if not 0 < self.norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={self.norm_eps} must be finite and above 0")
         if self.head_dim is None and self.width % self.heads:

@@ -114,7 +114,7 @@ class RotaryDecoder(Decoder):
             self.head.weight = self.embed.weight
         self.cos: Tensor
         self.sin: Tensor
-        for name, values in self._angles().items():
+        for name, values in RotaryDecoder.initial_buffers(self).items():  # a subclass has more
             self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
 
     def initial_values(self) -> dict[str, Initial]:
@@ -132,9 +132,6 @@ class RotaryDecoder(Decoder):
 
     def initial_buffers(self) -> dict[str, Tensor]:
         """Cosines and sines of the rotary embedding, which no checkpoint holds."""
-        return self._angles()
-
-    def _angles(self) -> dict[str, Tensor]:
         shape = self.shape
         angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, shape.rope_scaling)
         return {"cos": angles.cos(), "sin": angles.sin()}
