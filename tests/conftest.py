@@ -7,7 +7,6 @@ the last line says how many.
 
 import gc
 import os
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from compositions import remembering
 from hypothesis import settings
 
 from fp4train.config import composition
@@ -45,20 +45,10 @@ def no_pictures() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def composed_before() -> Iterator[None]:
-    """What Hydra composed of the package's own files is remembered: it takes as long as the steps of a tiny run."""
-    compose, kept = composition.hydra_compose, dict[tuple[str, ...], bytes]()
-
-    def remembered(name: str, overrides: list[str], **options: Any) -> Any:
-        if any(word.startswith("hydra.searchpath") for word in overrides):
-            return compose(name, overrides=overrides, **options)
-        words = (name, *overrides)
-        if words not in kept:
-            kept[words] = pickle.dumps(compose(name, overrides=overrides, **options))
-        return pickle.loads(kept[words])
-
+def remembered_compositions() -> Iterator[None]:
+    """See `compositions`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "hydra_compose", remembered)
+        patch.setattr(composition, "hydra_compose", remembering(composition.hydra_compose))
         yield
 
 
