@@ -122,8 +122,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Every run, and every test of a compiler, collects garbage: not in what the tests' process holds to its end."""
+    freeze()
+
+
+def freeze() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_after_each_module() -> Iterator[None]:
+    """Caches and shared runs grow from module to module: see `pytest_collection_finish`."""
+    yield
+    freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
