@@ -22,7 +22,7 @@ from fp4train.run.observe import THRESHOLD
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.trust import check_paths
-from fp4train.text import ranges
+from fp4train.text import first_line, ranges
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""
@@ -44,8 +44,7 @@ def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, Cos
         try:
             found[source] = _predicted_time(source, gpu)
         except UNREADABLE as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.append(f"{source.name}: its time on {gpu} is not estimated: {said}")
+            problems.append(f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}")
     return found, problems
 
 
@@ -204,10 +203,6 @@ def duration(seconds: float) -> str:
     """ "90 s", "20 min", "3.1 h"; a dash where it is not known."""
     if not math.isfinite(seconds):
         return "–"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 7200:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

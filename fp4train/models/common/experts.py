@@ -33,7 +33,7 @@ from fp4train.models.common.rotary import SwiGLU
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
 from fp4train.precision.context import auxiliary, once
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 
 SCORES = ("softmax", "sigmoid")
 DROPPED, BALANCE, Z = 0, 1, 2
@@ -66,9 +66,7 @@ class ExpertShape:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("count", "top", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.experts.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "model.experts.", "count", "top", "hidden")
         if self.top > self.count:
             raise ValueError(f"model.experts.top={self.top} exceeds model.experts.count={self.count}")
         if self.shared < 0:

@@ -20,7 +20,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -191,11 +190,6 @@ def identity(run: Path) -> str | None:
     path = run / CONFIG
     found = config_parts(path)[0] if path.is_file() else None
     return None if found is None else found[0]
-
-
-def new_identity() -> str:
-    """Identity for a run that begins: 64 random bits, in hexadecimal."""
-    return secrets.token_hex(8)
 
 
 @contextmanager
