@@ -81,8 +81,15 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
     """How `model` says that it is cut over `size` ranks.
 
     Raises:
+        ValueError: it has experts.
         TypeError: it does not.
     """
+    for each in model.modules():
+        if isinstance(each, PlannedLayer) and each.layer.experts:
+            raise ValueError(
+                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
+                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
+            )
     if not hasattr(model, "fp4train_tensor_cut"):
         raise TypeError(
             f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism cuts it. Give it a method "
@@ -105,12 +112,6 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
             allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ValueError(
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
-            )
-    for each in model.modules():
-        if isinstance(each, PlannedLayer) and each.layer.experts:
-            raise ValueError(
-                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
-                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
             )
     for module, axis, along, name in _sliced(model, cut):
         if along is not None and not isinstance(module, PlannedLayer):

@@ -22,9 +22,10 @@ from fp4train import checkpoint, files
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
 from fp4train.config import to_config
 from fp4train.data import Loader
+from fp4train.data.template import kept_template
 from fp4train.exchange.huggingface import export_huggingface
 from fp4train.exchange.stored import open_stored
-from fp4train.exchange.tokenizer import stored_template, stored_tokenizer
+from fp4train.exchange.tokenizer import stored_tokenizer
 from fp4train.run.record import directory as run_directory
 
 Train = Callable[..., Path]
@@ -171,7 +172,7 @@ def test_conversations_are_the_text_that_the_run_was_trained_on(train: Train, co
             tmp_path / str(number),
         )
         command("export", run, "to=hf", f"out={out}")
-        ours, hf = stored_template(run), transformers.AutoTokenizer.from_pretrained(out)
+        ours, hf = kept_template(run), transformers.AutoTokenizer.from_pretrained(out)
         assert ours is not None and hf.apply_chat_template(messages, tokenize=False) == ours.render(messages)
         assert hf.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == ours.render(
             messages[:1], prompt=True

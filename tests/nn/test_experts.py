@@ -18,6 +18,8 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
 from fp4train.nn import Experts
+from fp4train.nn.executors import LayerShard
+from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
 EXPERTS, K, N = 4, 48, 40
@@ -168,6 +170,18 @@ def test_sizes_that_make_no_group_are_refused() -> None:
 def test_outlier_channels_of_experts_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"up has 4 experts with other tokens each: keep them by policy\.keep"):
         two_steps(pair()[0], recipe_of("tetrajet_v2_outliers"))
+
+
+def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
+    """An expert may have tokens on one rank alone, which would wait for the others."""
+    with pytest.raises(ValueError, match=r"up has 4 experts, .* \(parallel\.amax=data\) .* use parallel\.amax=tp"):
+        pair()[0].shard(LayerShard(amax="data"))
+
+
+def test_a_cut_over_tensor_parallel_ranks_is_refused_with_what_cuts_experts() -> None:
+    model = nn.ModuleDict({"up": pair()[0]})
+    with pytest.raises(ValueError, match=r"up has 4 experts, .* use parallel\.tp=1 with parallel\.dp_shard"):
+        tensor_cut_of(model, 2)
 
 
 def test_a_step_of_emulated_experts_takes_at_most_half_again_that_in_bf16() -> None:
