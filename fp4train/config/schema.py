@@ -78,6 +78,9 @@ class TrainSettings:
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
+        kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
+            error where they do not run; "auto", liger's where they run (`models/common/liger.py`). Losses differ in the
+            last digits. With train.compile the compiler has the blocks, and liger's what lies outside of them.
         document_mask: let tokens attend within their own document alone, where several are packed into a sequence
             (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
         on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
@@ -94,11 +97,13 @@ class TrainSettings:
     step_timeout: float = 0.0
     deterministic: bool = False
     cuda_graph: bool = False
+    kernels: str = "auto"
     document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5
 
     def __post_init__(self) -> None:
+        check_choice("train.kernels", self.kernels, ("auto", "torch", "liger"))
         check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
         check_least(self, "train.", "rewinds", least=0, must="a number of times, or 0 for none")
         if not 0 <= self.step_timeout <= 1e9:

@@ -12,6 +12,7 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
 from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
+from fp4train.models.common.liger import Fusible
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
@@ -50,7 +51,7 @@ class RotaryShape(DecoderShape):
             )
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     fp4train_fused = (("gate", "up"),)
@@ -62,7 +63,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate, up = self.gate(x_BTD), self.up(x_BTD)
+        out: Tensor = self.down(F.silu(gate) * up if self.liger is None else self.liger.silu_product(gate, up))
         return out
 
 
