@@ -23,7 +23,7 @@ BUDGET = {
     "export to folders of Hugging Face": (560, 7),
     "evaluation": (410, 4),
     "packed codes, and their verification": (835, 7),
-    "packed codes of experts": (49, 0),
+    "packed codes of experts": (52, 0),
     "attention within documents": (35, 0),
     "conversations": (375, 2),
     "distillation": (193, 2),
