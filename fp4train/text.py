@@ -103,6 +103,18 @@ def near_miss(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found!r}?" if found else ""
 
 
+def check_least(owner: object, section: str, *names: str, least: int = 1, must: str = "") -> None:
+    """Raise ValueError where a number of `owner` is below `least`; it names section, field, value and what it must be.
+
+    Args:
+        names: fields; None is no number, and is left alone.
+        must: what it must be; the default is "at least" and the number.
+    """
+    for name in names:
+        if (value := getattr(owner, name)) is not None and value < least:
+            raise ValueError(f"{section}{name}={value} must be {must or f'at least {least}'}")
+
+
 def check_choice(key: str, value: object, allowed: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `allowed`; it names key, value, allowed values and the nearest one."""
     if value not in allowed:

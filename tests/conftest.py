@@ -7,6 +7,7 @@ the last line says how many.
 
 import gc
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+
+from fp4train.config import composition
+from fp4train.lab.analysis import curves, heatmap
+from fp4train.lab.analysis.curves import draw_curves
+from fp4train.lab.analysis.heatmap import draw_statistics
 
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
@@ -27,6 +33,40 @@ def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures() -> Iterator[None]:
+    """Pictures take as long as a tiny run; tests of them ask for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw_curves", lambda run: Path(run) / "curves.png")
+        patch.setattr(heatmap, "draw_statistics", lambda run: Path(run) / "statistics.png")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def composed_before() -> Iterator[None]:
+    """What Hydra composed of the package's own files is remembered: it takes as long as the steps of a tiny run."""
+    compose, kept = composition.hydra_compose, dict[tuple[str, ...], bytes]()
+
+    def remembered(name: str, overrides: list[str], **options: Any) -> Any:
+        if any(word.startswith("hydra.searchpath") for word in overrides):
+            return compose(name, overrides=overrides, **options)
+        words = (name, *overrides)
+        if words not in kept:
+            kept[words] = pickle.dumps(compose(name, overrides=overrides, **options))
+        return pickle.loads(kept[words])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "hydra_compose", remembered)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of this test draws its curves and its statistics."""
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
+    monkeypatch.setattr(heatmap, "draw_statistics", draw_statistics)
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +95,7 @@ def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run = tmp_path_factory.mktemp("runs") / "small"
     words = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", f"run.dir={run}", "run.name=small"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    with pytest.raises(SystemExit) as ended:
         main([*TINY, *words])
     assert ended.value.code == 0
     return run

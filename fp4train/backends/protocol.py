@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,6 +65,16 @@ class LayerState(Protocol):
         ...
 
 
+class Readers(NamedTuple):
+    """The layers that read one x in one forward pass, in turn: queries, keys and values; gate and up.
+
+    cache: of the pass, for what they share; layers: how many they are.
+    """
+
+    cache: dict[str, Any]
+    layers: int
+
+
 class LayerKernels(LayerState, Protocol):
     """The kernels of one layer; their state is that of delayed scaling."""
 
@@ -78,6 +88,7 @@ class LayerKernels(LayerState, Protocol):
         position: tuple[int, int] | None = None,
         into: Callable[[], Tensor] | None = None,
         freed: bool = False,
+        readers: Readers | None = None,
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
@@ -86,6 +97,7 @@ class LayerKernels(LayerState, Protocol):
         into: gives, in backward, the float32 [N, K] to which dw is added; None: dw is returned, in the table's dtype.
         freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
         nothing as large as it may be kept in between.
+        readers: the layers that read this x; None: only this one.
         """
         ...
 
@@ -105,6 +117,10 @@ class LayerBackend(Protocol):
 
     def sums_fast(self, operands: Operands, gemm: str) -> bool:
         """Whether it sums this product, one that `Operands.sums_fp8`, in the fast accumulator."""
+        ...
+
+    def shares_input(self, table: Table, device: Device) -> bool:
+        """Whether it quantises an x that several layers read once for all; unknown of a device elsewhere: False."""
         ...
 
     def kernels(self, name: str) -> LayerKernels:

@@ -38,15 +38,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fp4train.checkpoint.layout import (
-    ALONE,
-    LEFTOVER,
-    NAME,
-    REPLACED,
-    CheckpointGroup,
-    directory_name,
-    opened_folder,
-)
+from fp4train.checkpoint import layout
+from fp4train.checkpoint.layout import ALONE, CheckpointGroup, opened_folder
 from fp4train.checkpoint.reading import StoredTensors, Unusable, read
 from fp4train.checkpoint.tree import JSON
 from fp4train.checkpoint.writing import Writing
@@ -137,7 +130,7 @@ def save(
             f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints are untouched: "
             f"{_list(there)}."
         ) from error
-    return place / directory_name(step)
+    return place / layout.directory_name(step)
 
 
 def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks: CheckpointGroup = ALONE) -> Checkpoint:
@@ -213,7 +206,7 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
         past = sorted(step for step in there if step <= newest)
         stay = {*past[-keep:], *(beside(past) if beside and past else ())}
         for step in sorted(set(there) - stay):
-            doomed = f"{LEFTOVER}{directory_name(step)}"
+            doomed = f"{layout.LEFTOVER}{layout.directory_name(step)}"
             try:
                 opened.rename(there[step], doomed)  # first out of sight: a kill meanwhile leaves no damaged checkpoint
                 opened.remove_folder(doomed)
@@ -246,7 +239,7 @@ def _directories(folder: Path) -> dict[int, str]:
 def _steps_in(folder: Folder) -> dict[int, str]:
     found: dict[int, str] = {}
     for name in folder.names():  # ".old_..." sorts before "step_...", which therefore wins
-        match = NAME.fullmatch(name.removeprefix(REPLACED))
+        match = layout.NAME.fullmatch(name.removeprefix(layout.REPLACED))
         if match and folder.has_folder(name):
             found[int(match[1])] = name
     return found

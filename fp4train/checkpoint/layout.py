@@ -56,7 +56,7 @@ class CheckpointGroup:
     """The ranks of `group`, in its order; None: this process alone, whose collectives do nothing.
 
     A checkpoint is written in a thread while the training's own group is at work, and two threads on one group abort
-    it: this one, of CPUs (gloo), is for checkpoints only.
+    it: checkpoints have a group of their own, of CPUs (gloo).
 
     Args:
         group: `torch.distributed.new_group(backend="gloo")`, called by all ranks.

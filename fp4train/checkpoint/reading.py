@@ -18,17 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.checkpoint.layout import (
-    FORMAT,
-    OF_THE_MODEL,
-    STATE,
-    STATE_LIMIT,
-    TENSORS,
-    VERSION,
-    WEIGHTS,
-    CheckpointGroup,
-    file_name,
-)
+from fp4train.checkpoint import layout
+from fp4train.checkpoint.layout import STATE, VERSION, CheckpointGroup
 from fp4train.checkpoint.tensors import Box, checksum, read_box, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
 from fp4train.errors import UserError
@@ -173,8 +164,8 @@ def read(
     """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
     here waits for another rank. `weights`: the other tensors are left out, where they lie in files of their own."""
     try:
-        body = json.loads(folder.read(STATE, STATE_LIMIT))
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+        body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
+        if not isinstance(body, dict) or body.get("format") != layout.FORMAT:
             raise Unusable(f"{STATE} is not one of fp4train's")
         if body.pop("sha256", None) != checksum_of(body):  # first: a damaged version is damage, not a newer fp4train
             raise Unusable(f"{STATE} is damaged (checksum differs)")
@@ -190,9 +181,9 @@ def read(
         if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
             raise Unusable(f"{STATE} holds no state")
         aliases = described["aliases"]
-        files = described["files"] if version == VERSION else {file_name(TENSORS, 0, 1): described}
-        if weights and (own := {name: each for name, each in files.items() if name.startswith(WEIGHTS)}):
-            files, aliases = own, {name: aliases[name] for name in aliases if name.startswith(OF_THE_MODEL)}
+        files = described["files"] if version == VERSION else {layout.file_name(layout.TENSORS, 0, 1): described}
+        if weights and (own := {name: each for name, each in files.items() if name.startswith(layout.WEIGHTS)}):
+            files, aliases = own, {name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}

@@ -14,16 +14,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
     header = ("format", "bits", "largest", "smallest normal", "smallest", "binades", "specials")
     rows = [
-        (
-            r.name,
-            str(r.bits),
-            f"{r.largest:.6g}",
-            f"{r.smallest_normal:.3g}",
-            f"{r.smallest:.3g}",
-            f"{r.binades:.1f}",
-            r.specials,
-        )
-        for r in formats_table()
+        (name, str(bits), f"{largest:.6g}", f"{normal:.3g}", f"{smallest:.3g}", f"{binades:.1f}", specials)
+        for name, bits, largest, normal, smallest, binades, specials in formats_table()
     ]
     print("\n".join(tabulate([header, *rows])))
     return 0

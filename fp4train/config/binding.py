@@ -70,9 +70,8 @@ def complete(node: Any, hint: Any) -> Any:
     if kind is not None:
         found["_target_"] = _full_name(kind)
         for name, field in _fields(kind).items():
-            if name not in found and not _needed(field):
-                factory = field.default_factory
-                found[name] = as_node(field.default if factory is dataclasses.MISSING else factory())
+            if name not in found and (default := default_of(field)) is not dataclasses.MISSING:
+                found[name] = as_node(default)
     return found
 
 
@@ -155,8 +154,11 @@ def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(kind) if f.init}
 
 
-def _needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; `dataclasses.MISSING`, which equals nothing, where it has none."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
 
 
 def _full_name(kind: type) -> str:
@@ -224,7 +226,7 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
             hint = suggestion(word, known) or near_miss(word, known)
             raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
-        if _needed(field) and name not in node:
+        if name not in node and default_of(field) is dataclasses.MISSING:
             raise UserError(f"{prefix}{name} is missing")
     hints = _hints(kind)
     values = {str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()}

@@ -25,7 +25,7 @@ from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
 from fp4train.paths import PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
-from fp4train.text import check_choice, first_line
+from fp4train.text import check_choice, check_least, first_line
 from fp4train.track.config import Tracking
 
 MOST_STEPS = 2**29 - 1
@@ -78,6 +78,9 @@ class TrainSettings:
         cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
             models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
             with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
+        kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
+            error where they do not run; "auto", liger's where they run (`models/common/liger.py`). Losses differ in the
+            last digits. With train.compile the compiler has the blocks, and liger's what lies outside of them.
         document_mask: let tokens attend within their own document alone, where several are packed into a sequence
             (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
         on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
@@ -94,19 +97,18 @@ class TrainSettings:
     step_timeout: float = 0.0
     deterministic: bool = False
     cuda_graph: bool = False
+    kernels: str = "auto"
     document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5
 
     def __post_init__(self) -> None:
+        check_choice("train.kernels", self.kernels, ("auto", "torch", "liger"))
         check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
-        if self.rewinds < 0:
-            raise ValueError(f"train.rewinds={self.rewinds} must be a number of times, or 0 for none")
+        check_least(self, "train.", "rewinds", least=0, must="a number of times, or 0 for none")
         if not 0 <= self.step_timeout <= 1e9:
             raise ValueError(f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 for no limit")
-        for name in ("steps", "batch_size", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "train.", "steps", "batch_size", "seq_len")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
         if self.tokens > MOST_TOKENS:
@@ -142,12 +144,9 @@ class EvalSettings:
     errors_every: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"eval.every={self.every} must be a number of steps, or 0 for the end only")
-        if self.errors_every < 0:
-            raise ValueError(f"eval.errors_every={self.errors_every} must be a number of steps, or 0 for never")
-        if self.batches < 1:
-            raise ValueError(f"eval.batches={self.batches} must be at least 1")
+        check_least(self, "eval.", "every", least=0, must="a number of steps, or 0 for the end only")
+        check_least(self, "eval.", "errors_every", least=0, must="a number of steps, or 0 for never")
+        check_least(self, "eval.", "batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +172,8 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", None if self.also is None else Path(self.also))
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every={self.every} must be a number of steps, or 0 for the end only")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep={self.keep} must be at least 1")
+        check_least(self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only")
+        check_least(self, "checkpoint.", "keep")
         if not 0 <= self.milestones <= 32:
             raise ValueError(f"checkpoint.milestones={self.milestones} must be a number of checkpoints, at most 32")
 

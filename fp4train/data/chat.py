@@ -37,7 +37,7 @@ from fp4train.data.tokens import (
     ids_dtype,
 )
 from fp4train.errors import DataError, data_errors
-from fp4train.paths import PathText
+from fp4train.paths import PathText, is_hub_name
 
 OPEN = 64
 SUFFIXES = (".jsonl", ".json")
@@ -74,7 +74,8 @@ class Chat:
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         paths = files_of(existing_path(self.path, "data.path"), SUFFIXES, "data.path")
-        place = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
+        own = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
+        place = None if own is None or is_hub_name(own) else own
         template = find_template(self.template, place, run_dir)
         lines = sum(1 for _ in _lines(paths))
         if lines < 2:

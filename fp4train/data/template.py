@@ -15,7 +15,7 @@ cannot be used for training.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,13 @@ class ChatTemplate:
         source: the Jinja2 text.
         variables: texts that it may name beside the messages: `bos_token`, `eos_token`.
         name: what errors call it.
+        trained: whether the run learns conversations by it; else it came with the tokenizer, and exports hand it on.
     """
 
     source: str
     variables: Mapping[str, str] = field(default_factory=dict)
     name: str = "the chat template"
+    trained: bool = True
 
     @cached_property
     def _compiled(self) -> Any:
@@ -122,13 +124,14 @@ class ChatTemplate:
         Raises:
             DataError: it cannot be written.
         """
-        body = json.dumps({"template": self.source, "variables": dict(self.variables)})
+        body = json.dumps({"template": self.source, "variables": dict(self.variables), "trained": self.trained})
         with data_errors(OSError, before=f"the chat template cannot be kept in {run_dir}: ", told=reason):
             files.write(run_dir / KEPT, body.encode(), create=True)
 
 
 def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> ChatTemplate:
-    """The run's own template; else a new one, which is kept with the run.
+    """The run's own template; else a new one, which is kept with the run. A file comes before one that the run does
+    not learn by.
 
     Args:
         path: a file that the user names; None: that of the tokenizer's folder, or where it has none, `CHATML`.
@@ -137,21 +140,40 @@ def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> Cha
     Raises:
         DataError: a file cannot be read, or holds no template.
     """
-    if (kept := _kept(run_dir)) is not None:
+    kept = kept_template(run_dir)
+    if kept is not None and kept.trained:
         return kept
     if path is not None:
         found = ChatTemplate(source=_text(existing_path(path, "data.template")), name=path)
+    elif kept is not None:
+        found = replace(kept, trained=True)
     else:
         found = (None if tokenizer is None else _of_tokenizer(Path(tokenizer))) or ChatTemplate(source=CHATML)
     found.save(run_dir)
     return found
 
 
-def _kept(run_dir: Path) -> ChatTemplate | None:
+def keep_template(tokenizer: Path, run_dir: Path) -> None:
+    """Keep the template of a tokenizer's folder with a run that has none, for its exports.
+
+    Raises:
+        DataError: a file cannot be read or written.
+    """
+    if kept_template(run_dir) is None and (found := _of_tokenizer(tokenizer)) is not None:
+        replace(found, trained=False).save(run_dir)
+
+
+def kept_template(run_dir: Path) -> ChatTemplate | None:
+    """The run's own template; None: it has none.
+
+    Raises:
+        DataError: it is damaged.
+    """
     try:
         body = json.loads(files.read(run_dir / KEPT, _LIMIT))
         variables = {str(name): str(text) for name, text in body["variables"].items()}
-        return ChatTemplate(source=str(body["template"]), variables=variables)
+        trained = body.get("trained", True) is True
+        return ChatTemplate(source=str(body["template"]), variables=variables, trained=trained)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

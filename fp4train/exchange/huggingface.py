@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.data.template import kept_template
 from fp4train.exchange.card import model_card
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
 from fp4train.exchange.stored import StoredModel, open_stored
-from fp4train.exchange.tokenizer import stored_template, stored_tokenizer, write_tokenizer
+from fp4train.exchange.tokenizer import stored_tokenizer, write_tokenizer
 from fp4train.files import Folder
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -118,9 +119,8 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     write_json(folder, "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
     if tokenizer is None:
         return ["The run was trained on token ids: the folder has no tokenizer."]
-    template = stored_template(model.run)
     most = described.get("max_position_embeddings", model.config.train.seq_len)  # of a recurrence there is none
-    notes = write_tokenizer(folder, tokenizer, most=most, template=template)
+    notes = write_tokenizer(folder, tokenizer, most=most, template=kept_template(model.run))
     if (spare := model.vocab_size - tokenizer.vocab_size) > 0:
         notes.append(f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token has them.")
     return notes

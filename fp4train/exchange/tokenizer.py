@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from fp4train.config import Config
 from fp4train.data.template import KEPT as TEMPLATE
-from fp4train.data.template import ChatTemplate, find_template
+from fp4train.data.template import ChatTemplate
 from fp4train.data.tokenizers import BytePairs, Pretrained
 from fp4train.data.tokens import Piece, Tokenizer
 from fp4train.errors import UserError
@@ -55,16 +55,6 @@ def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
     return cast(FileTokenizer, found) if hasattr(found, "to_json") and hasattr(found, "end") else None
 
 
-def stored_template(run: Path) -> ChatTemplate | None:
-    """The chat template that a run was trained with; None: it was trained on no conversations.
-
-    Raises:
-        UserError: the run's copy is damaged.
-    """
-    with Folder.open(run) as folder:
-        return find_template(None, None, run) if folder.has_file(TEMPLATE) else None
-
-
 def write_tokenizer(
     folder: Folder, tokenizer: FileTokenizer, *, most: int, template: ChatTemplate | None = None
 ) -> list[str]:
@@ -81,7 +71,8 @@ def write_tokenizer(
         folder.write("chat_template.jinja", template.source.encode())
         named = {name: token for name, token in template.variables.items() if token}
         if (end := named.pop("eos_token", tokenizer.end)) != tokenizer.end:
-            notes.append(f"The chat template was trained with the eos_token `{end}`; here it is `{tokenizer.end}`.")
+            how = "was trained with" if template.trained else "is written for"
+            notes.append(f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`.")
         special |= named
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": most}
     write_json(folder, "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.transformers_experts import hold_experts
 from fp4train.nn.weights import FusedWeights
 from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers, is_uninitialised
 from fp4train.text import tabulate
@@ -30,7 +31,8 @@ _CONVOLUTIONS = (
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Turn every `nn.Linear` inside `model` into `fp4train.nn.Linear`, in place, and return the model.
 
-    So does every `Conv1D` of transformers (GPT-2), whose weight stays [in_features, out_features].
+    So does every `Conv1D` of transformers (GPT-2), whose weight stays [in_features, out_features]. The experts of its
+    mixtures (Mixtral, Qwen3-MoE, gpt-oss) are multiplied by planned layers; see `transformers_experts.py`.
 
     Parameters are shared, not copied: an existing optimizer stays valid, tied weights stay tied. Hooks and the keys of
     the state dict stay the same. If `model` is itself an `nn.Linear`, its replacement is returned. A subclass of
@@ -75,6 +77,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 def _checked_layers(model: nn.Module) -> dict[str, Layer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a model (torch.nn.Module) and changes it in place, not {type(model).__name__}")
+    hold_experts(model)
     layers, what = find_layers(model), type(model).__name__
     if not layers:
         raise ValueError(f"{what} has no nn.Linear: there is nothing to convert")
@@ -183,7 +186,8 @@ class Conversion:
         layers: the layers that run on fp4train.
         left: weights of linear layers that are not converted.
         others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
-        meant: those whose module says in its attribute `fp4train_high_precision` why they stay in high precision.
+        meant: those that stay in high precision on purpose: of routers, by their class's name, and of modules that say
+            why in their attribute `fp4train_high_precision`.
     """
 
     layers: tuple[Layer, ...]
@@ -231,7 +235,7 @@ def report(model: nn.Module) -> Conversion:
         raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
     layers = find_layers(model)
     ours = {name: layer for name, layer in layers.items() if isinstance(model.get_submodule(name), PlannedLayer)}
-    covered = {p for name in ours for p in model.get_submodule(name).parameters() if not is_lazy(p)}
+    covered = {p for name in ours for p in _parameters(model.get_submodule(name)) if not is_lazy(p)}
     found = list(_matrices(model, layers, covered))
     sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
     total = sum(sizes.values()) or 1
@@ -248,9 +252,16 @@ def report(model: nn.Module) -> Conversion:
     return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant))
 
 
+def _parameters(layer: nn.Module) -> set[nn.Parameter]:
+    """Of a planned layer, those that another module holds for it included."""
+    held = (getattr(layer, name, None) for name in ("weight", "bias"))
+    return {*layer.parameters(), *(each for each in held if isinstance(each, nn.Parameter))}
+
+
 def _meant(module: nn.Module) -> str | None:
     """Why a module keeps its own matrices in high precision; None: it does not say."""
-    return getattr(module, "fp4train_high_precision", None)
+    router = "router: chooses in high precision" if "router" in type(module).__name__.lower() else None
+    return getattr(module, "fp4train_high_precision", router)
 
 
 def _matrices(

@@ -8,15 +8,16 @@ the rows of its expert. The group is one layer to everything else: to the plan, 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from fp4train.nn.call import Call, Executor, TokenCount
+from fp4train.nn.call import Call, Counts, Executor, TokenCount
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
@@ -60,15 +61,18 @@ class Experts(PlannedLayer):
                 f"experts={experts}, in_features={in_features}, out_features={out_features} must be at least 1, and "
                 f"per_token={per_token} between 1 and experts"
             )
-        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
+        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
         self.reset_parameters()
-        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
-        self._member_tokens = [TokenCount() for _ in range(experts)]
-        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
+
+    def _begin(self, layer: Layer, backend: str) -> None:
+        self.experts, self.in_features, self.out_features = layer.experts, layer.in_features, layer.out_features
+        self._member_tokens = [TokenCount() for _ in range(layer.experts)]
+        super()._begin(layer, backend)
 
     def reset_parameters(self) -> None:
         """Draw the values of each expert as `nn.Linear` draws its own."""
@@ -170,7 +174,7 @@ class Experts(PlannedLayer):
     def _new_calls(self, context: Context, executor: Executor, counts: Sequence[int], *, training: bool) -> list[Call]:
         whole = self.new_call(context, executor, 0, training=training)
         scaling, position = self.states.get(DelayedScaling.name), (whole.seed, whole.step)
-        calls = []
+        calls, parameter = [], self.weight
         for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):
             offset = whole.token_offset
             if context.step is not None and context.token_offset is None and training and count:
@@ -182,7 +186,7 @@ class Experts(PlannedLayer):
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
                 scaling=MemberScaling(scaling, member) if isinstance(scaling, DelayedScaling) else None,
                 shared=context.shared.setdefault(f"member {member}", {}),
-                parameter=self.weight,
+                parameter=parameter,
                 member=member,
             )
             calls.append(call)
@@ -194,3 +198,53 @@ class Experts(PlannedLayer):
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, backend={self.backend}"
+
+
+def by_expert(x_MD: Tensor, key: Tensor, experts: int, function: Callable[[Tensor, Counts | Tensor], Tensor]) -> Tensor:
+    """y [A, N] of the assignments of tokens to experts, A a multiple of the tokens, those of a token one after the
+    other: `function` of their rows of x, sorted by expert, and of the rows that each expert has.
+
+    Args:
+        key: int64 [A], the expert of each assignment; what is not below `experts` counts for none, its rows come last.
+    """
+    counts_E = key.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(key))[:experts]
+    order = key.argsort(stable=True)
+    counts = counts_E if counts_E.is_meta else counts_E.tolist()  # the host waits once, for all products
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    rows: Tensor = _Dispatch.apply(x_MD, order, back)  # type: ignore[no-untyped-call]
+    y: Tensor = _Permuted.apply(function(rows, counts), back, order)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Permuted(torch.autograd.Function):
+    """x[order]; `back` is the inverse of `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return dy[back], None, None
+
+
+class _Dispatch(torch.autograd.Function):
+    """The row of each assignment's token: x [M, D] → [M·top, D]. Backward adds those of a token in their order, in
+    float32, which indexing by torch would leave to chance on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.tokens = len(x_MD)
+        return x_MD[order // (len(order) // len(x_MD))]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        dx_MKD = dy[back].view(ctx.tokens, -1, dy.shape[-1])
+        return dx_MKD.sum(1, dtype=torch.float32).to(dy.dtype), None, None

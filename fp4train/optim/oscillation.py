@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.quantize import QuantSpec, quantizer
+from fp4train.text import check_least
 
 SEEN, MOVED, JUMPED = "oscillation_seen", "oscillation_moved", "oscillation_jumped"
 
@@ -46,16 +47,13 @@ class OscillationReset:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"oscillation.every={self.every} must be a number of steps, or 0 for never")
-        if self.watch < 1:
-            raise ValueError(f"oscillation.watch={self.watch} must be at least 1")
+        check_least(self, "oscillation.", "every", least=0, must="a number of steps, or 0 for never")
+        check_least(self, "oscillation.", "watch")
         if self.every and self.watch >= self.every:
             raise ValueError(f"oscillation.watch={self.watch} must be below oscillation.every={self.every}")
         if not self.ratio > 1:
             raise ValueError(f"oscillation.ratio={self.ratio} must be > 1: a value that follows its weight has 1")
-        if self.start < 0:
-            raise ValueError(f"oscillation.start={self.start} must be ≥ 0")
+        check_least(self, "oscillation.", "start", least=0, must="≥ 0")
 
 
 def why_not(spec: QuantSpec) -> str | None:

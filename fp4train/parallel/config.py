@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fp4train.precision.gather import GATHERS
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 
 REST = -1
 """The size of a mesh dimension that takes all ranks left over."""
@@ -76,9 +76,7 @@ class Mesh:
     hides_tensor: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("replicate", "shard", "tensor", "context", "pipeline", "virtual", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "", "replicate", "shard", "tensor", "context", "pipeline", "virtual", "microbatches")
         check_choice("gather", self.gather, GATHERS)
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(f"virtual={self.virtual} parts per stage need a pipeline of at least 2 stages")
@@ -163,9 +161,7 @@ class Parallel:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "pp", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "parallel.", "dp_replicate", "pp", "tp")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks that are left")
         for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp"):

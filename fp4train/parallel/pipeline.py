@@ -241,7 +241,7 @@ class TiedWeight:
     """
 
     def __init__(self, world: World, timeout: float) -> None:
-        own = (world.data_rank, world.tensor_rank)
+        own = (world.data_rank, 0 if world.tensor is None else world.tensor.get_local_rank())
         at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order alone.

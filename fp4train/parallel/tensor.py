@@ -22,13 +22,7 @@ from fp4train.shards import RowOrder
 
 
 def cut_tensors(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    sequence: bool = True,
-    amax: str = "tp",
-    gather: str = "recipe",
-    data: Ranks | None = None,
+    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, amax: str = "tp", data: Ranks | None = None
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -36,8 +30,7 @@ def cut_tensors(
         model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
-        amax: "tp", "data" or "local", and
-        gather: "recipe" or "bf16": see `nn.executors.cut.LayerShard`.
+        amax: "tp", "data" or "local": see `nn.executors.cut.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
@@ -61,14 +54,7 @@ def cut_tensors(
             runs = () if order is None else order.runs(ranks.rank * part, part)
             layer.shard(
                 LayerShard(
-                    tensor=ranks,
-                    cut=along,
-                    sequence=sequence,
-                    first=ranks.rank * part,
-                    runs=runs,
-                    data=data,
-                    amax=amax,
-                    gather=gather,
+                    tensor=ranks, cut=along, sequence=sequence, first=ranks.rank * part, runs=runs, data=data, amax=amax
                 )
             )
     for name in cut.rows:
@@ -95,8 +81,15 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
     """How `model` says that it is cut over `size` ranks.
 
     Raises:
+        ValueError: it has experts.
         TypeError: it does not.
     """
+    for each in model.modules():
+        if isinstance(each, PlannedLayer) and each.layer.experts:
+            raise ValueError(
+                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
+                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
+            )
     if not hasattr(model, "fp4train_tensor_cut"):
         raise TypeError(
             f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism cuts it. Give it a method "
@@ -119,12 +112,6 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
             allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ValueError(
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
-            )
-    for each in model.modules():
-        if isinstance(each, PlannedLayer) and each.layer.experts:
-            raise ValueError(
-                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
-                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
             )
     for module, axis, along, name in _sliced(model, cut):
         if along is not None and not isinstance(module, PlannedLayer):

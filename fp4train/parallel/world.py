@@ -149,11 +149,6 @@ class World:
         return self.data_mesh.get_local_rank(REPLICATE) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
 
     @property
-    def tensor_rank(self) -> int:
-        """Which of the ranks that share every block's matrices this rank is."""
-        return 0 if self.tensor is None else self.tensor.get_local_rank()
-
-    @property
     def stage(self) -> int:
         """Which of the ranks that the blocks of one model are cut over this rank is."""
         return 0 if self.pipeline is None else self.pipeline.rank()
@@ -229,11 +224,7 @@ class World:
 
     def gathered(self, value: T) -> list[T]:
         """The `value` (plain data) of every rank, by rank."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        return CheckpointGroup(self.control).gathered(value)
 
     def first(self, value: T | None) -> T | None:
         """The `value` (plain data) of the first rank that has one."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.hardware import Device
 from fp4train.precision.layers import FUSED_BY, Layer
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, has_tensor_amax
@@ -33,6 +35,16 @@ def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
     if not shares_scale(layer, recipe) or w is None or not has_tensor_amax(w):
         return ""
     return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share a scale"
+
+
+def input_note(layer: Layer, recipe: Recipe, gemm: str, backend: str, device: Device) -> str:
+    """What a plan adds to the reason of a GEMM whose x a backend quantises once for all layers that read it; "": it
+    does not, or no other layer reads x. (Backends of single GEMMs share every x whose bits do not depend on the layer.)
+    """
+    together = LAYER_BACKENDS.get(backend)
+    if together is None or gemm == "dgrad" or len(layer.fused) < 2 or not together.shares_input(recipe.table(), device):
+        return ""
+    return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share one quantised x"
 
 
 def shared_spec(plan: LayerPlan) -> QuantSpec | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
 from fp4train.hardware import Device
-from fp4train.precision.fused import check_fused, fused_note, shares_scale
+from fp4train.precision.fused import check_fused, fused_note, input_note, shares_scale
 from fp4train.precision.layers import Layer, find_layers, misaligned
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
@@ -34,6 +34,7 @@ class Gemm:
         backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
         why: the reason, as shown in tables.
         divided: whether it is in high precision because tensor parallelism cuts through blocks of an operand.
+        grouped: whether it multiplies all experts of the layer in one call.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Gemm:
     backend: str
     why: str
     divided: bool = False
+    grouped: bool = False
 
     @property
     def elements(self) -> str:
@@ -167,16 +169,17 @@ def resolve(
         cut, fused = layer.cut is not None, shares_scale(layer, own)
         choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
     gemms = {}
-    for name, (chosen, why) in choices.items():
+    for name, (chosen, why, grouped) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         kept = policy.why(layer, name) if policy is not None and recipe.quantised else None
         if unconverted is None and not operands.quantised and recipe.quantised:
             why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        why += fused_note(layer, own, name) + sums_note(operands, name, chosen, device)
-        through = name in divided
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=through)
+        why += fused_note(layer, own, name) + input_note(layer, own, name, chosen, device)
+        why += sums_note(operands, name, chosen, device)
+        marks = {"divided": name in divided, "grouped": grouped}
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe, named
 from fp4train.quantize import QuantSpec, has_tensor_amax
-from fp4train.text import check_choice, tabulate
+from fp4train.text import check_choice, check_least, tabulate
 
 if TYPE_CHECKING:
     from fp4train.precision.layers import Layer
@@ -249,8 +249,7 @@ class LossScaling:
             raise ValueError(f"growth={self.growth} must be > 1")
         if not 0 < self.backoff < 1:
             raise ValueError(f"backoff={self.backoff} must lie between 0 and 1")
-        if self.interval < 1:
-            raise ValueError(f"interval={self.interval} must be at least 1")
+        check_least(self, "", "interval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +287,8 @@ class OutlierChannels:
         check_kinds(self, "outliers.")
         if not 0 < self.share < 1:
             raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
-        for name, least in (("start", 0), ("steps", 1), ("multiple", 1)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"outliers.{name}={value} must be at least {least}")
+        check_least(self, "outliers.", "start", least=0)
+        check_least(self, "outliers.", "steps", "multiple")
 
     def count(self, in_features: int) -> int:
         """The number of outlier channels of a layer; 0 if it would have no other ones."""

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from fp4train.config import Config
+from fp4train.config.schema import TrainSettings
 from fp4train.data import Loader
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
+from fp4train.models.common import liger
 from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.nn import convert
@@ -81,9 +84,29 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
             model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
     with _logging_progress("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
-    if config.train.compile and device.type != "meta":
-        _compile(model, device)
+    if device.type != "meta":
+        _fuse(model, config.train, device.type)
+        if config.train.compile:
+            _compile(model, device)
     return model
+
+
+def _fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
+    """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses.
+
+    Raises:
+        UserError: it names them, and they do not run.
+    """
+    if train.kernels == "torch":
+        return
+    reason = liger.why_not(device)
+    if reason is None:
+        liger.use_liger(model, apart=find_blocks(model) if train.compile else [])
+        _log.info("train.kernels=%s: norms, gates, rotations and the loss run in liger's kernels", train.kernels)
+    elif train.kernels == "liger":
+        raise UserError(f"train.kernels=liger: {reason}; train.kernels=torch needs no other package")
+    elif device == "cuda":
+        _log.info("train.kernels=auto: torch's operators, because %s", reason)
 
 
 @contextmanager
@@ -251,7 +274,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             _log.warning("%s", warning)
     with world.together():
         if world.lead:
-            run.identity = identity or run_directory.new_identity()
+            run.identity = identity or secrets.token_hex(8)
             begin(run, begun, init)
     if start is not None and not branching and config.resume_step is not None:
         abandon_later(run, even_if_none=begun.rewind is not None)

@@ -17,15 +17,9 @@ _log = logging.getLogger(__name__)
 
 def evaluate(run: Run, recipe: Recipe) -> Values:
     """Validation loss in high precision and, beside it, in the recipe."""
-    high, in_recipe = validation_losses(run, recipe)
+    high, in_recipe = (sum(each) / len(each) for each in microbatch_losses(run, recipe))
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
     return {"val/loss": high, "val/loss_recipe": in_recipe}
-
-
-def validation_losses(run: Run, recipe: Recipe) -> tuple[float, float]:
-    """Mean losses of the validation batches in nats per token: in high precision, and in `recipe`."""
-    high, in_recipe = microbatch_losses(run, recipe)
-    return sum(high) / len(high), sum(in_recipe) / len(in_recipe)
 
 
 def microbatch_losses(run: Run, recipe: Recipe) -> tuple[list[float], list[float]]:

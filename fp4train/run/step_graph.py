@@ -265,9 +265,10 @@ def check_plan(plan: Plan) -> None:
     """
     for stretch in plan.stretches:
         if reason := why_not(stretch):
+            routed = any(each.layer.experts for each in stretch.layers.values())
+            other = " whatever the recipe; a model without experts can be recorded" if routed else ", or another recipe"
             raise ValueError(
-                f"train.cuda_graph=true cannot record {stretch.title}: {reason}. Use train.cuda_graph=false, or "
-                "another recipe"
+                f"train.cuda_graph=true cannot record {stretch.title}: {reason}. Use train.cuda_graph=false{other}"
             )
 
 

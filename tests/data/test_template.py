@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.data.template import CHATML, ChatTemplate, find_template
+from fp4train.data.template import CHATML, ChatTemplate, find_template, keep_template, kept_template
 from fp4train.errors import DataError
 
 TALK = [
@@ -76,6 +76,24 @@ def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Pat
     assert (again.source, again.variables) == (found.source, found.variables)
     (folder / "chat_template.jinja").write_text("own")
     assert find_template(None, str(folder / "tokenizer.json"), tmp_path / "other").source == "own"
+
+
+def test_a_template_that_no_conversation_was_learnt_by_gives_way_to_a_file(tmp_path: Path) -> None:
+    """It came with the tokenizer of a run on other text, which now goes on with conversations."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "chat_template.jinja").write_text("theirs")
+    (tmp_path / "mine.jinja").write_text("mine")
+    for name, path, wanted in (("a", None, "theirs"), ("b", str(tmp_path / "mine.jinja"), "mine")):
+        keep_template(folder, tmp_path / name)
+        kept = kept_template(tmp_path / name)
+        assert kept is not None and (kept.source, kept.trained) == ("theirs", False)
+        assert find_template(path, None, tmp_path / name).source == wanted
+        keep_template(folder, tmp_path / name)
+        again = kept_template(tmp_path / name)
+        assert again is not None and (again.source, again.trained) == (wanted, True)
+    keep_template(tmp_path / "nowhere", tmp_path / "c")
+    assert kept_template(tmp_path / "c") is None
 
 
 def test_a_file_of_the_user_comes_first_and_without_one_it_is_chatml(tmp_path: Path) -> None:

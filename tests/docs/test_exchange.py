@@ -50,7 +50,6 @@ def called(words: list[str], text: Path) -> None:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
 
 
 def test_the_commands_and_the_python_of_the_page_run(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

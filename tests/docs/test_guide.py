@@ -48,8 +48,6 @@ def test_every_command_of_the_guide_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
-    monkeypatch.setattr("fp4train.lab.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
     for block in [*blocks("python"), *blocks("yaml")]:
         if match := re.match(r"# (mine/[\w/.]+)\n", block):
             path = tmp_path / match[1]
@@ -82,8 +80,6 @@ def test_python_of_the_guide_runs(code: str) -> None:
 def test_the_glossary_has_every_key_that_a_run_logs_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("curves.draw_curves", "heatmap.draw_statistics"):
-        monkeypatch.setattr(f"fp4train.lab.analysis.{name}", lambda run: Path(run) / "picture.png")
     options = ["train.steps=4", "eval.every=2", "eval.errors_every=2", "policy.last=0"]
     options += ["oscillation.every=2", "oscillation.watch=1"]
     seen: set[str] = set()

@@ -168,7 +168,6 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
         "shifted/hf.py",
         "shifted/model.py",
     ]
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     first, again = commands("plugins.md")
     for words in (
         [*first, *SMALL],

@@ -28,7 +28,6 @@ def commands() -> list[list[str]]:
 @pytest.mark.long
 def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     assert len(commands()) > 4
     for words in commands():
         few = [v for k, v in FEW.items() if not (k == "steps" and "schedule=own" in words)]  # else no cooldown is in it

@@ -26,7 +26,6 @@ def test_every_command_works_and_the_report_has_the_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     small = {"report": (), "rank": ("steps=2",)}
     for words in [*commands()[:2], shlex.split("fp4train sensitivity runs/a batches=2 repeats=1"), *commands()[2:]]:
         options = () if words[1] == "sensitivity" else small.get(words[1], SMALL)

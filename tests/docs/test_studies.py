@@ -26,7 +26,6 @@ def test_every_command_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     for words in commands():
         with pytest.raises(SystemExit) as ended:
             main([*words[1:], *(() if words[1] == "sensitivity" and "runs/a" in words else SMALL)])

@@ -14,9 +14,8 @@ from fp4train.cli import main
 
 @pytest.fixture
 def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in an empty working directory; no curves are drawn."""
+    """The command line in an empty working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
     return Cli(text, tmp_path, capsys)
 
 
@@ -46,8 +45,7 @@ def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
             if "model" in given:  # the sizes are those of a Llama
                 base = [word for word in base if not word.startswith("model.")]
             data = [] if "data" in given else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-                patch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+            with pytest.raises(SystemExit) as ended:
                 main([*base, *data, f"run.dir={run}", "run.name=a", *words])
             assert ended.value.code == 0
             made[words] = run

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from fp4train import checkpoint, files
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
 from fp4train.config import to_config
 from fp4train.data import Loader
+from fp4train.data.template import kept_template
 from fp4train.exchange.huggingface import export_huggingface
 from fp4train.exchange.stored import open_stored
-from fp4train.exchange.tokenizer import stored_template, stored_tokenizer
+from fp4train.exchange.tokenizer import stored_tokenizer
 from fp4train.run.record import directory as run_directory
 
 Train = Callable[..., Path]
@@ -171,7 +173,7 @@ def test_conversations_are_the_text_that_the_run_was_trained_on(train: Train, co
             tmp_path / str(number),
         )
         command("export", run, "to=hf", f"out={out}")
-        ours, hf = stored_template(run), transformers.AutoTokenizer.from_pretrained(out)
+        ours, hf = kept_template(run), transformers.AutoTokenizer.from_pretrained(out)
         assert ours is not None and hf.apply_chat_template(messages, tokenize=False) == ours.render(messages)
         assert hf.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == ours.render(
             messages[:1], prompt=True
@@ -263,6 +265,16 @@ def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) ->
     run = Path(shutil.copytree(small_run, tmp_path / "a <b>|`c"))
     export_huggingface(run, tmp_path / "out")
     assert "\n# a \\<b\\>\\|\\`c\n" in (tmp_path / "out/README.md").read_text()
+
+
+def test_neither_transformers_nor_a_model_is_needed(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_huggingface(small_run, tmp_path / "with")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_: pytest.fail("a model was built"))
+    export_huggingface(small_run, tmp_path / "without")
+    assert same_files(tmp_path / "with", tmp_path / "without")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

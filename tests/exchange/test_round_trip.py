@@ -1,6 +1,7 @@
 """From a run to a Hugging Face folder and back into a run: every weight in every bit, and the same folder again."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,22 @@ def test_a_run_comes_back_in_every_bit(train: Train, command: Command, tmp_path:
 def test_a_folder_of_transformers_comes_back_in_every_bit(
     train: Train, command: Command, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """With the token ids of its tokenizer, which the folder keeps."""
+    """With the token ids of its tokenizer, which the folder keeps, and its chat template, though no run had chat."""
     import transformers
 
     shape = ("model.width=64", "model.heads=4", "model.kv_heads=2", "model.hidden=96")
     for name in ("llama-3", "qwen3"):
-        run = train(*shape, f"init={folders[name]}", *STILL)
+        theirs = Path(shutil.copytree(folders[name], tmp_path / f"{name}-chat"))
+        (theirs / "chat_template.jinja").write_text(
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}\n"
+        )
+        run = train(*shape, f"init={theirs}", *STILL)
         command("export", run, "to=hf", f"out={tmp_path / name}")
         load = transformers.AutoModelForCausalLM.from_pretrained
-        one, other = load(folders[name]), load(tmp_path / name)
+        one, other = load(theirs), load(tmp_path / name)
         assert type(one) is type(other) and equal(one.state_dict(), other.state_dict())
-        texts = [transformers.AutoTokenizer.from_pretrained(each) for each in (folders[name], tmp_path / name)]
+        texts = [transformers.AutoTokenizer.from_pretrained(each) for each in (theirs, tmp_path / name)]
         said: list[Any] = [each("def é漢🙂 add(\r\n")["input_ids"] for each in texts]
         assert said[0] == said[1]
+        talk = [{"role": "user", "content": "2+2?"}]
+        assert {each.apply_chat_template(talk, tokenize=False) for each in texts} == {"[user]2+2?"}

@@ -190,6 +190,7 @@ FAMILIES = {
     "GPT2LMHeadModel": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "Mamba2ForCausalLM": {**MAMBA, "vocab_size": 128, "num_hidden_layers": 2, "use_cache": False},
     "Qwen3MoeForCausalLM": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "GptOssForCausalLM": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -199,7 +200,7 @@ def test_the_guard_has_nothing_to_say_of_families_that_call_their_layers(
 ) -> None:
     kind = getattr(transformers, family)
     model = f4.convert(kind(kind.config_class(**FAMILIES[family])))
-    own = precision(policy=None, unconverted=1.0)
+    own = precision(policy=None)
     own.attach(model, steps=STEPS)
     optimizer = adamw(model)
     own.count(optimizer)
@@ -257,10 +258,12 @@ def test_mistakes_are_named_with_their_fix() -> None:
         Precision(phases="cooldown_fprop", cooldown=0.5).attach(llama(), steps=None)
 
 
-def test_experts_in_3d_parameters_are_refused_with_their_share() -> None:
+def test_experts_in_3d_parameters_without_transformers_interface_are_refused_with_their_share() -> None:
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
-    model = f4.convert(transformers.MixtralForCausalLM(config))
+    model = Fused()
+    model.experts = nn.Module()
+    model.experts.gate_up_proj = nn.Parameter(torch.zeros(8, 64, 32))
+    f4.convert(model)
     with pytest.raises(UserError, match=r"% of the matrix weights are not converted: .*3-D expert parameters"):
         Precision().attach(model, steps=STEPS)
     Precision(unconverted=0.9).attach(model, steps=STEPS)

@@ -324,15 +324,16 @@ def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
     step(compiled, model, NVFP4(), x)  # both graphs exist now and refer to the contexts they were traced in
     gc.collect()
     gc.disable()
+    before = len(codes_alive())  # those that other tests hold
     try:
         with autocast(NVFP4(), step=None):
             seen = weakref.ref(current())  # type: ignore[arg-type]
             loss = compiled(x).sum()
             with torch.no_grad():
                 compiled(x)
-        assert len(codes_alive()) == 2
+        assert len(codes_alive()) == before + 2
         loss.backward()
-        assert codes_alive() == [], "although the loss, and with it the graph, is still there"
+        assert len(codes_alive()) == before, "although the loss, and with it the graph, is still there"
         del loss
         assert seen() is None
     finally:

@@ -18,6 +18,8 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
 from fp4train.nn import Experts
+from fp4train.nn.executors import LayerShard
+from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
 EXPERTS, K, N = 4, 48, 40
@@ -170,7 +172,20 @@ def test_outlier_channels_of_experts_are_refused_by_name() -> None:
         two_steps(pair()[0], recipe_of("tetrajet_v2_outliers"))
 
 
-def test_a_step_of_emulated_experts_takes_little_more_than_in_bf16() -> None:
+def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
+    """An expert may have tokens on one rank alone, which would wait for the others."""
+    with pytest.raises(ValueError, match=r"up has 4 experts, .* \(parallel\.amax=data\) .* use parallel\.amax=tp"):
+        pair()[0].shard(LayerShard(amax="data"))
+
+
+def test_a_cut_over_tensor_parallel_ranks_is_refused_with_what_cuts_experts() -> None:
+    model = nn.ModuleDict({"up": pair()[0]})
+    with pytest.raises(ValueError, match=r"up has 4 experts, .* use parallel\.tp=1 with parallel\.dp_shard"):
+        tensor_cut_of(model, 2)
+
+
+def test_a_step_of_emulated_experts_takes_at_most_half_again_that_in_bf16() -> None:
+    """On one thread, where other processes take no part of the time: threads that wait for each other are counted."""
     torch.manual_seed(0)
     up, down = Experts(8, 512, 512), Experts(8, 512, 512)
     x, counts = torch.randn(4096, 512).bfloat16(), [512] * 8
@@ -182,6 +197,11 @@ def test_a_step_of_emulated_experts_takes_little_more_than_in_bf16() -> None:
         y.backward(x)
         return time.process_time() - start
 
-    times = [(seconds(BF16(), step), seconds(NVFP4(), step)) for step in range(5)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = [(seconds(BF16(), step), seconds(NVFP4(), step)) for step in range(7)]
+    finally:
+        torch.set_num_threads(threads)
     plain, quantised = (median(column) for column in zip(*times[1:], strict=True))
-    assert quantised < 2 * plain, (plain, quantised)
+    assert quantised < 1.5 * plain, (plain, quantised)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import fp4train as f4
+from fp4train.nn import Experts
 from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, OscillationReset, follow, values_of, why_not
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
@@ -100,6 +102,15 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
     for each in linears:
         each.transposed = True
     assert not list(watched(run, ["b.weight"])), "a Conv1D's blocks do not lie along its rows"  # type: ignore[arg-type]
+
+
+def test_experts_are_not_watched_beside_layers_that_are() -> None:
+    model = nn.ModuleDict({"mlp": Experts(2, 32, 32), "wq": f4.convert(nn.Linear(32, 32))})
+    f4.convert(model)
+    plan = f4.plan(model, NVFP4())
+    run = Namespace(model=model, step=0, plan=plan, linears=list(model.values()))
+    found = [weight for weight, *_ in watched(run, [name for name, _ in model.named_parameters()])]  # type: ignore[arg-type]
+    assert len(found) == 1 and found[0] is model["wq"].weight
 
 
 def test_what_has_no_fixed_thresholds_is_not_watched() -> None:

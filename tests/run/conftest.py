@@ -15,19 +15,6 @@ def signals_as_in_a_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves take longer than a tiny run; tests of them ask for them."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
-        monkeypatch.setattr("fp4train.lab.analysis.heatmap.draw_statistics", lambda run: Path(run) / "statistics.png")
-
-
-@pytest.fixture
-def pictures() -> None:
-    """Asks for curves to be drawn."""
-
-
 @pytest.fixture(scope="session")
 def finished() -> dict[tuple[str, ...], Path]:
     """The runs that several tests begin with, see `Cli.trained`."""

@@ -1,7 +1,12 @@
 """What a run logs of its experts: how even their load is in each step, and that of each expert where it evaluates."""
 
+import shutil
+from pathlib import Path
+
 import pytest
-from command_line import Cli, events, lines
+from command_line import Cli, events, lines, losses
+
+from fp4train.track import read_statistics
 
 MOE = (
     *("model=moe_tiny", "model.width=32", "model.layers=3", "model.hidden=64", "model.experts.count=4"),
@@ -24,3 +29,30 @@ def test_the_load_of_experts_is_logged_per_step_and_of_each_expert_at_the_end(cl
     extremes = [value for load in loads.values() for value in load]
     assert max(extremes) == pytest.approx(steps[-1]["experts/load_max"], abs=1e-4)
     assert min(extremes) == pytest.approx(steps[-1]["experts/load_min"], abs=1e-4)
+
+
+def test_measuring_errors_changes_nothing_and_has_all_operands_of_experts(cli: Cli) -> None:
+    options = (*MOE, "recipe=nvfp4", "policy=all")
+    for name, every in (("a", 0), ("b", 1)):
+        assert cli(f"run.name={name}", *options, f"eval.errors_every={every}").code == 0
+    assert losses("runs/a") == losses("runs/b")
+    found = read_statistics(Path("runs/b")).operands
+    for layer in ("blocks.1.mlp.gate_up", "blocks.2.mlp.down"):
+        at = (found["layer"] == layer) & (found["step"] == 2)
+        assert len(set(found["operand"][at])) == 6 and (found["sqnr_db"][at] > 5).all()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)  # see tests/house/test_skips.py
+def test_a_compiled_mixture_learns_what_an_eager_one_does(cli: Cli) -> None:
+    options = (*MOE, "recipe=nvfp4", "policy=all", "model.layers=2")
+    assert cli("run.name=eager", *options).code == 0
+    compiled = cli.start("run.name=compiled", "train.compile=true", *options)  # of its own: the compiler forks
+    _, err = compiled.communicate(timeout=300)
+    assert compiled.returncode == 0 and "in the first step" not in err, err
+    eager, ours = lines("runs/eager"), lines("runs/compiled")
+    assert [set(line) for line in ours] == [set(line) for line in eager]
+    found, wanted = ([line["train/loss"] for line in each if "train/loss" in line] for each in (ours, eager))
+    assert found == pytest.approx(wanted, rel=0.02)

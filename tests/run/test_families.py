@@ -10,6 +10,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import fp4train
+from fp4train.config import to_config
+from fp4train.config.composition import compose
+from fp4train.precision.layers import find_layers
 from fp4train.run.record.directory import read_config
 
 RECIPES = sorted(path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml"))
@@ -59,10 +62,28 @@ def test_a_family_resumes_in_every_bit(cli: Cli, family: str) -> None:
     assert [resumed[step] for step in (5, 6)] == [whole[step] for step in (5, 6)]
 
 
+SPARED = {
+    "hybrid": ("embed.weight", ".conv1d.weight"),
+    "hyena": ("embed.weight", ".featuriser", ".taps", ".log_poles", ".residues"),
+    "moe": ("embed.weight", ".router.weight"),
+}
+"""Ends of names of what has two or more dimensions and is no weight of a linear layer: filters of channels, rows of
+tokens, routers."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     ended = cli("plan", *FAMILIES[family], "policy=all", "--json")
     assert ended.code == 0 and "not converted" not in ended.err
+    listed = {row["layer"] for row in json.loads(ended.out)["gemms"]}
+    shape = to_config(compose([*FAMILIES[family], "run.name=a"])).model
+    model = shape.build(vocab_size=320, seq_len=32)
+    layers = find_layers(model)
+    assert listed == layers.keys()
+    every = model.named_parameters(remove_duplicate=False)  # a head that is tied to the embedding is a linear layer
+    matrices = {name: p for name, p in every if p.dim() > 1 and not name.endswith(SPARED[family])}
+    assert matrices.keys() == {f"{name}.weight" for name in layers}
+    assert sum(p.numel() for p in matrices.values()) == sum(layer.weights for layer in layers.values())
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])

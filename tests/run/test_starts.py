@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from command_line import Cli
+from hydra import compose
 from hydra._internal.hydra import Hydra
+
+from fp4train.config import composition
 
 COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "a run": (1, ("run.name=a", "train.steps=1")),
@@ -39,6 +42,7 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(Hydra, "compose_config", compose_config)
+    monkeypatch.setattr(composition, "hydra_compose", compose)  # the tests' own remembers
     return found
 
 

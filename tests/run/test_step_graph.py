@@ -22,7 +22,7 @@ import fp4train.run.build as build
 from fp4train.config.binding import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.precision import Recipe, Timeline
+from fp4train.precision import BF16, NVFP4, Recipe, Timeline
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import make_plan
 from fp4train.quantize import cpu
@@ -231,6 +231,15 @@ def test_a_recipe_that_depends_on_the_host_is_refused_by_name(recipe: str, backe
     with pytest.raises(ValueError, match=re.escape(said)) as raised:
         check_plan(plan)
     assert "mlp.up" in str(raised.value) or recipe == "fp16"
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), BF16()], ids=lambda recipe: recipe.name)
+def test_experts_are_refused_with_what_helps_whatever_the_recipe(recipe: Recipe) -> None:
+    layer = Layer(name="mlp.up", in_features=32, out_features=32, block=0, blocks=1, experts=4)
+    plan = make_plan([layer], Timeline(recipe=recipe, steps=9), None, tokens=32, device=Device(type="cpu"))
+    said = r"how many rows each of its 4 experts has\. Use train\.cuda_graph=false whatever the recipe; a model without"
+    with pytest.raises(ValueError, match=said):
+        check_plan(plan)
 
 
 def test_a_swap_to_a_recipe_that_cannot_be_recorded_is_refused(

@@ -19,6 +19,7 @@ from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor
 from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
+from fp4train.backends.te.translate import shares_codes
 from fp4train.backends.te.translate import to_te as to_te
 from fp4train.backends.te.translate import why_not as why_not
 from fp4train.hardware import Device
@@ -37,6 +38,9 @@ class TransformerEngine:
 
     def sums_fast(self, operands: Operands, gemm: str) -> bool:
         return operands.accumulator == "fast" or (operands.accumulator == "auto" and gemm == "fprop")
+
+    def shares_input(self, table: Table, device: Device) -> bool:
+        return table.quantised and device.here and shares_codes(to_te(table))
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

@@ -12,19 +12,22 @@ once for all layers, where `region(table)` ends: wrap the passes of an optimizer
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from fp4train.backends.protocol import Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
-from fp4train.backends.te.translate import to_te
+from fp4train.backends.te.translate import shares_codes, to_te
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,6 +138,52 @@ def _summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
     return view
 
 
+class _CodesFunction(torch.autograd.Function):
+    """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, codes: Tensor) -> Tensor:
+        return codes.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_MK: Tensor) -> tuple[Tensor, None]:
+        return dx_MK, None
+
+
+@dataclass
+class _QuantisedInput:
+    """The codes of one x, for all layers that read it.
+
+    TE's linear layer takes an input that is quantised already, saves it as it is, and leaves its memory alone
+    (module/linear.py: `inputmat.update_usage`, `saved_tensor_aliases`, `owns_input`), so one copy is saved for the
+    backward passes of all.
+    """
+
+    x: Tensor
+    version: int
+    table: Table
+    column: bool
+    """Whether backward passes need the column-wise form."""
+    codes: Tensor
+    given: list[Any] = field(default_factory=list)
+    """Those of the layers that have read it."""
+
+    def is_of(self, x: Tensor, table: Table, column: bool) -> bool:
+        same = self.table is table and self.column is column and self.version == x._version
+        return same and self.x.is_set_to(x)
+
+    def give(self, x_MK: Tensor) -> Tensor:
+        codes: Tensor = _CodesFunction.apply(x_MK, self.codes) if x_MK.requires_grad else self.codes.detach()  # type: ignore[no-untyped-call]
+        self.given.append(codes)
+        return codes
+
+    def close(self) -> None:
+        """Drop the row-wise form, which no backward pass needs; TE does so with codes of its own."""
+        for codes in self.given if self.column else ():
+            codes.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
 @dataclass
 class _Built:
     """What one table needs in one layer."""
@@ -147,6 +196,10 @@ class _Built:
     keeps: bool
     """Whether the weight's codes are kept within a step: not those of delayed scaling, whose amax each region takes in,
     nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
+    shares: bool
+    """Whether codes of x may serve several layers."""
+    quantizer: Any = None
+    """A copy of the module's quantiser of x that makes tensors for autograd; made where codes are first shared."""
     weight: weakref.ref[Tensor] | None = None
     """The weight that the module holds the codes of, and"""
     since: tuple[object, ...] = ()
@@ -167,6 +220,25 @@ class _Built:
             self.module._fp8_workspaces.clear()
         self.weight, self.since = weakref.ref(weight), now
         return False
+
+    def codes_of(self, x: Tensor, x_MK: Tensor, weight: Tensor, readers: Readers) -> Tensor:
+        """x [M, K] in codes that the layers that read x share.
+
+        Args:
+            x: the layer's input; x_MK: in the recipe's dtype, padded.
+        """
+        if self.quantizer is None:
+            self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
+            self.quantizer = copy.copy(self.module.quantizers["scaling_fwd"][0])
+            self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True  # TE's: True, True
+        column = torch.is_grad_enabled() and weight.requires_grad
+        made: _QuantisedInput | None = readers.cache.get("te")
+        if made is None or not made.is_of(x, self.table, column):
+            self.quantizer.set_usage(rowwise=True, columnwise=column)
+            with torch.no_grad():
+                made = _QuantisedInput(x, x._version, self.table, column, self.quantizer(x_MK))
+            readers.cache["te"] = made
+        return made.give(x_MK)
 
     def release(self) -> None:
         """Drop the codes of the weight, and the weight."""
@@ -203,6 +275,7 @@ class TEExecutor:
         position: tuple[int, int] | None = None,
         into: Callable[[], Tensor] | None = None,
         freed: bool = False,
+        readers: Readers | None = None,
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
@@ -214,6 +287,8 @@ class TEExecutor:
             into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd then.
             freed: TE then saves no codes, and quantises the weight again in backward, as it does under FSDP2 (from 2.16
                 on; older ones save the codes).
+            readers: x is then quantised once for all layers that read it, if the recipe has codes to share
+                (`shares_codes`). Bits are those of layers that quantise it themselves.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -248,7 +323,12 @@ class TEExecutor:
                 self._load(te_recipe, module)
             if delayed and not torch.is_grad_enabled():
                 stack.enter_context(_history_kept(module, te_recipe))
+            shared = readers if built.shares and not x.is_inference() else None
+            if shared is not None:
+                x_MK = built.codes_of(x, x_MK, weight, shared)
             y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
+            if shared is not None and len(shared.cache["te"].given) == shared.layers:
+                shared.cache.pop("te").close()
         if freed:
             built.release()
         return y_MN[:tokens].reshape(*x.shape[:-1], weight.shape[0])
@@ -260,8 +340,9 @@ class TEExecutor:
             options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
             te_recipe, delayed = self._translate(table), _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
-            module = te.Linear(k, n, **options)
-            known = self._built[table] = _Built(table, te_recipe, module, _token_multiple(table), delayed, keeps)
+            module, shares = te.Linear(k, n, **options), shares_codes(te_recipe)
+            known = _Built(table, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
+            self._built[table] = known
         return known
 
     def _enter_delayed(self, te: Any, table: Table) -> None:

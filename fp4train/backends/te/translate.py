@@ -48,6 +48,15 @@ def to_te(table: Table) -> Any:
     return native if native is not None else _custom(te, table, families)
 
 
+def shares_codes(te_recipe: Any) -> bool:
+    """Whether layers that read one x can take one quantised copy of it and keep every bit.
+
+    Not of delayed scaling, where x enters the history of each layer, and of quantisers that are ours, whose tensors are
+    of another kind; and from TE 2.19 on, whose linear layer was read.
+    """
+    return not te_recipe.custom() and not te_recipe.delayed() and (version() or ()) >= (2, 19)
+
+
 def why_not(table: Table, layer: Shape, device: Device) -> str | None:
     """None when TE runs exactly this table on `device` in a layer of this size; otherwise the reason.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4train.data.files import existing_path
+from fp4train.data.template import keep_template
 from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError, data_errors
@@ -13,7 +14,10 @@ from fp4train.paths import PathOrHubName, is_hub_name
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one."""
+    """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one.
+
+    The chat template beside a file of this machine is kept with the run, too.
+    """
 
     name: PathOrHubName
     revision: str | None = None
@@ -21,7 +25,10 @@ class Pretrained:
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = self.name if self.revision is None else f"{self.name} {self.revision}"
-        return run_tokenizer(run_dir, origin, self._read, self.end_of_document)
+        found = run_tokenizer(run_dir, origin, self._read, self.end_of_document)
+        if not is_hub_name(self.name):
+            keep_template(Path(self.name), run_dir)
+        return found
 
     def open(self) -> JsonTokenizer:
         """The tokenizer without a copy in a run.

@@ -19,20 +19,11 @@ from operator import attrgetter
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.hardware import Gpu
-from fp4train.lab.costs.roofline import (
-    COPY,
-    LAUNCH,
-    SCALE_EPILOGUE,
-    decoded_width,
-    gemm_seconds,
-    move_seconds,
-    needs_amax,
-    own_seconds,
-    quantise_seconds,
-)
+from fp4train.lab.costs import roofline
+from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.plan import Gemm, LayerPlan, Plan
 from fp4train.quantize import QuantSpec
-from fp4train.text import ranges, tabulate
+from fp4train.text import ranges, screen, tabulate
 
 EMULATING = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
@@ -99,9 +90,15 @@ class StretchCost:
     def quantise(self) -> float:
         return sum(row.quantise for row in self.rows)
 
+    @property
     def losing(self) -> list[GemmCost]:
         """GEMMs that would be faster unquantised on this GPU."""
         return [row for row in self.rows if row.loses]
+
+    @property
+    def lost(self) -> float:
+        """Seconds per step that they take longer."""
+        return sum(row.total - row.bf16 for row in self.losing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +129,7 @@ class CostEstimate:
 
         Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
         """
-        parts = [f"estimated time of the linear layers on {_describe(self.gpu)}, each line is one layer in one step"]
-        parts += [_render(stretch) for stretch in self.stretches]
-        if len(self.stretches) > 1:
-            parts.append(
-                f"the whole run: BF16 {time_text(self.bf16)}, as planned {time_text(self.total)}{_faster(self)}"
-            )
-        parts += [_break_even(self.gpu, names, size) for names, size in self.break_even.items()]
-        return "\n\n".join(parts)
+        return screen(__package__, "estimate.txt", {"time": time_text}, found=self, table=_table)
 
 
 def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
@@ -220,22 +210,22 @@ def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
     for backend in dict.fromkeys(backend for _, backend in forms):
         first, second = (*(spec for spec, each in forms if each == backend), None)[:2]
         if backend in LAYER_BACKENDS:
-            seconds += quantise_seconds(gpu, count, first, second)
+            seconds += roofline.quantise_seconds(gpu, count, first, second)
         else:
-            seconds += own_seconds(gpu, count, first, second, codes=backend == "native")
+            seconds += roofline.own_seconds(gpu, count, first, second, codes=backend == "native")
     return seconds
 
 
 def _multiplied(operands: Operands) -> str:
     """The dtype that emulation multiplies: BF16, or float32 if a decoded operand needs it."""
-    wide = any(spec is not None and decoded_width(spec) == 4 for spec in (operands.first, operands.second))
+    wide = any(spec is not None and roofline.decoded_width(spec) == 4 for spec in (operands.first, operands.second))
     return "FP32·FP32" if wide else "BF16·BF16"
 
 
 def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
     """Seconds to apply the scales of whole tensors or rows to an emulated product."""
     scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
-    return move_seconds(gpu, SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
+    return move_seconds(gpu, roofline.SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
 
 
 def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | None:
@@ -262,25 +252,9 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
     return 16 * low
 
 
-def _describe(gpu: Gpu) -> str:
-    peaks = ", ".join(f"{rate} {gpu.peaks[rate] / 1e12:.0f}" for rate in ("BF16", "FP8", "FP4") if rate in gpu.peaks)
-    return f"{gpu} (dense peaks in TFLOP/s: {peaks}; {gpu.bandwidth / 1e12:.3g} TB/s)"
-
-
-def _render(stretch: StretchCost) -> str:
+def _table(rows: Iterable[GemmCost]) -> list[str]:
     header = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
-    lines = tabulate([header, *_fold(_merge(stretch.rows))])
-    total = f"per step: BF16 {time_text(stretch.bf16)}, as planned {time_text(stretch.total)}{_faster(stretch)}"
-    if stretch.quantise:
-        total += f", of which quantising {time_text(stretch.quantise)} ({stretch.quantise / stretch.total:.0%})"
-    notes = [f"emulated: {reason}" for reason in dict.fromkeys(row.emulated for row in stretch.rows) if reason]
-    if losing := stretch.losing():
-        saved = sum(row.total - row.bf16 for row in losing)
-        notes.append(
-            f"quantising does not pay in {len(losing)} of {len(stretch.rows)} GEMMs: in BF16 they would take "
-            f"{time_text(saved)} less per step"
-        )
-    return "\n".join([stretch.title, *lines, total, *notes])
+    return tabulate([header, *_fold(_merge(rows))])
 
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
@@ -295,10 +269,6 @@ def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
     return merged
 
 
-def _faster(cost: StretchCost | CostEstimate) -> str:
-    return f" ({cost.bf16 / cost.total:.2f}× as fast)" if cost.total else ""
-
-
 def time_text(seconds: float) -> str:
     """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
     for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
@@ -307,24 +277,10 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def _break_even(gpu: Gpu, names: str, size: int | None) -> str:
-    if size is None:
-        return f"{names} never beats BF16 on {gpu}: quantising costs more than the product saves"
-    return f"{names} beats BF16 on {gpu} from about {size}³ on, quantising of both operands included"
-
-
 def _cells(row: GemmCost) -> tuple[str, ...]:
+    size, times = "×".join(map(str, row.size)), map(time_text, (row.bf16, row.gemm))
     quantise = time_text(row.quantise) if row.quantise else "-"
-    return (
-        row.gemm_name,
-        "×".join(map(str, row.size)),
-        row.elements,
-        time_text(row.bf16),
-        time_text(row.gemm),
-        quantise,
-        f"{row.bf16 / row.total:.2f}×",
-        row.note,
-    )
+    return row.gemm_name, size, row.elements, *times, quantise, f"{row.bf16 / row.total:.2f}×", row.note
 
 
 def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from fp4train.run.observe import THRESHOLD
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.trust import check_paths
-from fp4train.text import ranges
+from fp4train.text import first_line, ranges
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""
@@ -44,8 +44,7 @@ def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, Cos
         try:
             found[source] = _predicted_time(source, gpu)
         except UNREADABLE as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.append(f"{source.name}: its time on {gpu} is not estimated: {said}")
+            problems.append(f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}")
     return found, problems
 
 
@@ -76,7 +75,6 @@ class RunCost:
     """Tokens, time and arithmetic of a run; NaN or None where it is not known."""
 
     def __init__(self, source: RunSource) -> None:
-        self.source = source
         tokens, speed, mfu = map(source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu"))
         self.tokens, self.seconds = float(tokens.values[-1]) if len(tokens) else math.nan, math.nan
         """Tokens, and seconds of all steps."""
@@ -143,18 +141,6 @@ def environments(sources: Sequence[RunSource]) -> list[tuple[str, ByRuns]]:
     return [(key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known))) for key in keys]
 
 
-def moved(sources: Sequence[RunSource]) -> list[str]:
-    """Sentences on runs whose environment is not recorded, or changed."""
-    words = []
-    if without := [source.name for source in sources if not source.environments]:
-        words.append(f"Not recorded for {', '.join(without)}.")
-    for source in sources:
-        if len({str(each) for _, each in source.environments}) > 1:
-            steps = ", ".join(str(step) for step, _ in source.environments)
-            words.append(f"{source.name} changed its environment; it was started at steps {steps}. The last is shown.")
-    return words
-
-
 def _arithmetic(source: RunSource) -> dict[str, float]:
     """Multiply-adds of the linear layers by elements, for the steps that were trained."""
     batch, microbatch = source.setting("train.batch_size"), source.setting("train.microbatch")
@@ -204,10 +190,6 @@ def duration(seconds: float) -> str:
     """ "90 s", "20 min", "3.1 h"; a dash where it is not known."""
     if not math.isfinite(seconds):
         return "–"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 7200:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -18,6 +18,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal as run_journal
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
+from fp4train.text import first_line
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
 from fp4train.track.statistics import STATISTICS, read_statistics
@@ -180,5 +181,5 @@ def _try(read: Callable[[], T], problems: list[str], default: T) -> T:
     try:
         return read()
     except UNREADABLE as error:
-        problems.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        problems.append(first_line(error))
         return default

@@ -45,7 +45,7 @@ from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Step, Values
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 from fp4train.train import train_step
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class ForkSettings:
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
-        for name in ("steps", "batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "", "steps", "batches")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr} must be a positive number")
 

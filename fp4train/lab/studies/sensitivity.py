@@ -18,6 +18,7 @@ from fp4train.lab.studies.record import Shown, StudyRecord, Values
 from fp4train.lab.studies.statistics import estimate
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
+from fp4train.text import check_least
 
 GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
@@ -43,10 +44,7 @@ class Effort:
     def __post_init__(self) -> None:
         if (self.batches is None) == (self.budget is None):
             raise ValueError("give batches or budget: within a budget, as many batches are measured as it allows")
-        if self.batches is not None and self.batches < 1:
-            raise ValueError(f"batches={self.batches} must be at least 1")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats} must be at least 1")
+        check_least(self, "", "batches", "repeats")
 
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:

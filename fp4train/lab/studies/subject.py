@@ -23,7 +23,7 @@ from torch import nn
 
 from fp4train import checkpoint
 from fp4train.config import Config
-from fp4train.config.binding import flattened
+from fp4train.config.binding import default_of, flattened
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
@@ -170,7 +170,7 @@ def described(value: Any) -> Any:
         changed = {
             field.name: described(getattr(value, field.name))
             for field in dataclasses.fields(kind)
-            if field.init and getattr(value, field.name) != _default(field)
+            if field.init and getattr(value, field.name) != default_of(field)
         }
         return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **changed}
     if isinstance(value, Mapping):
@@ -183,10 +183,3 @@ def described(value: Any) -> Any:
 def digest(value: Any) -> str:
     """Checksum of a description, 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field; where it has none, a value that equals nothing."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING

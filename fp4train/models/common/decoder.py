@@ -19,10 +19,12 @@ from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
 from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
+from fp4train.models.common.liger import Fusible
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.nn.ranks import all_rows, local, with_summed_gradient
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
+from fp4train.text import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,8 @@ class DecoderShape:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "heads", "kv_heads", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        for name in ("head_dim", "max_positions", "vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"model.{name}={value} must be at least 1, or null")
+        check_least(self, "model.", "width", "heads", "kv_heads", "vocab_multiple")
+        check_least(self, "model.", "head_dim", "max_positions", "vocab_size", must="at least 1, or null")
         if not 0 < self.norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={self.norm_eps} must be finite and above 0")
         if self.head_dim is None and self.width % self.heads:
@@ -93,7 +91,7 @@ class DecoderShape:
             )
 
 
-class Decoder(nn.Module):
+class Decoder(Fusible, nn.Module):
     """A language model of `embed`, `blocks`, `norm` and `head`, which several ranks may share.
 
     `forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits. As a stage of a
@@ -184,7 +182,9 @@ class Decoder(nn.Module):
             return chunked_distillation(x_MD, w_VD, targets_BT.flatten(), teacher, masked=self.masked)
         if targets_BT is None:
             return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
-        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked)
+        return chunked_cross_entropy(
+            x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=self.liger
+        )
 
     def fp4train_stages(self) -> StageCut:
         """How a pipeline cuts the model. Stages send each other the residual stream."""

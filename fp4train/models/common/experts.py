@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.models.common.rotary import SwiGLU
-from fp4train.nn.experts import Experts
+from fp4train.nn.call import Counts
+from fp4train.nn.experts import Experts, by_expert
 from fp4train.precision.context import auxiliary, once
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 
 SCORES = ("softmax", "sigmoid")
 DROPPED, BALANCE, Z = 0, 1, 2
@@ -65,9 +66,7 @@ class ExpertShape:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("count", "top", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.experts.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "model.experts.", "count", "top", "hidden")
         if self.top > self.count:
             raise ValueError(f"model.experts.top={self.top} exceeds model.experts.count={self.count}")
         if self.shared < 0:
@@ -208,20 +207,19 @@ class ExpertLayer(nn.Module):
     def routed(self, x_BTD: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
         chosen_MK, weights_MK = self.router(x_BTD)
-        order, counts_E = self._order(chosen_MK, x_BTD.shape[1])
-        counts = counts_E if counts_E.is_meta else counts_E.tolist()  # the host waits once, for both products
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        rows: Tensor = _Dispatch.apply(x_BTD.flatten(0, 1), order, back)  # type: ignore[no-untyped-call]
-        gate, up = self.gate_up(rows, counts).chunk(2, -1)
-        y: Tensor = self.down(F.silu(gate) * up, counts)
-        y = _Permuted.apply(y, back, order)  # type: ignore[no-untyped-call]
+        key = self._kept(chosen_MK, x_BTD.shape[1])
+        y = by_expert(x_BTD.flatten(0, 1), key, self.router.experts.count, self._mlp)
         out_MD = (y.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1)
         out: Tensor = out_MD.to(x_BTD.dtype).view_as(x_BTD)
         return out
 
-    def _order(self, chosen_MK: Tensor, time: int) -> tuple[Tensor, Tensor]:
-        """(Assignments by expert, those that are dropped last, int64 [M·top], assignments per expert, int64 [E])."""
+    def _mlp(self, rows: Tensor, counts: Counts | Tensor) -> Tensor:
+        gate, up = self.gate_up(rows, counts).chunk(2, -1)
+        y: Tensor = self.down(F.silu(gate) * up, counts)
+        return y
+
+    def _kept(self, chosen_MK: Tensor, time: int) -> Tensor:
+        """The expert of each assignment, int64 [M·top]; of those that are dropped, the number of experts."""
         count, capacity = self.router.experts.count, self.router.balance.capacity
         key = chosen_MK.flatten()
         if capacity is not None and auxiliary():
@@ -232,8 +230,7 @@ class ExpertLayer(nn.Module):
             dropped = key.new_zeros(count + 3, dtype=torch.float64)
             dropped[count + DROPPED] = late.sum()
             once(self.router, lambda: self.router.note(dropped))
-        counts = key.new_zeros(count + 1).scatter_add_(0, key, torch.ones_like(key))
-        return key.argsort(stable=True), counts[:count]
+        return key
 
 
 def _rank_within(key: Tensor) -> Tensor:
@@ -257,36 +254,3 @@ class _WithLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
         return dx, dx.new_full((), ctx.share), None
-
-
-class _Permuted(torch.autograd.Function):
-    """x[order]; `back` is the inverse of `order`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return dy[back], None, None
-
-
-class _Dispatch(torch.autograd.Function):
-    """The row of each assignment's token: x [M, D] → [M·top, D]. Backward adds those of a token in their order, in
-    float32, which indexing by torch would leave to chance on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.tokens = len(x_MD)
-        return x_MD[order // (len(order) // len(x_MD))]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        dx_MKD = dy[back].view(ctx.tokens, -1, dy.shape[-1])
-        return dx_MKD.sum(1, dtype=torch.float32).to(dy.dtype), None, None

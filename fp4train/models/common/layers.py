@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import TokenRanks, shared_by
+from fp4train.models.common.liger import Fusible
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Fusible, nn.RMSNorm):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
 
     tensor: TokenRanks | None = None
@@ -28,6 +29,8 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """y, with the shape and dtype of x [..., width]."""
         weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
+        if self.liger is not None and self.eps is not None:
+            return self.liger.rms_norm(x, weight.to(x.dtype), self.eps)
         y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
         return y
 
@@ -83,7 +86,7 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
 
 
-class Attention(nn.Module):
+class Attention(Fusible, nn.Module):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
     The four projections are linear layers, which `fp4train.convert` replaces; the products of queries, keys and values
@@ -145,7 +148,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        if cos_TE is not None and sin_TE is not None:
+        if cos_TE is not None and sin_TE is not None and self.liger is not None:
+            q, k = self.liger.rotate(q, k, cos_TE, sin_TE)
+        elif cos_TE is not None and sin_TE is not None:
             q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
         grouped, causal, mask = self.kv_heads != self.heads, mask_BTT is None, mask_BTT
         if cache is not None:

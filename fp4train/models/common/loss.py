@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
 from fp4train.models.common.cut import TokenRanks
+from fp4train.models.common.liger import Liger
 from fp4train.nn.ranks import Ranks, local
 
 _LOGITS_IN_A_CHUNK = 1 << 23
@@ -47,7 +48,14 @@ class ChunkedLoss(torch.autograd.Function):
 class _ChunkedCrossEntropy(ChunkedLoss):
     @staticmethod
     def forward(
-        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, dtype: torch.dtype, ranks: Ranks | None, masked: bool
+        ctx: Any,
+        h_MD: Tensor,
+        w_VD: Tensor,
+        targets_M: Tensor,
+        dtype: torch.dtype,
+        ranks: Ranks | None,
+        masked: bool,
+        liger: Liger | None,
     ) -> Tensor:
         tokens = h_MD.shape[0]
         rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
@@ -59,21 +67,15 @@ class _ChunkedCrossEntropy(ChunkedLoss):
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
             h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
-            counts = target >= 0 if masked else None
-            target = target if counts is None else target.masked_fill(~counts, 0)
-            logits = widened(torch.mm, h, w.T).float()
-            if ranks is None:
-                log_norm, at_target = logits.logsumexp(-1, keepdim=True), logits.gather(1, target)
+            logits, wanted = widened(torch.mm, h, w.T), dh is not None or dw is not None
+            if liger is not None and ranks is None:
+                losses, grad = liger.cross_entropy(logits, target[:, 0], gradient=wanted), logits
             else:
-                log_norm, at_target, target, here = _over_ranks(logits, target, ranks)
-            losses = log_norm - at_target
-            total += (losses if counts is None else losses * counts).sum()
-            if dh is None and dw is None:
+                losses, grad = _losses(logits.float(), target, ranks, masked=masked, gradient=wanted)
+            total += losses.sum()
+            if not wanted:
                 continue
-            grad = logits.sub_(log_norm).exp_()
-            ones = torch.full_like(target, -1, dtype=grad.dtype)
-            grad.scatter_add_(1, target, ones if ranks is None else ones * here)
-            grad = (grad if counts is None else grad.mul_(counts)).to(dtype)
+            grad = grad.to(dtype)
             if dh is not None and ranks is None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             elif dh is not None and ranks is not None:  # partial sums, added before they are rounded
@@ -83,6 +85,26 @@ class _ChunkedCrossEntropy(ChunkedLoss):
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens
+
+
+def _losses(
+    logits: Tensor, target: Tensor, ranks: Ranks | None, *, masked: bool, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """(Losses [C, 1], with `gradient` that of the logits, which may be in their memory) of float32 logits [C, V]."""
+    counts = target >= 0 if masked else None
+    target = target if counts is None else target.masked_fill(~counts, 0)
+    if ranks is None:
+        log_norm, at_target = logits.logsumexp(-1, keepdim=True), logits.gather(1, target)
+    else:
+        log_norm, at_target, target, here = _over_ranks(logits, target, ranks)
+    losses = log_norm - at_target
+    losses = losses if counts is None else losses * counts
+    if not gradient:
+        return losses, logits
+    grad = logits.sub_(log_norm).exp_()
+    ones = torch.full_like(target, -1, dtype=grad.dtype)
+    grad.scatter_add_(1, target, ones if ranks is None else ones * here)
+    return losses, grad if counts is None else grad.mul_(counts)
 
 
 def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,7 +138,13 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, tensor: TokenRanks | None = None, *, masked: bool = False
+    h_MD: Tensor,
+    w_VD: Tensor,
+    targets_M: Tensor,
+    tensor: TokenRanks | None = None,
+    *,
+    masked: bool = False,
+    liger: Liger | None = None,
 ) -> Tensor:
     """Mean cross-entropy in nats, float32 scalar.
 
@@ -127,9 +155,10 @@ def chunked_cross_entropy(
         targets_M: int64 [tokens].
         tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same loss.
         masked: a target below 0 has no loss; the sum is divided by all tokens even so.
+        liger: whose kernel takes losses and gradients of the logits; None, or over ranks: torch's operators.
     """
     dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
     ranks = None if tensor is None else tensor.ranks
     weight = w_VD if ranks is None else local(w_VD)
-    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, dtype, ranks, masked)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, dtype, ranks, masked, liger)  # type: ignore[no-untyped-call]
     return loss

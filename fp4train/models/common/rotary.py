@@ -12,6 +12,7 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
 from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
+from fp4train.models.common.liger import Fusible
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
@@ -50,7 +51,7 @@ class RotaryShape(DecoderShape):
             )
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     fp4train_fused = (("gate", "up"),)
@@ -62,7 +63,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate, up = self.gate(x_BTD), self.up(x_BTD)
+        out: Tensor = self.down(F.silu(gate) * up if self.liger is None else self.liger.silu_product(gate, up))
         return out
 
 
@@ -112,7 +114,7 @@ class RotaryDecoder(Decoder):
             self.head.weight = self.embed.weight
         self.cos: Tensor
         self.sin: Tensor
-        for name, values in self._angles().items():
+        for name, values in RotaryDecoder.initial_buffers(self).items():  # a subclass has more
             self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
 
     def initial_values(self) -> dict[str, Initial]:
@@ -130,9 +132,6 @@ class RotaryDecoder(Decoder):
 
     def initial_buffers(self) -> dict[str, Tensor]:
         """Cosines and sines of the rotary embedding, which no checkpoint holds."""
-        return self._angles()
-
-    def _angles(self) -> dict[str, Tensor]:
         shape = self.shape
         angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, shape.rope_scaling)
         return {"cos": angles.cos(), "sin": angles.sin()}

@@ -32,6 +32,7 @@ from fp4train.models.common.initialise import Filled, Initial, Normal, initialis
 from fp4train.models.common.layers import Attention, RMSNorm
 from fp4train.models.common.scan import Mamba2, ScanState
 from fp4train.models.hybrid.parallel import tensor_cut
+from fp4train.text import check_least
 
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
 MOST_BLOCKS = 4096
@@ -59,11 +60,8 @@ class ScanShape:
     least_step: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim", "state", "groups", "kernel", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.scan.{name}={getattr(self, name)} must be at least 1")
-        if self.kernel < 2:
-            raise ValueError(f"model.scan.kernel={self.kernel} must be at least 2")
+        check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
+        check_least(self, "model.scan.", "kernel", least=2)
         if self.heads % self.groups:
             raise ValueError(f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}")
         if not 0 <= self.least_step < math.inf:
@@ -89,8 +87,7 @@ class Hybrid(DecoderShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden < 1:
-            raise ValueError(f"model.hidden={self.hidden} must be at least 1")
+        check_least(self, "model.", "hidden")
         if not 1 <= len(self.pattern) <= MOST_BLOCKS:
             raise ValueError(f"model.pattern has {len(self.pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
         for place, letter in enumerate(self.pattern, 1):

@@ -33,6 +33,7 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
 from fp4train.models.common.layers import rotate
+from fp4train.text import check_least
 
 KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}
 TIMES = (2.0, 512.0)
@@ -59,9 +60,7 @@ class FilterShape:
     poles: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("featuriser", "short", "medium", "groups", "poles"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.filters.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "model.filters.", "featuriser", "short", "medium", "groups", "poles")
 
 
 class ConvolutionState:

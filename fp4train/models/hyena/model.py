@@ -36,7 +36,7 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 
 MOST_BLOCKS = 4096
 GELU = ("first", "all")
@@ -67,8 +67,7 @@ class Hyena(DecoderShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden < 1:
-            raise ValueError(f"model.hidden={self.hidden} must be at least 1")
+        check_least(self, "model.", "hidden")
         if self.kv_heads != self.heads:
             raise ValueError(
                 f"model.kv_heads={self.kv_heads} must be model.heads={self.heads}: one weight makes queries, keys and "

@@ -20,7 +20,7 @@ from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.initialise import DRAWS, initialise
 from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
 from fp4train.models.llama.parallel import tensor_cut
-from fp4train.text import check_choice
+from fp4train.text import check_choice, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class Llama(RotaryShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model.draw", self.draw, DRAWS)
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"model.hidden={self.hidden} must be at least 1, or null for 8/3 of the width")
+        check_least(self, "model.", "hidden", must="at least 1, or null for 8/3 of the width")
 
     @property
     def mlp_width(self) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, LayerKernels, widened
+from fp4train.backends import BACKENDS, LayerKernels, Readers, widened
 from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
 from fp4train.nn.weights import Gathered, WeightForm, values_of
@@ -144,8 +144,9 @@ class BackendLayer(Executor):
         position = None
         if context is not None and context.step is not None and layer.keeps_forms:
             position = (context.seed, context.step)
-        freed = not layer.keeps_forms
-        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed)
+        freed, count = not layer.keeps_forms, len(layer.layer.fused)
+        readers = Readers(context.shared, count) if context is not None and count > 1 else None
+        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed, readers=readers)
 
 
 class ValuesFunction(torch.autograd.Function):

@@ -20,7 +20,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,17 +54,8 @@ PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 
 CONTINUED = (
-    "run.name",
-    "run.dir",
-    "run.overwrite",
-    "resume",
-    "gpu",
-    "plugins",
-    "eval.",
-    "checkpoint.",
-    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
-    "track",
-    "data.cache_dir",
+    *("run.name", "run.dir", "run.overwrite", "resume", "gpu", "plugins", "eval.", "checkpoint."),
+    *("train.step_timeout", "train.on_divergence", "train.rewinds", "track", "data.cache_dir"),
 )
 """Keys that may differ when the same command is repeated: they do not change what is computed."""
 RESUMED = (
@@ -191,11 +181,6 @@ def identity(run: Path) -> str | None:
     path = run / CONFIG
     found = config_parts(path)[0] if path.is_file() else None
     return None if found is None else found[0]
-
-
-def new_identity() -> str:
-    """Identity for a run that begins: 64 random bits, in hexadecimal."""
-    return secrets.token_hex(8)
 
 
 @contextmanager

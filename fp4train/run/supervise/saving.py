@@ -98,7 +98,7 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._worker = Worker("checkpoints", _report)
+        self._worker = Worker("checkpoints", lambda error: _log.warning("checkpoints, beside the loop: %s", error))
         self._begun: int | None = None
         self._failures = 0
         self._retry_at: int | None = None
@@ -319,8 +319,3 @@ class Saver:
             also.close()
             raise
         return also
-
-
-def _report(error: Exception) -> None:
-    """Logs failures of pruning and of buffer preparation; checkpoints report their own outcome."""
-    _log.warning("checkpoints, beside the loop: %s", error)

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 import transformer_engine_torch as tex
 from te_on_cpu import K, pretend_gpu, te
 from torch import Tensor, nn
+from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 import fp4train
 from fp4train.backends import LAYER_BACKENDS
@@ -30,7 +33,7 @@ from fp4train.backends.te import TEExecutor
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.nn.weights import Gathered
-from fp4train.precision.context import Context, use
+from fp4train.precision.context import Context, recompute, use
 from fp4train.precision.plan import resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
@@ -45,14 +48,44 @@ TOKENS = 32
 """Of a row."""
 codes: weakref.WeakSet[Any] = weakref.WeakSet()
 """All quantised tensors that are alive."""
+tensors: list[weakref.ref[Any]] = []
+"""All `TensorCodes`."""
 quantised_from: list[tuple[tuple[int, ...], int]] = []
 """Shape and address of every tensor that was quantised."""
 
 
+class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
+    """What a quantiser of x makes that is not `internal`: a tensor for autograd (quantized_tensor.py Quantizer; detach
+    and update_usage of tensor/*_tensor.py). It has the forms that were asked for; what it gave up is not remade."""
+
+    def __new__(cls, values: Tensor, quantizer: Any, usages: dict[str, bool]) -> TensorCodes:
+        made: Any = QuantizedTensor.__new__(cls, values.shape, values.dtype, device=values.device)
+        made.values, made._quantizer, made.usages = values, quantizer, dict(usages)
+        tensors.append(weakref.ref(made))
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def detach(self) -> TensorCodes:
+        return TensorCodes(self.values, self._quantizer, self.usages)
+
+    def get_usages(self) -> dict[str, bool]:
+        return self.usages
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
+            assert not wanted or self.usages[name], f"the {name} form is not there"
+            self.usages[name] &= wanted is not False
+
+
 def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
-    made = te_calls_on_cpu.quantise(x, quantizer)
-    made.values = x.detach().to(torch.bfloat16)
-    codes.add(made)
+    if quantizer.internal or len(x) % K == 0:  # TE's weights are tensors too, which nothing here looks at
+        made = te_calls_on_cpu.quantise(x, quantizer)
+        made.values = x.detach().to(torch.bfloat16)
+        codes.add(made)
+    else:
+        made = TensorCodes(x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer))
     quantised_from.append((tuple(x.shape), x.untyped_storage().data_ptr()))
     return made
 
@@ -60,7 +93,7 @@ def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
 def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *rest: Any, **__: Any) -> Any:
     """cuBLASLt's D = A·B, or D += A·B, column by column: row by row it is D = op(b)·op(a)."""
     accumulate = rest[7]  # after bias, its dtype, gelu, its input, grad, the workspace and its size
-    a, b = (each.values if isinstance(each, te_calls_on_cpu.Codes) else each for each in (a, b))
+    a, b = (each.values if isinstance(each, (te_calls_on_cpu.Codes, TensorCodes)) else each for each in (a, b))
     product = ((b.T if transb else b).double() @ (a.T if transa else a).double()).float()
     found = te_calls_on_cpu.TE_DTYPES[out_dtype] if out is None else str(out.dtype).removeprefix("torch.")
     te_calls_on_cpu.gemms.append({"gemm": "wgrad" if transb else "fprop" if transa else "dgrad", "d": found})
@@ -69,6 +102,7 @@ def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype
     return (out.add_(product) if accumulate else out.copy_(product)), None, None, None
 
 
+cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (TensorCodes,)
 call = TEExecutor.__call__
 
 
@@ -356,6 +390,72 @@ def phases() -> dict[str, Any]:
     return found
 
 
+class Projections(nn.Module):
+    """Three layers that read one x, and one that reads the sum of what they make."""
+
+    fp4train_fused = (("q", "k", "v"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, out in (("q", 2 * K), ("k", K), ("v", K), ("o", K)):
+            layer = nn.Linear(K, out, bias=False)
+            nn.init.normal_(layer.weight, std=0.1, generator=generator)
+            setattr(self, name, layer)
+
+    changes = False
+    """Whether x is another one, in the same memory, for the layers after the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        q = self.q(x)[..., :K]
+        if self.changes:
+            x.mul_(2)
+        y: Tensor = self.o(q + self.k(x) * self.v(x))
+        return y
+
+
+def readers() -> dict[str, Any]:
+    """How often x is quantised for layers that read it, the forms that live on for backward, and the results beside
+    those of layers that know of no others."""
+    found: dict[str, Any] = {}
+    x = torch.randn(2, 16, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+    recipes: dict[str, Recipe] = {"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current()}
+    recipes |= {"fp8_delayed": FP8Delayed(history=4), "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad")}
+    for name, recipe in recipes.items():
+        for passes in ("plain", "recomputed", "evaluated", *(["changed"] if name == "mxfp8" else [])):
+            results: list[list[Tensor]] = []
+            for alone in (True, False):
+                model = convert(Projections(), backend="te")
+                model.changes = passes == "changed"
+                layers = [model.q, model.k, model.v, model.o]
+                for layer in layers:
+                    place = replace(layer.layer, fused=()) if alone else layer.layer
+                    layer.rename(place, "te")
+                    layer.apply_plan(resolve(place, recipe, None, "te", Device.of(CPU)), recipe, None, CPU)
+                for step in range(2):
+                    tensors.clear()
+                    quantised_from.clear()
+                    a = x.clone().requires_grad_()
+                    model.zero_grad()
+                    context = Context(recipe=recipe, seed=0, step=step, token_offset=0, applied=True)
+                    region = LAYER_BACKENDS["te"].region([recipe.table()], None)
+                    with region, use(context), torch.set_grad_enabled(passes != "evaluated"):
+                        y = recompute(model, a) if passes == "recomputed" else model(a)
+                        seen = sum(shape == (32, K) for shape, _ in quantised_from)
+                        gc.collect()
+                        kept = [each.usages["rowwise"] for made in tensors if (each := made()) is not None]
+                        if passes != "evaluated":
+                            y.backward(torch.ones_like(y))
+                gradients = [] if passes == "evaluated" else [a.grad, *(layer.weight.grad for layer in layers)]
+                results.append([y.detach(), *gradients])
+                if not alone:
+                    found[f"{name}, {passes}"] = {"quantised": seen, "rows kept": sum(kept)}
+            found[f"{name}, {passes}"]["equal"] = all(map(torch.equal, *results))
+            found[f"{name}, {passes}"]["why"] = resolve(layers[0].layer, recipe, None, "te", Device.of(CPU)).fprop.why
+    return found
+
+
 def python_calls() -> dict[str, dict[str, int]]:
     """Calls of Python functions by one layer, forward and backward, whose weight is quantised: fp4train's and TE's."""
     folders = {"fp4train": Path(fp4train.__file__).parent, "te": Path(te.__file__).parent}
@@ -389,6 +489,7 @@ if __name__ == "__main__":
         "orders": orders(),
         "gathered": gathered(),
         "phases": phases(),
+        "readers": readers(),
         "calls": python_calls(),
     }
     json.dump(report, sys.stdout)

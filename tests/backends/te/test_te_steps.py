@@ -58,6 +58,28 @@ def test_a_change_of_the_recipe_drops_the_codes_of_the_weights(report: Any) -> N
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current"])
+def test_layers_that_read_one_input_share_its_codes_and_keep_their_bits(report: Any, recipe: str) -> None:
+    """Queries, keys and values quantise x once, and the sum that the last layer reads is the second tensor. What is
+    kept for backward has no row-wise form."""
+    for passes in ("plain", "recomputed", "evaluated"):
+        found = report["readers"][f"{recipe}, {passes}"]
+        assert (found["quantised"], found["rows kept"], found["equal"]) == (2, 0, True), passes
+        assert "; q, k, v share one quantised x" in found["why"]
+
+
+def test_an_input_that_was_changed_in_place_is_quantised_again(report: Any) -> None:
+    found = report["readers"]["mxfp8, changed"]
+    assert found["quantised"] == 3 and found["equal"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4, wgrad high"])
+def test_an_input_whose_codes_belong_to_a_layer_is_quantised_by_each(report: Any, recipe: str) -> None:
+    """Delayed scaling enters x into the history of each layer; quantisers of a custom recipe make other tensors."""
+    found = report["readers"][f"{recipe}, plain"]
+    assert found["quantised"] == 4 and found["equal"] and "share" not in found["why"]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current"])
 def test_a_layer_adds_few_python_calls_to_those_of_te(report: Any, recipe: str) -> None:
     """Calls, since times depend on who else uses a machine. A layer that waits for its host gains by no format."""
     found = report["calls"][recipe]

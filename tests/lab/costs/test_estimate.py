@@ -282,13 +282,13 @@ def test_large_layers_gain_and_kept_ones_stay_as_they_are() -> None:
         assert (row.total == row.bf16) == kept
         assert kept or row.total < row.bf16
     assert stretch.total < stretch.bf16
-    assert not stretch.losing()
+    assert not stretch.losing
 
 
 def test_small_layers_are_told_not_to_quantise() -> None:
     for recipe in (NVFP4(), MXFP8()):
         cost = price(recipe, "B200", width=256, tokens=1024)
-        assert cost.stretches[0].losing() and cost.total > cost.bf16
+        assert cost.stretches[0].losing and cost.total > cost.bf16
         text = cost.render()
         assert "does not pay" in text and "in BF16 they would take" in text
     assert "E2M1·E2M1 beats BF16 on B200 from about 1968³ on" in price(NVFP4(), "B200").render()

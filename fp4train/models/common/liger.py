@@ -1,0 +1,138 @@
+"""What lies between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on NVIDIA GPUs.
+
+    RMSNorm               a kernel each way, float32 inside and rounded once, as F.rms_norm
+    silu(gate) ⊙ up       a kernel each way; backward makes silu again and writes both gradients over gate and up
+    rotary embedding      one kernel for queries and keys, in their own memory
+    cross-entropy         loss and gradient of a chunk of logits, in their own memory: two reads and one write, 6 bytes
+                          per BF16 logit; torch's operators move 32
+
+Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before, in high precision.
+Results differ from torch's operators in the last digits, since sums have another order and rotations round less often.
+Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can record, and takes
+so few tokens at a time that the float32 gradient of the head is read and written dozens of times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OLDEST, BEFORE = (0, 8, 5), (0, 9)
+"""Versions of liger-kernel whose functions are those that are called here."""
+
+_IGNORED = -1
+_LARGEST_BLOCK = 1 << 15
+"""Columns that a program of the kernel holds (cross_entropy.py MAX_FUSED_SIZE)."""
+
+
+class Liger:
+    """Liger's kernels, by what they compute. Tensors are on one CUDA device.
+
+    Raises:
+        ImportError: liger-kernel or Triton is not there.
+    """
+
+    def __init__(self) -> None:
+        ops: Any = import_module("liger_kernel.ops")
+        self._norm, self._product, self._rotation = (
+            ops.LigerRMSNormFunction,
+            ops.LigerSiLUMulFunction,
+            ops.LigerRopeFunction,
+        )
+        self._loss: Any = import_module("liger_kernel.ops.cross_entropy").liger_cross_entropy_kernel
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / √(mean(x²) + ε) ⊙ w over the last dimension D of x, in its dtype."""
+        # Offset of the weight, where to round ("gemma": after the product), not over dy, which others may read, rows.
+        y: Tensor = self._norm.apply(x, weight_D, eps, 0.0, "gemma", False, None)
+        return y
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) ⊙ up. Backward writes the gradients over both, which nothing else may need then."""
+        y: Tensor = self._product.apply(gate, up, 1.0, 1.0)
+        return y
+
+    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys; in their own memory where they are transposed [B, T, heads, E]."""
+        q, k = self._rotation.apply(q_BHTE, k_BHTE, cos_TE, sin_TE, None, 1, None)
+        return q, k
+
+    def cross_entropy(self, logits_CV: Tensor, targets_C: Tensor, *, gradient: bool) -> Tensor:
+        """Losses [C] in nats, float32; those of targets below 0 are 0.
+
+        With `gradient` the logits become softmax(logits) − onehot(target), in their dtype, and 0 without a target.
+        """
+        rows, columns = logits_CV.shape
+        losses_C = torch.zeros(rows, device=logits_CV.device)
+        capability = torch.cuda.get_device_capability(logits_CV.device) if logits_CV.is_cuda else (0, 0)
+        none: dict[str, Any] = {
+            **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr", "softcap")),
+            **dict.fromkeys(("token_accuracy_stride", "predicted_tokens_stride"), 0),
+            **dict.fromkeys(("n_non_ignore", "sum_non_ignore_weight", "weight_sum"), 1),  # of means and weights
+            **dict.fromkeys(("lse_square_scale", "label_smoothing"), 0.0),
+            **dict.fromkeys(("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False),
+            **dict.fromkeys(("HAS_WEIGHT", "HAS_SOFTCAPPING"), False),
+        }
+        self._loss[(rows,)](
+            X_ptr=logits_CV,
+            X_stride=logits_CV.stride(0),
+            Y_ptr=targets_C.clamp(min=_IGNORED),
+            Y_stride=1,
+            loss_ptr=losses_C,
+            loss_stride=1,
+            n_cols=columns,
+            ignore_index=_IGNORED,
+            reduction="sum",
+            HAS_GRADIENTS=gradient,
+            BLOCK_SIZE=min(_LARGEST_BLOCK, 1 << (columns - 1).bit_length()),
+            # As liger's: Blackwell is bound by instructions, older GPUs by bandwidth.
+            num_warps=8 if logits_CV.element_size() == 2 and capability >= (10, 0) else 32,
+            **none,
+        )
+        return losses_C
+
+
+class Fusible:
+    """A module with parts that Liger has kernels for."""
+
+    liger: Liger | None = None
+    """None: torch's operators."""
+
+
+@cache
+def _version() -> tuple[int, ...] | None:
+    try:
+        text = metadata.version("liger-kernel")
+    except metadata.PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def why_not(device: str) -> str | None:
+    """Why Liger's kernels do not run on devices of this type; None: they do."""
+    if device != "cuda":
+        return f"they are for GPUs, and the model is on the {device} device"
+    installed = _version()
+    if installed is None:
+        return "liger-kernel is not installed: pip install 'fp4train[liger]'"
+    if not OLDEST <= installed < BEFORE:
+        found, oldest, before = (".".join(map(str, each)) for each in (installed, OLDEST, BEFORE))
+        return f"liger-kernel {found} is installed, and {oldest} or newer below {before} is needed"
+    return None
+
+
+def use_liger(model: nn.Module, *, apart: Iterable[nn.Module] = ()) -> None:
+    """Run the fusible parts of `model` in Liger's kernels, but for those inside of the modules `apart`.
+
+    A graph of such a model has one backward pass: kernels write over what it saved.
+    """
+    kernels, left = Liger(), {inner for module in apart for inner in module.modules()}
+    for module in model.modules():
+        if isinstance(module, Fusible) and module not in left:
+            module.liger = kernels

@@ -1,0 +1,126 @@
+"""Experts of transformers' mixtures as planned layers: Mixtral, Qwen3-MoE, gpt-oss and what else uses its interface.
+
+transformers (5 and later) keeps the experts of a block as 3-D parameters of one module, `gate_up_proj` (`up_proj` where
+there is no gate) and `down_proj`, [E, out, in] or transposed, with biases or without. Its decorator
+`use_experts_implementation` looks up the function that multiplies them in `ALL_EXPERTS_FUNCTIONS`, by the name that the
+module's configuration has, and notes on the module how they are laid out
+(https://huggingface.co/docs/transformers/experts_interface). `convert` enters a function of that kind here, and adds a
+planned layer per parameter to the module: `experts.gate_up`, `experts.down`.
+
+The planned layers have no parameters of their own: they read those of the module. So parameters, names, state dict and
+saved folders stay as they were. The activation is the module's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.nn.call import Counts
+from fp4train.nn.experts import Experts, by_expert
+from fp4train.precision.layers import Layer
+
+IMPLEMENTATION = "fp4train"
+"""The name of our function among transformers' implementations of experts."""
+
+_KEYS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class HeldExperts(Experts):
+    """Experts whose weights and biases are parameters of the module that holds this layer.
+
+    Args:
+        owner: that module.
+        key: name of the parameter there, [E, out, in], or [E, in, out] if the owner `is_transposed`; its biases, if the
+            owner has some, are those of f"{key}_bias".
+    """
+
+    _owner: Any
+
+    def __init__(self, owner: Any, key: str) -> None:
+        nn.Module.__init__(self)
+        self._key, self.transposed = key, bool(owner.is_transposed)
+        self.read_from(owner)
+        experts, out_features, in_features = self.w_ENK.shape
+        alone = Layer(name=key, in_features=in_features, out_features=out_features, block=0, blocks=1)
+        per_token = getattr(owner.config, "num_experts_per_tok", None) or 1
+        self._begin(replace(alone, experts=experts, per_token=per_token), "auto")
+
+    def read_from(self, owner: nn.Module) -> None:
+        """Take weights and biases of `owner`: the holder, or the replica of it that a device has."""
+        self.__dict__["_owner"] = owner  # no submodule: the owner holds this layer
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        found: Tensor = getattr(self._owner, self._key)
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return getattr(self._owner, f"{self._key}_bias") if self._owner.has_bias else None
+
+
+def hold_experts(model: nn.Module) -> None:
+    """Let planned layers multiply the experts of transformers in `model` that do not have them yet."""
+    for owner in list(_owners(model)):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+        for key in _keys(owner):
+            owner.add_module(key.removesuffix("_proj"), HeldExperts(owner, key))
+        # A configuration of its own: models that are not converted may share the one that it was made with.
+        owner.config = copy.copy(owner.config)
+        owner.config._experts_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules of the interface, known by what its decorator notes on them, and of a forward that asks it."""
+    for module in model.modules():
+        noted = {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
+        calls = hasattr(type(module).forward, "__wrapped__") and "forward" not in vars(module)
+        if noted and calls and not module._is_expert_parallel and not any(map(_is_held, module.children())):
+            yield module
+
+
+def _keys(owner: nn.Module) -> list[str]:
+    return [key for key in _KEYS if isinstance(each := getattr(owner, key, None), Tensor) and each.dim() == 3]
+
+
+def _is_held(module: nn.Module) -> bool:
+    return isinstance(module, HeldExperts)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Σ of each token's experts, weighted, in transformers' interface.
+
+    Args:
+        hidden_states: [tokens, width].
+        top_k_index, top_k_weights: [tokens, top], each token's experts and their weights.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from fp4train.precision.compile_context import call  # the host reads the counts: no graph has the experts
+
+        compiled: Tensor = call(_routed, self, hidden_states, top_k_index, top_k_weights)
+        return compiled
+    return _routed(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _routed(owner: Any, x_MD: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
+    first, last = (each for each in owner.children() if isinstance(each, HeldExperts))
+
+    def mlp(rows: Tensor, counts: Counts | Tensor) -> Tensor:
+        for layer in (first, last):
+            layer.read_from(owner)
+        hidden = first(rows, counts)
+        hidden = owner._apply_gate(hidden) if owner.has_gate else owner.act_fn(hidden)
+        y: Tensor = last(hidden, counts)
+        return owner.post_expert_norm(y) if getattr(owner, "has_post_expert_norm", False) else y
+
+    y_AD = by_expert(x_MD, chosen_MK.flatten(), first.experts, mlp)
+    out: Tensor = (y_AD.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1)
+    return out.to(x_MD.dtype)

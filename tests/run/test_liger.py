@@ -1,0 +1,201 @@
+"""A model's fusible parts in Liger's kernels (liger_on_cpu.py stands in for the package) against torch's operators."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import liger_on_cpu
+import pytest
+import torch
+from command_line import Cli
+from torch import Tensor
+
+import fp4train as f4
+from fp4train.errors import UserError
+from fp4train.models.common import liger
+from fp4train.models.common.liger import use_liger
+from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.models.llama import Llama
+from fp4train.precision import FP32, NVFP4, Recipe
+from fp4train.precision.context import autocast
+from fp4train.precision.layers import find_blocks
+
+THERE = importlib.util.find_spec("liger_kernel") is not None
+SHAPE = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    liger_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(liger, "_version", lambda: (0, 8, 5))
+    yield
+
+
+def model(**shape: Any) -> Any:
+    torch.manual_seed(0)
+    built = Llama(**{**SHAPE, **shape}).build(vocab_size=60, seq_len=32)
+    return f4.convert(built).train()
+
+
+def gradients(built: Any, recipe: Recipe, *, masked: bool = False) -> dict[str, Tensor]:
+    """The loss and all gradients of one pass."""
+    tokens = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
+    targets = tokens.flip(1)
+    if masked:
+        built.masked, targets = True, targets.masked_fill(tokens < 20, -100)
+    with autocast(recipe, step=0):
+        loss = built(tokens, targets)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [{}, {"qk_norm": True}, {"recompute": True}, {"tied": True}])
+def test_loss_and_gradients_are_those_of_torchs_operators(shape: dict[str, bool], masked: bool) -> None:
+    """The kernels write over what they were given, and what is saved for backward must not be part of that."""
+    plain, fused = model(**shape), model(**shape)
+    use_liger(fused)
+    wanted, found = (gradients(each, FP32(), masked=masked) for each in (plain, fused))
+    assert found.keys() == wanted.keys() and len(found) > 15
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=1e-6, msg=name)
+
+
+def test_a_recipe_quantises_what_it_does_without_them() -> None:
+    """The loss lies as near to that of torch's operators as the last digits of BF16."""
+    plain, fused = model(), model()
+    use_liger(fused)
+    wanted, found = gradients(plain, NVFP4()), gradients(fused, NVFP4())
+    assert abs(float(found["loss"] - wanted["loss"])) < 2e-2
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm()) <= 0.2 * float(value.norm()), name
+
+
+def test_every_part_of_a_block_and_the_loss_run_in_a_kernel() -> None:
+    built = model()
+    use_liger(built)
+    gradients(built, FP32())
+    names = [name for name, _ in liger_on_cpu.calls]
+    wanted = {"norm": 5, "product": 2, "rotation": 2}
+    assert {name: names.count(name) for name in set(names)} == {
+        **wanted,
+        **{f"{name} backward": count for name, count in wanted.items()},
+        "loss": 1,
+    }
+
+
+def test_compiled_blocks_are_left_to_the_compiler() -> None:
+    built = model()
+    use_liger(built, apart=find_blocks(built))
+    gradients(built, FP32())
+    assert [name for name, _ in liger_on_cpu.calls] == ["norm", "loss", "norm backward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_without_gradients_is_that_of_training(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    h, w = torch.randn(40, 16, generator=generator, dtype=dtype), torch.randn(60, 16, generator=generator)
+    targets = torch.randint(60, (40,), generator=generator)
+    kernels = liger.Liger()
+    with torch.no_grad():
+        alone = chunked_cross_entropy(h, w, targets, liger=kernels)
+    trained = chunked_cross_entropy(h, w.requires_grad_(), targets, liger=kernels)
+    assert torch.equal(alone, trained.detach())
+    torch.testing.assert_close(alone, chunked_cross_entropy(h, w, targets).detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "reason"),
+    [
+        ("cpu", (0, 8, 5), "for GPUs, and the model is on the cpu device"),
+        ("cuda", None, "pip install 'fp4train[liger]'"),
+        ("cuda", (0, 8, 4), "0.8.4 is installed, and 0.8.5 or newer below 0.9 is needed"),
+        ("cuda", (0, 9, 0), "0.9.0 is installed"),
+        ("cuda", (0, 8, 7), None),
+    ],
+)
+def test_where_they_do_not_run_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, device: str, version: Any, reason: str | None
+) -> None:
+    monkeypatch.setattr(liger, "_version", lambda: version)
+    found = liger.why_not(device)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
+    found = cli("run.name=a", "train.kernels=liger")
+    assert found.code != 0 and "train.kernels=liger: they are for GPUs" in found.message
+    assert "train.kernels" in cli("run.name=a", "train.kernels=fast").message
+
+
+@pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])
+def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
+) -> None:
+    from fp4train.config.schema import TrainSettings
+    from fp4train.run.build import _fuse
+
+    built = model()
+    _fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
+    assert (built.liger is not None) is used and (built.blocks[0].mlp.liger is not None) is used
+    monkeypatch.setattr(liger, "_version", lambda: None)
+    with pytest.raises(UserError, match="liger-kernel is not installed"):
+        _fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")
+
+
+PROGRAM = """
+import json, numpy, pytest, torch, triton.language as tl
+from triton.runtime import interpreter
+convert = interpreter._implicit_cvt
+def with_floats(value):  # compiled kernels have tensors of the numbers that they are called with
+    if type(value) is not float:
+        return convert(value)
+    return tl.tensor(interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32), tl.float32)
+interpreter._implicit_cvt = with_floats
+from liger_kernel.ops import rms_norm
+rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is compiled only
+import liger_on_cpu as double
+from fp4train.models.common.liger import Liger
+torch.manual_seed(0)
+a, b, k = torch.randn(6, 40), torch.randn(6, 40), torch.randn(2, 5, 2, 16)
+angles = torch.randn(5, 8).repeat(1, 2)
+logits, targets = torch.randn(6, 70), torch.tensor([3, -1, 69, 0, -1, 5])
+def parts():
+    kernels = Liger()
+    x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+    z = kernels.silu_product(x * 1, y * 1)
+    z.backward(b)
+    p, r = torch.ones(2, 5, 4, 16).cumsum(-1).requires_grad_(), k.clone().requires_grad_()
+    u, v = kernels.rotate((p * 1).transpose(1, 2), (r * 1).transpose(1, 2), angles.cos(), angles.sin())
+    (u.square().sum() + v.square().mean()).backward()
+    found = logits.clone()
+    losses = kernels.cross_entropy(found, targets, gradient=True)
+    kept = kernels.cross_entropy(logits.clone(), targets, gradient=False)
+    w, t = torch.linspace(1, 2, 40).requires_grad_(), b.clone().requires_grad_()
+    n = kernels.rms_norm(t * 1, w, 1e-5)
+    n.backward(a)
+    made = [z, x.grad, y.grad, u, v, p.grad, r.grad, found, losses, kept, n, t.grad, w.grad]
+    return [each.detach() for each in made]
+theirs = parts()
+with pytest.MonkeyPatch.context() as patch:
+    double.install(patch)
+    ours = parts()
+print(json.dumps([float((p - q).abs().max()) for p, q in zip(ours, theirs)]))
+"""
+
+
+def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter() -> None:
+    """Its package imports transformers where that is installed, and so all that belongs to it."""
+    if not THERE:
+        pytest.skip("needs liger-kernel")
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests / "helpers"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "NVTE_PROJECT_BUILDING": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(json.loads(done.stdout)) < 1e-5
