@@ -33,7 +33,7 @@ BUDGET = {
     "DNA": (212, 1),
     "hybrid models": (443, 5),
     "mixtures of experts": (574, 6),
-    "experts": (512, 4),
+    "experts": (517, 4),
     "all experts in one product": (125, 1),
     "tensor parallelism by segments": (290, 1),
     "Mamba-2 of Hugging Face": (82, 1),
