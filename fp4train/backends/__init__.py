@@ -2,6 +2,7 @@
 
 te               Transformer Engine's kernels, for a layer's three GEMMs together; only this folder uses TE
 native           torch's scaled_mm on the codes
+grouped          its scaled_grouped_mm, for several experts at once
 emulate          decoded operands in BF16, exact products; runs everywhere. Also torch's GEMM, of high precision
 reference        the same products, accumulated block by block as in TE's reference; slow
 """
@@ -9,6 +10,7 @@ reference        the same products, accumulated block by block as in TE's refere
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fp4train.backends import grouped
 from fp4train.backends.emulate import EMULATE, TORCH
 from fp4train.backends.emulate import matmul as matmul
 from fp4train.backends.emulate import widened as widened
@@ -43,6 +45,16 @@ class Choice(NamedTuple):
 
     backend: str
     why: str
+    grouped: bool = False
+    """Whether it multiplies all experts in one call."""
+
+    def of_experts(self, table: Table, gemm: str, device: Device) -> "Choice":
+        """This choice for a layer of experts, with how they are multiplied where that is not one by one anyway."""
+        if self.backend != NATIVE.name:
+            return self
+        reason = grouped.why_not(table, gemm, device)
+        how = "all experts in one product" if reason is None else f"a product per expert: {reason}"
+        return Choice(self.backend, f"{self.why}; {how}", grouped=reason is None)
 
 
 def choose(
@@ -104,7 +116,10 @@ def choose(
             raise refusal(f"{gemm}: {why_not}")
         return Choice(backend, reason)
 
-    return {gemm: of_gemm(gemm) for gemm in GEMMS}
+    choices = {gemm: of_gemm(gemm) for gemm in GEMMS}
+    if layer.experts:
+        choices = {gemm: choice.of_experts(table, gemm, device) for gemm, choice in choices.items()}
+    return choices
 
 
 def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> str:

@@ -38,7 +38,7 @@ from fp4train.hardware import Device
 from fp4train.quantize import Quantized, QuantSpec, to_torch
 from fp4train.text import first_line
 
-_CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _WHOLE: Final = ((None, None), (1, None))
 """Blocks of one scale per tensor or row."""
 _MULTIPLE: Final = 16
@@ -132,7 +132,7 @@ class Native:
         if first is None or second is None:
             return "scaled_mm needs both operands quantised"
         for spec in (first, second):
-            whole = spec.element in _CODES and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
+            whole = spec.element in CODES and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
             if not whole and scheme(spec) is None:
                 return f"scaled_mm does not take element={spec.element} block={spec.block} scale={spec.scale}"
         kind, other = scheme(first), scheme(second)
@@ -209,12 +209,12 @@ def cpu_multiplies_rows() -> bool:
 
 def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None, *, fast: bool) -> Tensor:
     rows, columns = a.shape[0], b.shape[0]
-    a_codes, a_scales = _padded(a)
-    b_codes, b_scales = _padded(b)
+    a_codes, a_scales = padded(a)
+    b_codes, b_scales = padded(b)
     inside = bias is not None and out_dtype != torch.float32 and columns == b_codes.shape[0]
     y = torch._scaled_mm(
-        a_codes.view(_CODES[a.spec.element]),
-        b_codes.view(_CODES[b.spec.element]).T,
+        a_codes.view(CODES[a.spec.element]),
+        b_codes.view(CODES[b.spec.element]).T,
         scale_a=a_scales,
         scale_b=b_scales.T.contiguous(),
         bias=bias.to(out_dtype) if bias is not None and inside else None,
@@ -224,7 +224,7 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
     return y if bias is None or inside else y + bias.to(y.dtype)
 
 
-def _padded(x: Quantized) -> tuple[Tensor, Tensor]:
+def padded(x: Quantized) -> tuple[Tensor, Tensor]:
     """(codes, scales) with rows and columns padded to multiples of 16: zero codes, and scales of 1 for added rows."""
     rows, columns = -x.codes.shape[0] % _MULTIPLE, -x.codes.shape[1] % _MULTIPLE
     if not rows and not columns:
@@ -306,7 +306,7 @@ def _product_of_blocks(
 
 
 def _operand(x: Quantized, kind: BlockScheme, width: int, factor: Tensor | None) -> _Operand:
-    x = _padded_blocks(x, width)
+    x = padded_blocks(x, width)
     hardware = to_torch(x)
     data, scales = hardware.data, hardware.scales
     if kind.cols == 128:
@@ -325,11 +325,11 @@ def _operand(x: Quantized, kind: BlockScheme, width: int, factor: Tensor | None)
     )
 
 
-def _padded_blocks(x: Quantized, width: int) -> Quantized:
-    """x with zero codes up to `width` columns and a multiple of 16 rows."""
+def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quantized:
+    """x with zero codes up to `width` columns and a multiple of so many rows."""
     height, cols = x.spec.block
     assert height is not None and cols is not None
-    rows = -x.shape[0] % (_MULTIPLE if height == 1 else max(_MULTIPLE, height))
+    rows = -x.shape[0] % (multiple if height == 1 else max(multiple, height))
     columns = width - x.element_width
     if not rows and not columns:
         return x

@@ -34,6 +34,7 @@ class Gemm:
         backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
         why: the reason, as shown in tables.
         divided: whether it is in high precision because tensor parallelism cuts through blocks of an operand.
+        grouped: whether it multiplies all experts of the layer in one call.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Gemm:
     backend: str
     why: str
     divided: bool = False
+    grouped: bool = False
 
     @property
     def elements(self) -> str:
@@ -167,7 +169,7 @@ def resolve(
         cut, fused = layer.cut is not None, shares_scale(layer, own)
         choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
     gemms = {}
-    for name, (chosen, why) in choices.items():
+    for name, (chosen, why, grouped) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         kept = policy.why(layer, name) if policy is not None and recipe.quantised else None
         if unconverted is None and not operands.quantised and recipe.quantised:
@@ -176,8 +178,8 @@ def resolve(
             why = f"{kept}; {why}"
         why += fused_note(layer, own, name) + input_note(layer, own, name, chosen, device)
         why += sums_note(operands, name, chosen, device)
-        through = name in divided
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, divided=through)
+        marks = {"divided": name in divided, "grouped": grouped}
+        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
     return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
 
 

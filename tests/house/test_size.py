@@ -34,6 +34,7 @@ BUDGET = {
     "hybrid models": (449, 5),
     "mixtures of experts": (574, 6),
     "experts": (512, 4),
+    "all experts in one product": (125, 1),
     "tensor parallelism by segments": (290, 1),
     "Mamba-2 of Hugging Face": (82, 1),
     "families of plugins, read from folders": (13, 0),

@@ -6,12 +6,14 @@ Each weight is multiplied as a layer of its own, so its amaxes, blocks and rando
 to whole blocks where they are quantised, weight by weight. A weight without rows is not prepared and not multiplied;
 under delayed scaling its call enters an amax of 0, so that all ranks have the same histories.
 
-Products are made one by one: torch's grouped product of a CPU writes the operands' dtype only, and the emulation needs
-float32, to apply the global scales before it rounds.
+Products are made one by one, or in one call where the plan says so (`Gemm.grouped`); operands are the same, and are
+prepared one by one. The emulation has no such call: torch's grouped product of a CPU writes the operands' dtype only,
+and it needs float32, to apply the global scales before it rounds.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import TorchLayer
@@ -68,13 +71,17 @@ class GroupFunction(torch.autograd.Function):
         y_MN[sum(counts) :] = 0
         tensors: list[Tensor | None] = [None if gradients.x is None else w_ENK]
         ctx.heads = []
+        executor, products = _together(calls[0].executor, "fprop")
         for call, rows in _used(calls, counts):
             call.gradients = gradients
             bias_N = None if bias_EN is None else bias_EN[call.member]
-            y_MN[rows], (x,) = call.executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
+            part, (x,) = executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
+            if products is None:
+                y_MN[rows] = part
             is_codes = isinstance(x, Quantized)
             tensors += x[2:] if is_codes else (x, None, None)
             ctx.heads.append(x[:2] if is_codes else None)
+        _put_all(y_MN, products, calls, counts)
         ctx.save_for_backward(*tensors)
         ctx.calls, ctx.counts, ctx.gradients, ctx.shapes = calls, counts, gradients, (x_MK.shape, w_ENK.shape)
         return y_MN
@@ -93,15 +100,17 @@ class GroupFunction(torch.autograd.Function):
         for each in (dw, dbias):
             if each is not None:
                 each[idle] = 0
+        executor, products = _together(ctx.calls[0].executor, "dgrad")
         with without_torchs_autocast(dy_MN.device.type):
             for number, (call, rows) in enumerate(_used(ctx.calls, ctx.counts)):
                 x, head = tensors[3 * number : 3 * number + 3], ctx.heads[number]
                 saved = (x[0] if head is None else Quantized(*head, *x),)
                 w_NK = None if w_ENK is None else w_ENK[call.member]
-                dx_part, dw_NK, dbias_N = call.executor.backward(dy_MN[rows], w_NK, saved, call)
-                _put(dx, rows, dx_part)
+                dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
+                _put(dx, rows, dx_part if products is None else None)
                 _put(dw, call.member, dw_NK)
                 _put(dbias, call.member, dbias_N)
+            _put_all(dx, products, ctx.calls, ctx.counts)
         return dx, dw, dbias, None, None
 
 
@@ -109,6 +118,23 @@ def _put(whole: Tensor | None, at: slice | int, part: Tensor | None) -> None:
     """Set a part of a gradient that is wanted."""
     if whole is not None and part is not None:
         whole[at] = part
+
+
+def _together(executor: Any, gemm: str) -> tuple[Any, Products | None]:
+    """(The executor of one weight for this GEMM, what its products are put into to be made in one call; None: each is
+    made by itself)."""
+    if not isinstance(executor, Gemms) or not getattr(executor.plan, gemm).grouped:
+        return executor, None
+    products, own = Products(getattr(executor, gemm)), copy.copy(executor)
+    setattr(own, gemm, products)
+    return own, products
+
+
+def _put_all(whole: Tensor | None, products: Products | None, calls: list[Call], counts: Counts) -> None:
+    """Make the products, and set their rows."""
+    if whole is not None and products is not None:
+        for (_, rows), part in zip(_used(calls, counts), products.made(), strict=True):
+            whole[rows] = part
 
 
 def _used(calls: list[Call], counts: Counts) -> Iterator[tuple[Call, slice]]:
