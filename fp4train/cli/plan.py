@@ -197,16 +197,9 @@ def _json(value: object) -> str:
 
 def _rows(plan: Plan) -> list[dict[str, object]]:
     """One entry per GEMM."""
+    own = ("gemm", "size", "elements", "backend", "why")
     return [
-        {
-            "steps": [row.start, row.stop],
-            "layer": row.layer.name,
-            "gemm": row.gemm,
-            "size": list(row.size),
-            "elements": row.elements,
-            "backend": row.backend,
-            "why": row.why,
-        }
+        {"steps": [row.start, row.stop], "layer": row.layer.name, **{key: getattr(row, key) for key in own}}
         for row in plan.rows
     ]
 

@@ -74,7 +74,7 @@ def held_out(trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int
     loader = Loader(data.val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)
     # A validation text of less than a batch is shown more than once, as in the run's evaluations.
     count = min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size
-    rows = settings.microbatch or settings.batch_size
+    rows = settings.rows(1)
     table = token_bytes(data.tokenizer, data.vocab_size)
     factor = loader.loss_factor(0, count)
     for named in recipes:

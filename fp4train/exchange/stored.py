@@ -112,7 +112,10 @@ class StoredModel:
         return self.found.tensors.read(part.tensor, (expert, above + first, 0), (1, count, part.shape[1]))[0]
 
     def streamed(self, name: str, dtype: torch.dtype) -> StreamedTensor:
-        """A part under its name in `transformers`, in another dtype, some rows at a time."""
+        """A part under its name in `transformers`, in another dtype, some rows at a time; in its own where other
+        software keeps it so (`EXACT` of the family)."""
+        if self.names[name].endswith(getattr(self.family, "EXACT", ())):
+            dtype = self.dtype(name)
         pieces = partial(self._pieces, name, dtype)
         return StreamedTensor(name=self.names[name], shape=self.shape(name), dtype=dtype, pieces=pieces)
 

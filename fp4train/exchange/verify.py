@@ -149,7 +149,7 @@ def _layers(
         yield VerifiedLayer(
             name=stored.removeprefix(OF_THE_MODEL).removesuffix(".weight"),
             module=expected[0].name.rpartition(".")[0],
-            form=SPELLED[dtype] if layer is None else layer.format.name,
+            form=SPELLED[expected[0].dtype] if layer is None else layer.format.name,
             parts=tuple(parts),
             differences=tuple(differences),
         )

@@ -21,7 +21,7 @@ class HuggingFaceFamily(Protocol):
     """What `models/FAMILY/hf.py` has.
 
     A family whose folders other software loads than `transformers` also has `LOADED`, Python that does it with a folder
-    called FOLDER.
+    called FOLDER. One with tensors that stay in float32 where others become BF16 has `EXACT`, the ends of their names.
     """
 
     @property

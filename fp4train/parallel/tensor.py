@@ -22,13 +22,7 @@ from fp4train.shards import RowOrder
 
 
 def cut_tensors(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    sequence: bool = True,
-    amax: str = "tp",
-    gather: str = "recipe",
-    data: Ranks | None = None,
+    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, amax: str = "tp", data: Ranks | None = None
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -36,8 +30,7 @@ def cut_tensors(
         model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
-        amax: "tp", "data" or "local", and
-        gather: "recipe" or "bf16": see `nn.executors.cut.LayerShard`.
+        amax: "tp", "data" or "local": see `nn.executors.cut.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
@@ -61,14 +54,7 @@ def cut_tensors(
             runs = () if order is None else order.runs(ranks.rank * part, part)
             layer.shard(
                 LayerShard(
-                    tensor=ranks,
-                    cut=along,
-                    sequence=sequence,
-                    first=ranks.rank * part,
-                    runs=runs,
-                    data=data,
-                    amax=amax,
-                    gather=gather,
+                    tensor=ranks, cut=along, sequence=sequence, first=ranks.rank * part, runs=runs, data=data, amax=amax
                 )
             )
     for name in cut.rows:

@@ -13,9 +13,23 @@ Ranks = Any
 WIDE = ("model.width=64", "model.hidden=128", "model.kv_heads=2", "train.steps=3")
 
 
-@pytest.mark.parametrize("fused", ["false", "true"])
-def test_two_ranks_export_the_codes_of_one(ranks: Ranks, tmp_path: Path, fused: str) -> None:
-    options = (*WIDE, f"recipe.fused_scales={fused}")
+MOE = (
+    *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "train.steps=3"),
+    *("model.experts.count=4", "model.experts.hidden=32", "policy=all"),
+)
+"""Two ranks have two of the experts each."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*WIDE, "recipe.fused_scales=false"),
+        (*WIDE, "recipe.fused_scales=true"),
+        pytest.param(MOE, marks=pytest.mark.long),
+    ],
+    ids=["apart", "fused", "experts"],
+)
+def test_two_ranks_export_the_codes_of_one(ranks: Ranks, tmp_path: Path, options: tuple[str, ...]) -> None:
     ranks.train(1, "one", "train.microbatch=2", *options)
     ranks.train(2, "two", *options)
     for layout in ("modelopt", "compressed-tensors"):

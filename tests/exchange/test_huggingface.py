@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,16 @@ def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) ->
     run = Path(shutil.copytree(small_run, tmp_path / "a <b>|`c"))
     export_huggingface(run, tmp_path / "out")
     assert "\n# a \\<b\\>\\|\\`c\n" in (tmp_path / "out/README.md").read_text()
+
+
+def test_neither_transformers_nor_a_model_is_needed(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_huggingface(small_run, tmp_path / "with")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_: pytest.fail("a model was built"))
+    export_huggingface(small_run, tmp_path / "without")
+    assert same_files(tmp_path / "with", tmp_path / "without")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

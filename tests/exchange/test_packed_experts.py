@@ -25,7 +25,7 @@ Command = Callable[..., str]
 
 EXPERTS, HIDDEN = 4, 32
 SIZES = ("model=moe_tiny", "model.width=32", f"model.experts.count={EXPERTS}", f"model.experts.hidden={HIDDEN}")
-DOTS = (*SIZES, "model.layers=3", "model.hidden=64", "train.steps=2", "train.batch_size=2", "phases=none")
+DOTS = (*SIZES, "model.layers=3", "model.hidden=64", "train.steps=3", "train.batch_size=2", "phases=none")
 """Block 0 has an MLP, block 1 experts and a shared one, and block 2 is kept in high precision."""
 MIXTRAL = (
     *SIZES,
@@ -97,6 +97,16 @@ def test_compressed_tensors_dequantises_every_expert_to_our_bits(
     kept = stored(run, "blocks.2.mlp.gate_up")
     assert torch.equal(theirs["model.layers.2.mlp.experts.3.up_proj.weight"], kept[3, HIDDEN:].bfloat16())
     assert torch.equal(theirs["model.layers.1.mlp.gate.weight"], stored(run, "blocks.1.mlp.router").bfloat16())
+
+
+def test_the_biases_that_routers_choose_by_keep_every_bit(exported: Callable[..., tuple[Path, Path]]) -> None:
+    """They move by steps that BF16 would round away."""
+    folder, run = exported("compressed-tensors")
+    found = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    own = checkpoint.load(run / run_directory.CHECKPOINTS).tensors["model/blocks.1.mlp.router.bias"]
+    assert found.dtype == torch.float32 and torch.equal(found, own) and not torch.equal(own.bfloat16().float(), own)
+    forms = {each.name: each.form for each in verify(folder, run).layers}
+    assert (forms["blocks.1.mlp.router.bias"], forms["blocks.1.mlp.router"]) == ("float32", "bfloat16")
 
 
 def test_transformers_has_those_experts_once_compressed_tensors_has_converted_the_folder(

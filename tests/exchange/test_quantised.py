@@ -32,6 +32,14 @@ Served = Callable[..., Any]
 
 FUSED = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))
 SHORT = ("train.steps=4",)
+WORDS = {
+    "mxfp4": ("recipe=mxfp4", "recipe.hadamard=false"),
+    "nvfp4 weights alone": (
+        *("recipe=nvfp4_ue5m3", "recipe.scaling=null", "recipe.fprop.first=null"),
+        *("recipe.fprop.second.scale=e4m3", "recipe.fprop.second.global_scale=tensor"),
+    ),
+}
+"""The words of recipes whose name is not enough."""
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -62,15 +70,14 @@ def module_of(run: Path, layer: str) -> str:
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("nvfp4", "nvfp4_1d_weights", "mxfp8", "fp8_current"),
+        *("nvfp4", "nvfp4_1d_weights", "nvfp4 weights alone", "mxfp8", "fp8_current"),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")),
     ],
 )
 def test_compressed_tensors_dequantises_every_weight_to_our_bits(
     train: Train, served: Served, tmp_path: Path, recipe: str
 ) -> None:
-    extra = ("recipe.hadamard=false",) if recipe == "mxfp4" else ()
-    run = train(*SHORT, f"recipe={recipe}", *extra)
+    run = train(*SHORT, *WORDS.get(recipe, (f"recipe={recipe}",)))
     made = export_quantised(run, tmp_path / "a", "compressed-tensors")
     model, own, joint = served(tmp_path / "a", dequantize=True), weights(run), amaxes(weights(run))
     spec = to_config(run_directory.read_config(run)).recipe.table()["fprop"].second
@@ -182,8 +189,8 @@ def test_modelopts_mxfp8_is_ours(train: Train, modelopt: ModuleType, tmp_path: P
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_row"])
-def test_codes_times_scale_are_the_weights_in_modelopts_fp8(train: Train, tmp_path: Path, recipe: str) -> None:
-    """Decoded as ModelOpt writes: one scale per tensor, 0-d, or one per row, [N]."""
+def test_modelopt_decodes_our_fp8(train: Train, modelopt: ModuleType, tmp_path: Path, recipe: str) -> None:
+    """One scale per tensor, 0-d, or one per row, [N]."""
     run = train(*SHORT, f"recipe={recipe}")
     export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
     found, own = load_file(tmp_path / "a" / "model.safetensors"), weights(run)
@@ -191,11 +198,10 @@ def test_codes_times_scale_are_the_weights_in_modelopts_fp8(train: Train, tmp_pa
     for layer, amax in amaxes(own).items():
         module = module_of(run, layer)
         codes, scale = found[f"{module}.weight"], found[f"{module}.weight_scale"]
-        assert codes.dtype == torch.float8_e4m3fn and scale.shape == (
-            () if recipe == "fp8_current" else codes.shape[:1]
-        )
+        assert scale.shape == (() if recipe == "fp8_current" else codes.shape[:1])
+        theirs = modelopt.FP8QTensor(codes.shape, torch.float32, codes).dequantize(scale=scale.reshape(-1, 1))
         wanted = quantize(own[layer], spec, amax=amax if recipe == "fp8_current" else None).dequantize()
-        assert torch.equal(codes.float() * scale.reshape(-1, 1), wanted), layer
+        assert torch.equal(theirs, wanted), layer
         assert (f"{module}.input_scale" in found) == (recipe == "fp8_current")
 
 

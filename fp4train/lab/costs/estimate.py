@@ -278,17 +278,9 @@ def time_text(seconds: float) -> str:
 
 
 def _cells(row: GemmCost) -> tuple[str, ...]:
+    size, times = "×".join(map(str, row.size)), map(time_text, (row.bf16, row.gemm))
     quantise = time_text(row.quantise) if row.quantise else "-"
-    return (
-        row.gemm_name,
-        "×".join(map(str, row.size)),
-        row.elements,
-        time_text(row.bf16),
-        time_text(row.gemm),
-        quantise,
-        f"{row.bf16 / row.total:.2f}×",
-        row.note,
-    )
+    return row.gemm_name, size, row.elements, *times, quantise, f"{row.bf16 / row.total:.2f}×", row.note
 
 
 def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:

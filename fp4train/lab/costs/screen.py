@@ -42,15 +42,8 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
 
 
 def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
-    speed = cost.tokens_per_gpu
-    return (
-        title,
-        time_text(cost.seconds),
-        f"{speed:,.0f}",
-        f"{speed * cost.mesh.gpus:,.0f}",
-        f"{cost.flops_per_gpu / 1e12:.0f}",
-        f"{cost.mfu:.0%}",
-    )
+    tokens = [f"{cost.tokens_per_gpu * gpus:,.0f}" for gpus in (1, cost.mesh.gpus)]
+    return title, time_text(cost.seconds), *tokens, f"{cost.flops_per_gpu / 1e12:.0f}", f"{cost.mfu:.0%}"
 
 
 def _gib(number: float) -> str:

@@ -95,15 +95,9 @@ def _meshes(
                 continue
             if pipeline > 1 and passes // data < pipeline:
                 continue  # a pipeline that never fills
+            cut = replace(like, tensor=tensor, pipeline=pipeline, microbatches=passes // data)
             for shard in _divisors(data, data):
-                yield replace(
-                    like,
-                    replicate=data // shard,
-                    shard=shard,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    microbatches=passes // data,
-                )
+                yield replace(cut, replicate=data // shard, shard=shard)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -155,11 +155,8 @@ class ModelWeight:
         form = self.wire(mesh)
         if form.row is None and form.column is None:
             return 0.0
-        return (
-            sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
-            * self.of_rank(mesh)
-            / (self.count * mesh.shard)
-        )
+        whole = sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
+        return whole * self.of_rank(mesh) / (self.count * mesh.shard)
 
 
 def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fp4train.backends.emulate import widens
 from fp4train.backends.te import availability
 from fp4train.hardware import OLDEST_GPU, Device, driver_version, why_no_gpu
 from fp4train.kernels import cpu
@@ -43,18 +44,8 @@ class Fact:
 
 def parts(folder: Path) -> list[Fact]:
     """All of them; `folder` is where runs would be written."""
-    return [
-        _gpu(),
-        *_drivers(),
-        _torch(),
-        _transformer_engine(),
-        _triton(),
-        _packages(),
-        _cpu(),
-        _threads(),
-        _disk(folder),
-        _wandb(),
-    ]
+    software = (_torch(), _transformer_engine(), _triton(), _packages())
+    return [_gpu(), *_drivers(), *software, _cpu(), _threads(), _disk(folder), _wandb()]
 
 
 def device() -> Device:
@@ -138,14 +129,9 @@ def _cpu() -> Fact:
     model = cpu_name()
     if (reason := cpu.unavailable()) is not None:
         return Fact(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
-    bf16 = "BF16 instructions" if _multiplies_bf16() else "no BF16 instructions: products in float32"
+    widened = widens(torch.empty(0, dtype=torch.bfloat16))
+    bf16 = "no BF16 instructions: products in float32" if widened else "BF16 instructions"
     return Fact(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
-
-
-def _multiplies_bf16() -> bool:
-    from fp4train.backends.emulate import widens
-
-    return not widens(torch.empty(0, dtype=torch.bfloat16))
 
 
 def _threads() -> Fact:

@@ -75,7 +75,6 @@ class RunCost:
     """Tokens, time and arithmetic of a run; NaN or None where it is not known."""
 
     def __init__(self, source: RunSource) -> None:
-        self.source = source
         tokens, speed, mfu = map(source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu"))
         self.tokens, self.seconds = float(tokens.values[-1]) if len(tokens) else math.nan, math.nan
         """Tokens, and seconds of all steps."""
@@ -140,18 +139,6 @@ def environments(sources: Sequence[RunSource]) -> list[tuple[str, ByRuns]]:
     known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
     keys = dict.fromkeys(key for each in known.values() for key in each)
     return [(key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known))) for key in keys]
-
-
-def moved(sources: Sequence[RunSource]) -> list[str]:
-    """Sentences on runs whose environment is not recorded, or changed."""
-    words = []
-    if without := [source.name for source in sources if not source.environments]:
-        words.append(f"Not recorded for {', '.join(without)}.")
-    for source in sources:
-        if len({str(each) for _, each in source.environments}) > 1:
-            steps = ", ".join(str(step) for step, _ in source.environments)
-            words.append(f"{source.name} changed its environment; it was started at steps {steps}. The last is shown.")
-    return words
 
 
 def _arithmetic(source: RunSource) -> dict[str, float]:

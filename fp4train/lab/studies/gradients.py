@@ -92,13 +92,9 @@ class GradientMeter:
             for key in ("cosine", "loss", "output"):
                 each = [number for numbers, _ in found if (number := numbers[key]) is not None]
                 values[key].append(math.fsum(each) / len(each) if each else None)
+            named = [] if part.kind in (LAYER, CELL) else self.layers
             values["layers"].append(
-                []
-                if part.kind in (LAYER, CELL)
-                else [
-                    math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm
-                    for name in self.layers
-                ]
+                [math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm for name in named]
             )
             means.append(mean)
         return {**values, "gram": _gram(means)}
@@ -155,9 +151,8 @@ class GradientMeter:
         if not _squared(found.gradient) > 0:
             raise UserError(f"the gradient of batch {batch} is 0 in high precision: there is nothing to compare with")
         self._known[batch] = found
-        size = sum(each.nbytes for each in found.gradient.values()) + (
-            0 if found.output is None else found.output.nbytes
-        )
+        size = sum(each.nbytes for each in found.gradient.values())
+        size += 0 if found.output is None else found.output.nbytes
         while len(self._known) > max(4, KEPT_BYTES // max(1, size)):
             self._known.popitem(last=False)
         return found

@@ -86,7 +86,7 @@ class RecipeParts:
         self.subject, self.recipe, self.repeats = subject, recipe, repeats
         self._layers = list(find_layers(subject.run.model).values())
         config = subject.run.config.train
-        self._tokens = (config.microbatch or config.batch_size) * config.seq_len
+        self._tokens = config.rows(1) * config.seq_len
         self.reference = self._part(BASELINE, FP32(), self.resolved(FP32()))
         self._high = self.resolved(recipe.with_high_precision(*GEMMS))
         self._whole = self.resolved(recipe)
@@ -109,16 +109,10 @@ class RecipeParts:
         Raises:
             UserError: a backend that is named cannot run it, or a pattern of the policy matches no layer.
         """
-        subject = self.subject
+        timeline, run = Timeline(recipe=recipe, steps=1), self.subject.run
+        device, backend = Device.of(run.device), run.config.backend
         with user_errors(ValueError):
-            plan = make_plan(
-                self._layers,
-                Timeline(recipe=recipe, steps=1),
-                policy,
-                tokens=self._tokens,
-                device=Device.of(subject.run.device),
-                backend=subject.run.config.backend,
-            )
+            plan = make_plan(self._layers, timeline, policy, tokens=self._tokens, device=device, backend=backend)
         return plan.stretches[0].layers
 
     def all(self, *, cells: bool) -> Iterator[RecipePart]:

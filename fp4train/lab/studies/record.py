@@ -27,6 +27,7 @@ from fp4train.config.binding import flattened
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
+from fp4train.run.supervise.ledger import BAR
 from fp4train.track.metrics import MetricsLog, read_metrics
 
 _log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
         every: seconds between two lines where there is no terminal; 0: a line for each.
     """
     terminal = sys.stderr.isatty()
-    bar = tqdm(disable=not terminal, unit=unit, dynamic_ncols=True, smoothing=0.1)
+    bar = tqdm(disable=not terminal, unit=unit, **BAR)
     begun: tuple[float, int] | None = None
     last = time.perf_counter()
 

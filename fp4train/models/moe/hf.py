@@ -30,6 +30,7 @@ from fp4train.models.moe.model import MixtureOfExperts
 
 ARCHITECTURE = MixtureOfExperts
 MODEL_TYPES = ("mixtral", "qwen3_moe", "dots1")
+EXACT = ("e_score_correction_bias",)
 FREE = ("recompute", "max_positions", "rope_base", "rope_scaling", "balance")
 _CLASSES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "dots1": "Dots1ForCausalLM"}
 _LENGTHS = {"mixtral": 131072, "qwen3_moe": 32768, "dots1": 2048}

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 Cut = Literal["in", "out"]
 AMAXES = ("tp", "data", "local")
-GATHERS = ("recipe", "bf16")
 
 _CUT_AXIS: dict[tuple[str, str | None], str] = {
     ("x", "in"): "columns",
@@ -67,15 +66,14 @@ class LayerShard:
     Args:
         tensor: ranks that hold the other shards; None: the layer is not cut.
         cut: "out" or "in"; None: not cut.
-        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`.
+        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then quantised where their
+            tokens are, and codes and scales are sent.
         first: index of this rank's first out feature ("out") or in feature ("in"; not cut: that of a part of them).
         runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
             also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
             scaling are joined over all ranks in any case (`nn.scaling`).
-        gather: "recipe": with `sequence`, x and dy are quantised where their tokens are, and codes and scales are sent;
-            "bf16": they are sent in the dtype of the activations.
     """
 
     tensor: Ranks | None = None
@@ -85,13 +83,11 @@ class LayerShard:
     runs: Runs = ()
     data: Ranks | None = None
     amax: str = "tp"
-    gather: str = "recipe"
 
     def __post_init__(self) -> None:
         if (self.tensor is None) != (self.cut is None):
             raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
         check_choice("amax", self.amax, AMAXES)
-        check_choice("gather", self.gather, GATHERS)
 
     @property
     def tokens(self) -> int:
@@ -181,7 +177,7 @@ class CutGemms(Gemms):
         else:
             self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
             name, specs, possible = "dy", dy, None not in dy
-        if self.sequence and shard.gather == "recipe" and possible:
+        if self.sequence and possible:
             self.sent = Operand(name, specs, (True, True), device, shard, tokens=True)
         self.route = EAGER  # collectives, and tokens whose number changes
 

@@ -54,17 +54,8 @@ PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 
 CONTINUED = (
-    "run.name",
-    "run.dir",
-    "run.overwrite",
-    "resume",
-    "gpu",
-    "plugins",
-    "eval.",
-    "checkpoint.",
-    *("train.step_timeout", "train.on_divergence", "train.rewinds"),
-    "track",
-    "data.cache_dir",
+    *("run.name", "run.dir", "run.overwrite", "resume", "gpu", "plugins", "eval.", "checkpoint."),
+    *("train.step_timeout", "train.on_divergence", "train.rewinds", "track", "data.cache_dir"),
 )
 """Keys that may differ when the same command is repeated: they do not change what is computed."""
 RESUMED = (

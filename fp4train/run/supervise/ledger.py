@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ Values = dict[str, float | str]
 """What a line of metrics holds, by key."""
 
 _log = logging.getLogger(__name__)
+BAR: Any = {"dynamic_ncols": True, "smoothing": 0.1}
+"""The look of a progress bar."""
 _LINES = 20
 """Lines in the log of a whole run that has no terminal."""
 
@@ -206,14 +208,7 @@ class Progress:
         self.smooth: float | None = None
 
     def __enter__(self) -> Progress:
-        self.bar = tqdm(
-            total=self.steps,
-            initial=self.step,
-            disable=not self.terminal,
-            unit="step",
-            dynamic_ncols=True,
-            smoothing=0.1,
-        )
+        self.bar = tqdm(total=self.steps, initial=self.step, disable=not self.terminal, unit="step", **BAR)
         self.last = time.perf_counter()
         return self
 
@@ -228,16 +223,9 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}, {recipe}", refresh=False)
             self.bar.update()
         if not self.terminal and (self.step % self.every == 0 or self.step in (1, self.steps)):
-            left = (self.steps - self.step) * self.tokens / self.smooth
-            _log.info(
-                "step %d/%d  loss %.3f  %s  %s left  %s",
-                self.step,
-                self.steps,
-                loss,
-                self.speed,
-                tqdm.format_interval(left),
-                recipe,
-            )
+            left = tqdm.format_interval((self.steps - self.step) * self.tokens / self.smooth)
+            words = (self.step, self.steps, loss, self.speed, left, recipe)
+            _log.info("step %d/%d  loss %.3f  %s  %s left  %s", *words)
         values: Values = {"perf/tokens_per_s": speed}
         if self.ranks > 1:
             values["perf/tokens_per_s_per_rank"] = speed / self.ranks
