@@ -7,7 +7,6 @@ the last line says how many.
 
 import gc
 import os
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from compositions import remembering
 from hypothesis import settings
 
 from fp4train.config import composition
@@ -45,20 +45,10 @@ def no_pictures() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def composed_before() -> Iterator[None]:
-    """What Hydra composed of the package's own files is remembered: it takes as long as the steps of a tiny run."""
-    compose, kept = composition.hydra_compose, dict[tuple[str, ...], bytes]()
-
-    def remembered(name: str, overrides: list[str], **options: Any) -> Any:
-        if any(word.startswith("hydra.searchpath") for word in overrides):
-            return compose(name, overrides=overrides, **options)
-        words = (name, *overrides)
-        if words not in kept:
-            kept[words] = pickle.dumps(compose(name, overrides=overrides, **options))
-        return pickle.loads(kept[words])
-
+def remembered_compositions() -> Iterator[None]:
+    """See `compositions`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "hydra_compose", remembered)
+        patch.setattr(composition, "hydra_compose", remembering(composition.hydra_compose))
         yield
 
 
@@ -132,8 +122,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Every run, and every test of a compiler, collects garbage: not in what the tests' process holds to its end."""
+    freeze()
+
+
+def freeze() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_after_each_module() -> Iterator[None]:
+    """Caches and shared runs grow from module to module: see `pytest_collection_finish`."""
+    yield
+    freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

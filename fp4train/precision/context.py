@@ -52,7 +52,8 @@ class Context(metaclass=GraphInput):
     """Index of this rank's first token in a step, where layers count their tokens."""
     counters: torch.Tensor | None = field(default=None, repr=False)
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Cache for layers that read the same input in one forward pass; cleared on exit."""
+    """Cache for layers that read the same input in one forward pass, and in it one for each expert; `forget` clears
+    them."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
     met: dict[object, bool] | None = field(default=None, repr=False)
@@ -66,6 +67,14 @@ class Context(metaclass=GraphInput):
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
         return self.recipe.torch_dtype
+
+    def forget(self) -> None:
+        """Clear what layers share. Calls hold the experts' caches until the backward pass, and a cache holds tensors of
+        later layers: one that is not cleared keeps the graph of the whole pass, which no garbage collector sees."""
+        for each in self.shared.values():
+            if isinstance(each, dict):
+                each.clear()
+        self.shared.clear()
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """For the compiler's cache keys: all contexts are equal, since graphs depend on the dtype only."""
@@ -133,7 +142,7 @@ def _enter(entered: State) -> Iterator[None]:
     finally:
         _THREAD.state = outer
         if entered.context is not None:
-            entered.context.shared.clear()
+            entered.context.forget()
 
 
 @contextmanager
@@ -155,7 +164,7 @@ def leave() -> None:
     if now.outer is not None:
         _THREAD.state = now.outer
         if now.context is not None and now.context is not now.outer.context:
-            now.context.shared.clear()
+            now.context.forget()
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Starts ranks in processes that are forked from this one: it has imported all that a rank imports, and composed a
-configuration once, so that a rank begins in a fraction of a second.
+"""Starts ranks in processes that are forked from this one: it has imported all that a rank imports, and composed the
+job's configuration, so that a rank begins in a fraction of a second.
 
 A line on standard input asks for a job: {"ranks", "arguments", "folder", "environment", "patch", "program"}. A rank
 runs the command line with the arguments, after the code `patch`; or, if there is a `program`, that code as one of so
@@ -14,14 +14,17 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from compositions import remembering
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.cli import main as command_line
 from fp4train.config import composition
+from fp4train.errors import UserError
 
 FOR_THE_FORKS = (
     "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
@@ -93,11 +96,13 @@ def main() -> None:
     curves.draw_curves = lambda run: run / "curves.png"
     for module in FOR_THE_FORKS:
         importlib.import_module(module)
-    list(composition.composed(["data=text", "train.steps=1"]))
+    composition.hydra_compose = remembering(composition.hydra_compose)
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     print("ready", flush=True)
     for line in sys.stdin:
         job, port, processes = json.loads(line), free_port(), []
+        with suppress(UserError):  # each rank raises it itself; a program has arguments of its own
+            list(composition.composed([] if job["program"] else job["arguments"]))
         for number in range(job["ranks"]):
             process = os.fork()
             if not process:

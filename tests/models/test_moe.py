@@ -1,5 +1,6 @@
 """Mixtures of experts: the same function as transformers' models, routing at its limits, and what balances the load."""
 
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from fp4train.config import composition, to_config
 from fp4train.models.common.experts import DROPPED, Balance, ExpertLayer, ExpertShape
 from fp4train.models.hf import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
+from fp4train.nn.call import Call
 from fp4train.precision import BF16, NVFP4
 from fp4train.precision.context import Context, use
 from fp4train.run.initial import load_weights, open_folder
@@ -237,6 +239,22 @@ def test_neither_microbatches_nor_recomputation_change_gradients_and_loads() -> 
         for name, grad in whole.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
     assert any(not torch.equal(grad, gradients(small(balance=Balance(loss=0)))[name]) for name, grad in whole.items())
+
+
+def test_the_graph_of_a_step_is_freed_with_its_loss() -> None:
+    """Experts of a block share a cache with those of later ones, whose tensors hold the graph that holds the cache."""
+
+    def calls() -> int:
+        gc.collect()
+        return sum(type(each) is Call for each in gc.get_objects())
+
+    model, before = small(), calls()
+    x = torch.arange(66).view(2, 33) % 60
+    with training(recipe=NVFP4()):
+        loss = model(x[:, :-1], x[:, 1:])
+    assert calls() > before
+    del loss
+    assert calls() == before
 
 
 def test_a_bias_evens_the_load_out_and_stays_after_a_step_that_failed() -> None:
