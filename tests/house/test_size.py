@@ -35,6 +35,7 @@ BUDGET = {
     "mixtures of experts": (574, 6),
     "experts": (517, 4),
     "all experts in one product": (125, 1),
+    "experts on Transformer Engine": (102, 1),
     "tensor parallelism by segments": (290, 1),
     "Mamba-2 of Hugging Face": (82, 1),
     "families of plugins, read from folders": (13, 0),

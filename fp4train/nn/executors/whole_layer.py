@@ -7,7 +7,7 @@ product where dw is one term of a sum. `TorchFunction` reads the weight again, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, LayerKernels, Readers, widened
+from fp4train.backends import BACKENDS, ExpertKernels, LayerKernels, Readers, widened
 from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
 from fp4train.nn.weights import Gathered, WeightForm, values_of
@@ -131,6 +131,16 @@ class BackendLayer(Executor):
     ) -> Tensor:
         (w_NK,), (bias_N,), context = weights, biases, now.context
         kernels = cast(LayerKernels, layer.states[self.states[0]])
+        w_NK, into = self._summed(w_NK)
+        position = None
+        if context is not None and context.step is not None and layer.keeps_forms:
+            position = (context.seed, context.step)
+        freed, count = not layer.keeps_forms, len(layer.layer.fused)
+        readers = Readers(context.shared, count) if context is not None and count > 1 else None
+        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed, readers=readers)
+
+    def _summed(self, w_NK: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to)."""
         into = None
         if self.sums and w_NK.dtype == torch.float32:
             into = partial(_sum_of, w_NK)
@@ -138,15 +148,19 @@ class BackendLayer(Executor):
             held: list[Tensor] = []
             if into is not None and not w_NK.is_leaf:
                 into = partial(_zeros, w_NK, held)
-            w_NK = ValuesFunction.apply(w_NK, held)  # type: ignore[no-untyped-call]
-        else:
-            w_NK = w_NK.contiguous()
-        position = None
-        if context is not None and context.step is not None and layer.keeps_forms:
-            position = (context.seed, context.step)
-        freed, count = not layer.keeps_forms, len(layer.layer.fused)
-        readers = Readers(context.shared, count) if context is not None and count > 1 else None
-        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed, readers=readers)
+            return ValuesFunction.apply(w_NK, held), into  # type: ignore[no-untyped-call]
+        return w_NK.contiguous(), into
+
+
+class BackendExperts(BackendLayer):
+    """Experts whose GEMMs a backend runs together."""
+
+    def __call__(
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+    ) -> Tensor:
+        kernels = cast(ExpertKernels, layer.states[self.states[0]])
+        w_ENK, into = self._summed(weights[0])
+        return kernels(x_MK, w_ENK, biases[0], self.table, counts, into=into)
 
 
 class ValuesFunction(torch.autograd.Function):
