@@ -10,11 +10,9 @@ all are well; 1: one is not; 3: there is no GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -113,30 +111,8 @@ def row(name: str, check: Callable[[], str]) -> dict[str, Any]:
     return {"name": name, **found, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def in_process(name: str) -> dict[str, Any]:
-    """The same in a process of its own."""
-    began = time.perf_counter()
-    failed = {"name": name, "ok": False}
-    try:
-        command = [sys.executable, __file__, "--only", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        return failed | {"note": f"hangs: ended after {PATIENCE:.0f} s", "seconds": PATIENCE}
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        note = f"the process ended with {done.returncode}: {last[-300:]}"
-        return failed | {"note": note, "seconds": round(time.perf_counter() - began, 1)}
-    return found
-
-
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with stand-ins, in this process")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    given = parser.parse_args(words)
+    given = gpu_runs.options(__doc__, words, "on a CPU, with stand-ins, in this process")
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_first: torch sees no GPU")
         return 3
@@ -151,7 +127,7 @@ def main(words: list[str] | None = None) -> int:
         return results.code
     names = [name for name, _ in checks(False) if not results.has(name)]
     with ThreadPoolExecutor(min(len(names) or 1, os.cpu_count() or 1)) as pool:
-        for done in as_completed([pool.submit(in_process, name) for name in names]):
+        for done in as_completed([pool.submit(gpu_runs.alone, __file__, name, PATIENCE) for name in names]):
             results.add(done.result())
     return results.code
 

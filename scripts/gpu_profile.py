@@ -18,15 +18,12 @@ measured; 1: one failed; 3: there is no GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import benchmark
@@ -150,23 +147,8 @@ def backends(run: Run) -> list[str]:
     return sorted({row.backend for row in run.plan.rows})
 
 
-def in_process(variant: tuple[str, str, int]) -> dict[str, Any]:
-    name = label(*variant)
-    done = subprocess.run([sys.executable, __file__, "--only", name], capture_output=True, text=True)
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"name": name, "ok": False, "note": f"the process ended with {done.returncode}: {last[-300:]}"}
-    return found
-
-
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model on a CPU, with stand-ins")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    given = parser.parse_args(words)
+    given = gpu_runs.options(__doc__, words, "a tiny model on a CPU, with stand-ins")
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_profile: torch sees no GPU")
         return 3
@@ -181,7 +163,7 @@ def main(words: list[str] | None = None) -> int:
         return results.code
     for variant in variants():
         if not results.has(label(*variant)):
-            results.add(in_process(variant))
+            results.add(gpu_runs.alone(__file__, label(*variant)))
     return results.code
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,41 @@ def in_this_process(words: list[str]) -> str | None:
     except SystemExit as ended:
         return None if not ended.code else f"exit code {ended.code}"
     return None
+
+
+def options(description: str | None, words: list[str] | None, dry: str) -> argparse.Namespace:
+    """The options of a script of checks: `--out FILE`, `--dry-run`, and `--only NAME` of the processes of `alone`.
+
+    Args:
+        dry: what a dry run is.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--dry-run", action="store_true", help=dry)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def alone(script: str, name: str, patience: float | None = None) -> dict[str, Any]:
+    """The row that `script --only name` prints in a process of its own; one that is not `ok` where it prints none.
+
+    Args:
+        patience: seconds after which the process is ended; None: it is not.
+    """
+    began = time.perf_counter()
+    failed = {"name": name, "ok": False}
+    command = [sys.executable, script, "--only", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        return failed | {"note": f"hangs: ended after {patience:.0f} s", "seconds": patience}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        note = f"the process ended with {done.returncode}: {last[-300:]}"
+        return failed | {"note": note, "seconds": round(time.perf_counter() - began, 1)}
+    return found
 
 
 def steps(run: Path) -> Lines:

@@ -5,7 +5,7 @@ lies on one rank, and the sum over the ranks adds zeros to it, so the embedding 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -121,6 +121,24 @@ class Decoder(Fusible, nn.Module):
     """Whether the forward pass ends with the hidden states [tokens, D] that the head reads, of a teacher."""
     stage = WHOLE
     """The part of the model that this module is; set when it is cut."""
+
+    def _fill(
+        self, shape: DecoderShape, vocab_size: int, seq_len: int, blocks: Iterable[nn.Module], norm: type[nn.RMSNorm]
+    ) -> None:
+        """Make the parts.
+
+        Args:
+            blocks: made while they are taken, between embedding and head, as torch's generator draws their weights.
+            norm: the class of the norm before the head.
+        """
+        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
+        self.recomputes = shape.recompute
+        self.embed = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """What the blocks need to know of the positions of the tokens `first` to `end`, in `dtype`."""

@@ -104,14 +104,7 @@ class RotaryDecoder(Decoder):
 
     def __init__(self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]) -> None:
         super().__init__()
-        self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.recomputes, self.shape = shape.recompute, shape
-        self.embed = nn.Embedding(vocab_size, shape.width)
-        self.blocks = nn.ModuleList(block(index) for index in range(shape.layers))
-        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.width, vocab_size, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
+        self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
         self.cos: Tensor
         self.sin: Tensor
         for name, values in RotaryDecoder.initial_buffers(self).items():  # a subclass has more

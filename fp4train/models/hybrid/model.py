@@ -180,16 +180,11 @@ class HybridBlock(nn.Module):
 class HybridModel(Decoder):
     """A hybrid of one shape."""
 
+    shape: Hybrid
+
     def __init__(self, shape: Hybrid, vocab_size: int, seq_len: int) -> None:
         super().__init__()
-        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
-        self.recomputes = shape.recompute
-        self.embed = nn.Embedding(vocab_size, shape.width)
-        self.blocks = nn.ModuleList(HybridBlock(shape, kind) for kind in shape.pattern)
-        self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.width, vocab_size, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
+        self._fill(shape, vocab_size, seq_len, (HybridBlock(shape, kind) for kind in shape.pattern), RMSNorm)
         initialise(self, shape.draw)
 
     def initial_values(self) -> dict[str, Initial]:

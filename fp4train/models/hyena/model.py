@@ -179,16 +179,12 @@ class HyenaBlock(nn.Module):
 class HyenaModel(Decoder):
     """A StripedHyena 2 of one shape."""
 
+    shape: Hyena
+
     def __init__(self, shape: Hyena, vocab_size: int, seq_len: int) -> None:
         super().__init__()
-        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
-        self.recomputes = shape.recompute
-        self.embed = nn.Embedding(vocab_size, shape.width)
-        self.blocks = nn.ModuleList(HyenaBlock(shape, index) for index in range(len(shape.pattern)))
-        self.norm = RootNorm(shape.width, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.width, vocab_size, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
+        blocks = (HyenaBlock(shape, index) for index in range(len(shape.pattern)))
+        self._fill(shape, vocab_size, seq_len, blocks, RootNorm)
         self.cos: Tensor
         self.sin: Tensor
         for name, values in self.initial_buffers().items():
