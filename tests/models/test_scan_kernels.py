@@ -85,9 +85,9 @@ def module(name: str, **has: object) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def found_anew() -> Iterator[None]:
-    scan_kernels._found.cache_clear()
+    scan_kernels._imported.cache_clear()
     yield
-    scan_kernels._found.cache_clear()
+    scan_kernels._imported.cache_clear()
 
 
 @pytest.fixture
@@ -180,12 +180,21 @@ def test_it_is_said_once_what_computes_and_why_torch_does(
     assert said.startswith("scans by torch: train.deterministic=true, and") and "atomics" in said
     assert scans_of(layer(), "meta") == ["scans by torch: the kernels of mamba-ssm need a GPU, not meta"]
     monkeypatch.delitem(sys.modules, scan_kernels.SCAN[0])
-    scan_kernels._found.cache_clear()
+    scan_kernels._imported.cache_clear()
     (said,) = scans_of(layer())
     assert said.startswith("scans by torch: mamba-ssm cannot be imported: "), "a package without the file"
     monkeypatch.delitem(sys.modules, "mamba_ssm")
-    scan_kernels._found.cache_clear()
+    scan_kernels._imported.cache_clear()
     assert scans_of(layer()) == ["scans by torch: mamba-ssm is not installed"]
+
+
+def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
+    made, x = layer(), torch.randn(2, TIME, 24, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, compiled = made(x, TIME), torch.compile(made, backend="eager")
+        installed.calls.clear()
+        torch.testing.assert_close(compiled(x, TIME), expected)
+    assert installed.calls == ["convolution", "scan"]
 
 
 def test_deterministic_algorithms_leave_the_scan_to_torch(installed: Installed) -> None:

@@ -34,9 +34,17 @@ _MOST_TAPS, _CHANNELS = 4, 8
 """The filters of causal-conv1d have 2 to 4 taps, for a multiple of 8 channels."""
 
 
-@cache
 def _found(where: tuple[str, str]) -> Any:
-    """The function, or a text that says why it is not there."""
+    """The function, or a text that says why it is not there; torch.compile does not trace the import."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _imported(where)
+    from fp4train.precision import compile_context
+
+    return compile_context.call(_imported, where)
+
+
+@cache
+def _imported(where: tuple[str, str]) -> Any:
     module, name = where
     try:
         return getattr(import_module(module), name)
@@ -51,7 +59,6 @@ def _failed(where: tuple[str, str], error: Exception) -> str:
     return f"{_NAMES[where]} cannot be imported: {first_line(error)}"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_torch(chosen: str, device: str, deterministic: bool) -> str | None:
     """The reason why torch computes the scans on a device of this type; None: mamba-ssm's kernels do.
 
@@ -69,7 +76,6 @@ def why_torch(chosen: str, device: str, deterministic: bool) -> str | None:
     return found if isinstance(found, str) else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_torch_convolves(taps: int, channels: int) -> str | None:
     """The reason why torch computes the convolutions before scans that kernels compute; None: causal-conv1d does."""
     if not 2 <= taps <= _MOST_TAPS:
@@ -96,7 +102,7 @@ def scan(
     document_BT: Tensor | None,
 ) -> Tensor:
     """y [B, T, H, P] of the scan of dt ⊙ x with the decays exp(a·dt), from a state of zeros."""
-    y: Tensor = _found(SCAN)(
+    y: Tensor = _imported(SCAN)(
         x_BTHP,
         dt_BTH,
         a_H,
@@ -110,7 +116,7 @@ def scan(
 
 def silu_of_convolution(x_BTC: Tensor, weight_CK: Tensor, bias_C: Tensor, document_BT: Tensor | None) -> Tensor:
     """silu(y) [B, T, C] of the causal convolution y of `convolution.short_convolution`, from a window of zeros."""
-    y_BCT: Tensor = _found(CONVOLUTION)(
+    y_BCT: Tensor = _imported(CONVOLUTION)(
         x_BTC.contiguous().mT,  # channels last, which it needs for documents
         weight_CK.contiguous(),
         bias_C,
