@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from fp4train.backends import grouped
 from fp4train.backends.emulate import EMULATE, TORCH
+from fp4train.backends.emulate import add_product as add_product
 from fp4train.backends.emulate import matmul as matmul
 from fp4train.backends.emulate import widened as widened
 from fp4train.backends.native import NATIVE
 from fp4train.backends.protocol import Backend as Backend
+from fp4train.backends.protocol import ExpertKernels as ExpertKernels
 from fp4train.backends.protocol import LayerBackend as LayerBackend
 from fp4train.backends.protocol import LayerKernels as LayerKernels
 from fp4train.backends.protocol import LayerState as LayerState
@@ -99,6 +101,8 @@ def choose(
         if backend not in ("auto", name):
             continue
         why_not = _WHOLE if cut else together.why_not(table, layer, device) or (_OWN if fused else apart)
+        if layer.experts and backend == "auto":
+            why_not = why_not or _ASKED
         if why_not is None:
             return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {together.title} runs this recipe on {device}"))
         if backend == name:
@@ -134,4 +138,5 @@ def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> st
 
 
 _WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
+_ASKED = "TE's GroupedLinear runs experts where backend=te asks for it"
 _OWN = "it takes each weight's own amax, and the recipe's fused scales take that of several weights"

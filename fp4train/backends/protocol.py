@@ -11,7 +11,7 @@ A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -102,6 +102,29 @@ class LayerKernels(LayerState, Protocol):
         ...
 
 
+class ExpertKernels(LayerState, Protocol):
+    """The kernels of a layer of experts."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: Table,
+        counts: Sequence[int],
+        *,
+        into: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """y [M, N] of x [M, K], sorted by expert, in the table's dtype; gradients through autograd.
+
+        weight: [E, N, K]; bias: [E, N] or None.
+        counts: rows of each expert; those of y after their sum are zero.
+        into: gives, in backward, the float32 [E, N, K] to which dw is added; None: dw is returned, in the table's
+        dtype.
+        """
+        ...
+
+
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
@@ -125,6 +148,10 @@ class LayerBackend(Protocol):
 
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
+        ...
+
+    def expert_kernels(self, name: str) -> ExpertKernels:
+        """As `kernels`, of a layer of experts."""
         ...
 
     def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ NO_PACKAGE = {
 
 PROGRAMS = {
     "backends/te/te_calls_on_cpu.py": "one test starts it",
+    "backends/te/te_experts_on_cpu.py": "one test starts it",
     "backends/te/te_on_cpu.py": "one test starts it",
     "backends/te/te_products_on_cpu.py": "one test starts it, and a patch of ranks imports it",
     "golden/hyena.py": "makes the vectors beside it",

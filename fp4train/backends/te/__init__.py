@@ -4,6 +4,7 @@
     quantizers     one quant spec → the TE quantiser that computes exactly it, and the factory for TE's `CustomRecipe`
     translate      a table of six operands → a TE recipe object, or why TE cannot run it
     executor       a layer's GEMMs on TE's kernels; `fp4train.nn.Linear` holds one
+    experts        those of a layer of experts
 
 TE is imported when it is first needed, never by `import fp4train`.
 """
@@ -18,6 +19,7 @@ from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor
 from fp4train.backends.te.executor import region as region
+from fp4train.backends.te.experts import TEExperts as TEExperts
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import shares_codes
 from fp4train.backends.te.translate import to_te as to_te
@@ -44,6 +46,9 @@ class TransformerEngine:
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)
+
+    def expert_kernels(self, name: str) -> TEExperts:
+        return TEExperts(name=name)
 
     def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
         return region(*tables, ranks=ranks)

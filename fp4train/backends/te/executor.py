@@ -87,7 +87,7 @@ def _inside_region(te: Any) -> bool:
 
 
 @contextmanager
-def _autocast(te: Any, te_recipe: Any) -> Iterator[None]:
+def te_autocast(te: Any, te_recipe: Any) -> Iterator[None]:
     """TE's autocast for one layer, which leaves to the outer one that the layer has run.
 
     TE updates the gradients' delayed scales in the backward pass of the first module of an outermost autocast that is
@@ -121,7 +121,7 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
         module.init_fp8_meta_tensors(te_recipe)
 
 
-def _summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
+def summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
     """`weight` as TE takes one whose gradients its GEMM adds up: what `into` gives in backward is its `main_grad`.
 
     Under these names TE asks for it in the backward pass, so that it need not exist before (module/linear.py
@@ -307,7 +307,7 @@ class TEExecutor:
         if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
         # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a module's back.
-        module._parameters["weight"] = weight if into is None else _summed(weight, into)
+        module._parameters["weight"] = weight if into is None else summed(weight, into)
         module.fuse_wgrad_accumulation = into is not None
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = freed
@@ -318,7 +318,7 @@ class TEExecutor:
             stack.enter_context(torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype))
             if delayed:
                 self._enter_delayed(te, table)
-            stack.enter_context(_autocast(te, te_recipe))
+            stack.enter_context(te_autocast(te, te_recipe))
             if self._to_load and delayed:
                 self._load(te_recipe, module)
             if delayed and not torch.is_grad_enabled():

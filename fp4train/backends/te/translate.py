@@ -29,6 +29,8 @@ ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp
 
 
 NEWEST = (2, 20)
+GROUPED = (2, 20)
+"""The TE whose GroupedLinear was read."""
 """The TE that a GPU on another machine is taken to have."""
 
 
@@ -78,9 +80,21 @@ def why_not(table: Table, layer: Shape, device: Device) -> str | None:
     for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
         if size % multiple:
             return f"TE needs {name} divisible by {multiple}, not {size}"
-    if layer.experts:
-        return f"TE's layer has one weight, and this one has {layer.experts} experts, which are multiplied one by one"
-    return None
+    return _why_not_experts(table, families, device) if layer.experts else None
+
+
+def _why_not_experts(table: Table, families: Mapping[QuantSpec, str], device: Device) -> str | None:
+    """Why TE's GroupedLinear does not run this table; None if it does."""
+    installed = (version() or ()) if device.here else NEWEST
+    if installed < GROUPED:
+        return f"experts need TE {'.'.join(map(str, GROUPED))}, and this is {version_text()}"
+    if len(set(families.values())) != 1 or not all(each.quantised for each in table.values()):
+        return "TE's GroupedLinear takes TE's own recipes: one format in all three GEMMs"
+    if any(spec.delayed is not None for spec in table.specs()):
+        return "the histories of delayed scaling are those of a layer with one weight"
+    if any(spec.global_scale == "row" for spec in table.specs()):
+        return "TE's GroupedLinear takes one global scale per expert"
+    return "TE's recipe of this table is one of quantisers" if device.here and to_te(table).custom() else None
 
 
 def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:

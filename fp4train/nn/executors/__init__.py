@@ -23,7 +23,7 @@ from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
-from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.executors.whole_layer import BackendExperts, BackendLayer, TorchLayer
 from fp4train.nn.scaling import DataRanks, DelayedScaling
 from fp4train.precision.plan import LayerPlan
 
@@ -42,7 +42,7 @@ STATE_TENSORS: Final = DelayedScaling.tensors | {f"{ChannelNorms.name}.{k}": v f
 def _kind(plan: LayerPlan) -> type[Executor]:
     """The executor of a layer that is not cut."""
     if plan.layer.experts:
-        return GroupGemms
+        return GroupGemms if plan.layer_backend is None else BackendExperts
     if not plan.quantised:
         return TorchLayer
     if plan.layer_backend is not None:
@@ -55,20 +55,21 @@ def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None,
     if shard is not None and shard.tensor is not None:
         return CutGemms(plan, device, shard, sums=sums)
     kind = _kind(plan)
-    if device == "meta" and kind is not GroupGemms:  # for meta tensors the shape is enough
-        kind = TorchLayer
+    if device == "meta":  # for meta tensors the shape is enough
+        kind = GroupGemms if plan.layer.experts else TorchLayer
     return kind(plan, device, shard, sums=sums)
 
 
 def why_no_graph(plan: LayerPlan) -> str | None:
     """Why a step with a layer of `plan` depends on the host, so that no CUDA graph can record it; None: it can."""
-    return _kind(plan).why_no_graph(plan)
+    return (GroupGemms if plan.layer.experts else _kind(plan)).why_no_graph(plan)
 
 
 def make_state(layer: PlannedLayer, name: str) -> LayerState:
     """A state of `layer` that has seen nothing, by name."""
     if name in LAYER_BACKENDS:
-        return LAYER_BACKENDS[name].kernels(layer.layer.name)
+        backend = LAYER_BACKENDS[name]
+        return (backend.expert_kernels if layer.layer.experts else backend.kernels)(layer.layer.name)
     made = _STATES[name]()
     made.joined = layer.joined
     return made
