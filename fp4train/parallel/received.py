@@ -91,5 +91,5 @@ def rounded_from(found: Quantized | None, spec: QuantSpec) -> Tensor | None:
     """The values of codes in BF16."""
     if found is None:
         return None
-    values, scale, _ = quantizer(spec, found.codes.device.type).decode(found)
+    values, scale = quantizer(spec, found.codes.device.type).decode(found)
     return (values if scale is None else values * scale).to(torch.bfloat16)

@@ -124,7 +124,6 @@ class CpuQuantizer(Quantizer):
         self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
         self._new_values = _new_float32 if float32 else _new_bfloat16
         self._new_scales = _new_uint8 if spec.scale_format.is_byte else _new_float32
-        self._transposable = spec.transposable
         self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
         self.scheme = cpu.SCHEME.pack(
@@ -161,7 +160,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, False)
             if made is not None and not self.run(made[0], None, self.threads(), self.isa):
                 values, factor = made[1]
-                return _new(Decoded, (values, factor, self._transposable))
+                return _new(Decoded, (values, factor))
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
@@ -196,7 +195,7 @@ class CpuQuantizer(Quantizer):
                 amaxes,
             )
             self._run_decode(job, self.threads(), self.isa)
-            return _new(Decoded, (values, factor, self._transposable))
+            return _new(Decoded, (values, factor))
         return super().decode(quantized)
 
     def job(
@@ -317,7 +316,7 @@ class CpuQuantizer(Quantizer):
                 rows, cols = x_RC.shape
                 results.append(_new(Quantized, (one.spec, (rows, cols), *made[1])))
             else:
-                results.append(_new(Decoded, (*made[1], one._transposable)))
+                results.append(_new(Decoded, made[1]))
         if self.run(*jobs, self.threads(), self.isa):
             return None
         return results[0], results[1]
@@ -342,17 +341,16 @@ class CpuRequantizer(Quantizer):
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         rounded = self._rounded(check_input(x_RC, self.spec, key, amax))
-        return self._last.values(rounded, key, amax)._replace(transpose_ok=self.spec.transposable)
+        return self._last.values(rounded, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit, in one pass."""
         self._check_spec(quantized)
-        decoded = self._last.decode(quantized._replace(spec=self._last.spec))
-        return decoded._replace(transpose_ok=self.spec.transposable)
+        return self._last.decode(quantized._replace(spec=self._last.spec))
 
     def _rounded(self, x_RC: Tensor) -> Tensor:
         """x as `requantises` rounds it, BF16 [R, C]."""
-        values, scale, _ = self._first.values(x_RC.T)
+        values, scale = self._first.values(x_RC.T)
         return (values if scale is None else values * scale).to(torch.bfloat16).T
 
 

@@ -20,12 +20,10 @@ class Decoded(NamedTuple):
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
         if that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
     scale: the float32 factor to apply to the product, 0-d or [R, 1]; None for 1.
-    transpose_ok: `values.T` with the same scale is the operand of the transposed tensor.
     """
 
     values: Tensor
     scale: Tensor | None
-    transpose_ok: bool = False
 
 
 class Quantized(NamedTuple):
@@ -129,4 +127,4 @@ def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape:
     """Remove the padding and store in BF16 if that is exact."""
     values = values[: shape[0], : operand_width(spec, shape[1])]
     values = values.to(torch.bfloat16) if spec.exact_in_bf16 else values
-    return Decoded(values.contiguous(), scale, spec.transposable)
+    return Decoded(values.contiguous(), scale)

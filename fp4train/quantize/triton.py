@@ -160,7 +160,7 @@ class TritonQuantizer(Quantizer):
             return super().values(x_RC, key, amax)
         with _on(x_RC):
             values, _, _, scale = self._quantize(x_RC, key, amax, values=True)
-        return Decoded(values, scale, self.spec.transposable)
+        return Decoded(values, scale)
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by torch."""
@@ -177,7 +177,7 @@ class TritonQuantizer(Quantizer):
         launch: triton_launch.Launch = self._planned(("decode", *sizes), triton_launch.plan_decode, *sizes)
         with _on(codes):
             launch(codes, quantized.scales, out)
-        return Decoded(out, quantized.global_decode(), spec.transposable)
+        return Decoded(out, quantized.global_decode())
 
     def amax(self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False) -> Tensor:
         """See `Quantizer.amax`: one kernel, which reads x once."""

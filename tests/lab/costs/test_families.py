@@ -1,6 +1,7 @@
 """What families other than Llama compute between their linear layers is counted, and experts one by one."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)  # C·Bᵀ of a group; within, into, out of the state
     assert found.forward_flops == pytest.approx(BATCH * TIME * per_token)
     assert found.backward_flops == pytest.approx(2 * found.forward_flops)
+
+
+def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() -> None:
+    """The blocks of the 12B of arXiv:2508.14444, of a tenth of its width; the last rank has the head, too."""
+    scan = ScanShape(heads=16, head_dim=64, state=128, groups=1)
+    pattern = "M-M-M-M*-" * 6 + "M-M-M-M-"
+    found = measured(Hybrid(width=512, pattern=pattern, heads=4, kv_heads=1, head_dim=128, hidden=2048, scan=scan))
+    stages = found.stages(Mesh(pipeline=4))
+    assert sum(map(Counter.total, stages)) == 62 and {*map(Counter.total, stages)} == {15, 16}
+    costs = [sum(math.prod(w.shape) for w in kind.weights if len(w.shape) > 1) for kind in found.kinds]
+    spent = [sum(costs[kind] * times for kind, times in held.items()) for held in stages]
+    assert max(spent) - min(spent) <= max(costs)
 
 
 def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() -> None:
