@@ -45,7 +45,7 @@ EVERY = 30.0
 """Seconds between two archives during a step."""
 
 PARTS = {
-    "first": "a minute: a kernel, each scheme of `scaled_mm`, steps, capture, compile, deterministic, recompute",
+    "first": "a minute: kernels, liger's too, each `scaled_mm`, steps, capture, compile, deterministic, recompute",
     "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
     "te": "Transformer Engine's kernels and its reference modules against the emulation",
     "native": "`fp4train doctor`, and `scaled_mm` against the emulation",

@@ -2,10 +2,10 @@
 
     python scripts/gpu_first.py --out NAME-first.json [--dry-run]
 
-A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; two training steps per recipe; a run whose
-steps are recorded, one compiled, one deterministic, one with recomputation. Each is a process of its own, all at once,
-since a crash of one must not end the others, and one that hangs is ended. Rows are written as they come. Exit code 0:
-all are well; 1: one is not; 3: there is no GPU.
+A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
+training steps per recipe; a run whose steps are recorded, one compiled, one deterministic, one with recomputation. Each
+is a process of its own, all at once, since a crash of one must not end the others, and one that hangs is ended. Rows
+are written as they come. Exit code 0: all are well; 1: one is not; 3: there is no GPU.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def checks(dry: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "kernel", partial(kernel, dry)
     for name in gpu_native.RECIPES:
         yield f"scaled_mm {name}", partial(scaled, name, dry)
+    yield "liger", partial(fused, dry)
     for name in RECIPES:
         yield f"step {name}", partial(steps, (f"recipe={name}",), dry)
     for name, words in MODES.items():
@@ -81,6 +82,41 @@ def scaled(name: str, dry: bool) -> str:
     if row["agrees"] is False:
         raise ValueError(str(row.get("note") or f"distances {row['distances']}"))
     return f"left out: {row['note']}" if row["agrees"] is None else f"distances {row['distances']}"
+
+
+def fused(dry: bool) -> str:
+    """A model's norms, gates, rotations and loss in liger's kernels, against torch's operators: loss and gradients."""
+    import fp4train as f4
+    from fp4train.models.common.liger import use_liger, why_not
+    from fp4train.models.llama import Llama
+    from fp4train.precision import BF16
+
+    device = "cpu" if dry else "cuda"
+    with ExitStack() as stack:
+        if dry:
+            stack.enter_context(gpu_stand_ins.liger_kernels())
+        elif (reason := why_not(device)) is not None:
+            return f"left out: {reason}"
+        torch.manual_seed(0)
+        shape = Llama(
+            width=64 if dry else 1024, layers=2, heads=8, kv_heads=2, hidden=96 if dry else 2816, qk_norm=True
+        )
+        vocabulary, tokens = (60, 32) if dry else (32_000, 1024)
+        model = f4.convert(shape.build(vocab_size=vocabulary, seq_len=tokens)).to(device)
+        batch = torch.randint(vocabulary, (2, tokens), device=device)
+        found = []
+        for kernels in (False, True):
+            if kernels:
+                use_liger(model)
+            model.zero_grad()
+            with f4.autocast(BF16(), step=0):
+                loss = model(batch, batch.flip(1))
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    far = [float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+    if not far[0] < 1e-2 or not max(far) < 0.1:
+        raise ValueError(f"distances from torch's operators: loss {far[0]:.2e}, gradients up to {max(far):.2e}")
+    return f"distances from torch's operators: loss {far[0]:.1e}, gradients up to {max(far):.1e}"
 
 
 def steps(words: tuple[str, ...], dry: bool) -> str:
@@ -132,7 +168,7 @@ def main(words: list[str] | None = None) -> int:
     return results.code
 
 
-DRY = ("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "step nvfp4", *MODES)
+DRY = ("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "liger", "step nvfp4", *MODES)
 """The checks of a dry run: one of each kind."""
 
 

@@ -95,6 +95,17 @@ def compiler() -> Iterator[None]:
 
 
 @contextmanager
+def liger_kernels() -> Iterator[None]:
+    """The package liger-kernel."""
+    helpers()
+    import liger_on_cpu
+
+    announce("torch's operators compute what liger's kernels do, and write where they write")
+    with patch.dict(sys.modules, liger_on_cpu.modules()):
+        yield
+
+
+@contextmanager
 def te_layers(script: Any) -> Iterator[None]:
     """Transformer Engine's layers in `te_selfcheck`."""
     from fp4train.nn import Linear

@@ -35,10 +35,11 @@ UNUSED = re.compile(r"(nvidia_|torch-|numpy-|triton-|cuda_|hf_xet-)", re.IGNOREC
 
 
 def requirements(also: set[str]) -> list[str]:
-    """The project's dependencies but for what the images bring and what is left out."""
+    """The project's dependencies and liger's kernels, but for what the images bring and what is left out."""
     if unknown := also - set(LEFT_OUT):
         raise SystemExit(f"pack_gpu: --with {', '.join(sorted(unknown))}: only {', '.join(LEFT_OUT)} is left out")
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    found = [*project["dependencies"], *project["optional-dependencies"]["liger"]]
     names = {line: re.split(r"[<>=~!\[; ]", line)[0] for line in found}
     return [line for line, name in names.items() if name not in {*BROUGHT, *LEFT_OUT} - also]
 

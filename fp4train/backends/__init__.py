@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fp4train.backends import grouped
 from fp4train.backends.emulate import EMULATE, TORCH
+from fp4train.backends.emulate import add_product as add_product
 from fp4train.backends.emulate import matmul as matmul
 from fp4train.backends.emulate import widened as widened
 from fp4train.backends.native import NATIVE

@@ -127,6 +127,20 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float().T
 
 
+def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:
+    """Add a·b to a float32 sum, in place; on GPUs within the product, in float32.
+
+    There it moves the 8 bytes per element of the sum that it must; a product of its own that is added moves 16.
+
+    Args:
+        a_RC, b_CS: of one dtype.
+    """
+    if a_RC.is_cuda and a_RC.dtype != torch.float32:
+        torch.addmm(total_RS, a_RC, b_CS, out_dtype=torch.float32, out=total_RS)
+    else:
+        total_RS += widened(torch.mm, a_RC, b_CS)
+
+
 def widens(x: Tensor) -> bool:
     """Whether products of x run in float32: x is on a CPU without instructions for its dtype."""
     return x.device.type == "cpu" and x.dtype in WITHOUT_INSTRUCTIONS

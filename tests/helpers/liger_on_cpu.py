@@ -9,11 +9,9 @@ It overwrites what the real one overwrites, which is what a caller can get wrong
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -139,12 +137,11 @@ class Kernel:
         return launch
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """As if liger-kernel were installed, and no call made yet."""
+def modules() -> dict[str, ModuleType]:
+    """What `sys.modules` holds where liger-kernel is installed; no call is made yet."""
     package, ops, loss = (ModuleType(f"liger_kernel{name}") for name in ("", ".ops", ".ops.cross_entropy"))
     for each in (LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction):
         setattr(ops, each.__name__, each)
     vars(loss)["liger_cross_entropy_kernel"] = Kernel()
-    for module in (package, ops, loss):
-        patch.setitem(sys.modules, module.__name__, module)
     calls.clear()
+    return {module.__name__: module for module in (package, ops, loss)}

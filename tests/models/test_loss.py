@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.models.common.loss as loss_module
+from fp4train.backends import add_product
 from fp4train.models.common.loss import chunked_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 37, 24, 50
@@ -145,7 +146,7 @@ def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
     with FakeTensorMode(), Recorded():
         grad, h = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (32, 16))
         dw = torch.empty(32, 16, device="cuda")
-        loss_module.add_share_of_dw(dw, grad, h)
+        add_product(dw, grad.T, h)
     assert asked == [(torch.ops.aten.addmm.dtype_out, True)]
 
 

@@ -61,6 +61,14 @@ def test_cases_that_were_written_before_are_not_checked_again(tmp_path: Path, mo
     ]
 
 
+def test_a_tensor_keeps_its_strides_on_its_way_to_the_gpu() -> None:
+    """A strided view that arrives without gaps would leave the kernels' strides unchecked there."""
+    script = load("gpu_kernels")
+    x = torch.zeros(6, 8)
+    for each in (x, x.T, x[:, ::2], x.T[:, 1::2]):
+        assert script.on(each, "meta").stride() == each.stride() and script.on(each, "cpu") is each
+
+
 def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu_kernels")
     monkeypatch.setattr(script, "check", lambda case, device: {})

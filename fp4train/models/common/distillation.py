@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.backends import widened
-from fp4train.models.common.loss import ChunkedLoss, add_share_of_dw, chunk_rows
+from fp4train.backends import add_product, widened
+from fp4train.models.common.loss import ChunkedLoss, chunk_rows
 
 
 class TeacherStates(NamedTuple):
@@ -76,7 +76,7 @@ class _ChunkedDistillation(ChunkedLoss):
             if dh is not None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             if dw is not None:
-                add_share_of_dw(dw, grad, h)
+                add_product(dw, grad.T, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens

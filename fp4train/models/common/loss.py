@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import widened
+from fp4train.backends import add_product, widened
 from fp4train.models.common.cut import TokenRanks
 from fp4train.models.common.liger import Liger
 from fp4train.nn.ranks import Ranks, local
@@ -81,7 +81,7 @@ class _ChunkedCrossEntropy(ChunkedLoss):
             elif dh is not None and ranks is not None:  # partial sums, added before they are rounded
                 dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
             if dw is not None:
-                add_share_of_dw(dw, grad, h)
+                add_product(dw, grad.T, h)
         ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
         ctx.tokens = tokens
         return total / tokens
@@ -117,19 +117,6 @@ def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Ten
     mass = logits_CV.sub(largest).exp_().sum(-1, keepdim=True)
     mass, at_target = ranks.sum(torch.stack((mass, logits_CV.gather(1, column) * here)))
     return largest + mass.log(), at_target, column, here
-
-
-def add_share_of_dw(dw_VD: Tensor, grad_CV: Tensor, h_CD: Tensor) -> None:
-    """Add a chunk's gradient of the head, in place; on GPUs within the product, in float32.
-
-    Args:
-        dw_VD: float32, the sum so far.
-        grad_CV, h_CD: of the chunk's logits and hidden states, of one dtype.
-    """
-    if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
-        torch.addmm(dw_VD, grad_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
-    else:
-        dw_VD += widened(torch.mm, grad_CV.T, h_CD)
 
 
 def times(x: Tensor, factor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, ExpertKernels, LayerKernels, Readers, widened
+from fp4train.backends import BACKENDS, ExpertKernels, LayerKernels, Readers, add_product, widened
 from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
 from fp4train.nn.weights import Gathered, WeightForm, values_of
@@ -69,16 +69,28 @@ class TorchLayer(Executor):
         return widened(F.linear, x_MK, self._rounded(w_NK, call), bias_N), (x_MK,)
 
     def backward(
-        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call | None, wanted: Sequence[object] = ()
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call | None,
+        wanted: Sequence[object] = (),
+        total_NK: Tensor | None = None,
     ) -> Gradients:
-        """The gradients of those of x, w and bias that are wanted, or that `call` says."""
+        """The gradients of those of x, w and bias that are wanted, or that `call` says.
+
+        Args:
+            total_NK: to which dw is added, float32; it is not returned then.
+        """
         (x_MK,), dx, dw, dbias = saved, None, None, None
         wanted = wanted or (() if call is None else call.gradients)
         assert isinstance(x_MK, Tensor)
         if wanted[0]:
             assert w_NK is not None
             dx = widened(torch.mm, dy_MN, self._rounded(w_NK, call))
-        if wanted[1] and self.sums:
+        if total_NK is not None:
+            add_product(total_NK, dy_MN.T, x_MK)
+        elif wanted[1] and self.sums:
             dw = BACKENDS["torch"].product(Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32)
         elif wanted[1]:
             dw = widened(torch.mm, dy_MN.T, x_MK)
@@ -112,7 +124,10 @@ class TorchFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
-        dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, ctx.needs_input_grad)
+        wanted, total = ctx.needs_input_grad, None
+        if wanted[1] and ctx.executor.sums:
+            total = _sum_on_gpu(w_NK)
+        dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
 
@@ -180,6 +195,15 @@ class ValuesFunction(torch.autograd.Function):
     def backward(ctx: Any, dw_NK: Tensor | None) -> tuple[Tensor | None, None]:
         dw_NK = ctx.summed.pop() if ctx.summed else dw_NK
         return None if dw_NK is None else dw_NK.to(ctx.dtype), None
+
+
+def _sum_on_gpu(w_NK: Tensor) -> Tensor | None:
+    """The sum of a parameter's gradients so far, where a product can be added to it within the GEMM; None: autograd
+    adds them up. Hooks on the parameter see what autograd adds only."""
+    hooked = w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks
+    if isinstance(w_NK, Gathered) or not w_NK.is_leaf or not w_NK.is_cuda or hooked or w_NK.dtype != torch.float32:
+        return None
+    return w_NK.grad
 
 
 def _sum_of(w_NK: Tensor) -> Tensor:

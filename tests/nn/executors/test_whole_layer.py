@@ -1,16 +1,21 @@
 """dw that is one term of a sum is not rounded before it is added."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp4train.hardware import Device
 from fp4train.nn import Linear
+from fp4train.nn.executors.whole_layer import TorchFunction, TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
+from fp4train.precision.plan import resolve
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current()]
 
@@ -103,3 +108,33 @@ def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Ten
     assert layer.bias is not None
     whole = F.linear(x[:24], (layer.weight.detach() / 2).bfloat16(), layer.bias.bfloat16())
     assert torch.equal(outputs[0], whole)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(hooked: bool) -> None:
+    """Of float32 weights a sum by autograd writes dw, and reads it and the gradient again: twice the bytes. The calls
+    are recorded on tensors without data. A hook must see each gradient, so autograd adds them then."""
+    added: list[bool] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.ops.aten.addmm.dtype_out:
+                added.append(kwargs["out"] is args[0] is w.grad)
+                return kwargs["out"]
+            return function(*args, **(kwargs or {}))
+
+    plan = resolve(Linear(64, 32, bias=False).layer, BF16(), None, "auto", Device(type="cpu"))
+    context: Any = SimpleNamespace(executor=TorchLayer(plan, "cuda", sums=True), call=None)
+    with FakeTensorMode(), torch.no_grad(), Recorded():
+        x, dy = (torch.empty(16, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
+        w = torch.empty(32, 64, device="cuda").requires_grad_()
+        if hooked:
+            w.register_post_accumulate_grad_hook(lambda parameter: None)
+        context.saved_tensors, context.needs_input_grad = (x, w), (False, True, False)
+        returned = []
+        for _ in range(3):
+            dw = TorchFunction.backward(context, dy)[1]
+            returned.append(dw is not None)
+            w.grad = dw if w.grad is None else w.grad
+    assert w.grad is not None and w.grad.dtype == torch.float32
+    assert (added, returned) == (([], [True] * 3) if hooked else ([True] * 2, [True, False, False]))
