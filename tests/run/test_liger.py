@@ -12,11 +12,12 @@ from typing import Any
 import liger_on_cpu
 import pytest
 import torch
-from command_line import Cli
+from command_line import Cli, losses
 from torch import Tensor
 
 import fp4train as f4
 from fp4train.errors import UserError
+from fp4train.exchange.trained import load_trained
 from fp4train.models.common import liger
 from fp4train.models.common.liger import use_liger
 from fp4train.models.common.loss import chunked_cross_entropy
@@ -132,6 +133,23 @@ def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
     found = cli("run.name=a", "train.kernels=liger")
     assert found.code != 0 and "train.kernels=liger: they are for GPUs" in found.message
     assert "train.kernels" in cli("run.name=a", "train.kernels=fast").message
+
+
+def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed model gets its memory after it was built, and must run in the same kernels."""
+    words = ("train.kernels=liger", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(liger, "why_not", lambda device: None)
+        assert cli("run.name=a", *words).code == 0
+        whole = losses("runs/a")
+        liger_on_cpu.calls.clear()
+        assert cli.raw("resume=runs/a", "resume_step=2").code == 0
+        assert losses("runs/a") == whole
+    assert {"norm", "product", "rotation", "loss"} <= {name for name, _ in liger_on_cpu.calls}
+    trained = load_trained(Path("runs/a"))
+    assert trained.model.liger is None
 
 
 @pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])
