@@ -33,6 +33,7 @@ BUDGET = {
     "stages of unequal size": (45, 0),
     "DNA": (212, 1),
     "hybrid models": (443, 5),
+    "scans by kernels of other software": (119, 1),
     "mixtures of experts": (574, 6),
     "experts": (517, 4),
     "all experts in one product": (125, 1),
