@@ -85,6 +85,14 @@ def first_few(words: Sequence[str], most: int, *, joined: str = ", ", rest: str 
     return joined.join(words[:most]) + more
 
 
+def shortened(text: str, room: int) -> str:
+    """`text` in at most `room` characters: its start and its end, where names of runs differ."""
+    if len(text) <= room:
+        return text
+    end = min(room // 3, 12)
+    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+
+
 def p_value(p: float) -> str:
     """ "0.0013", "0.17", "<.0001": as tables show it."""
     return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"

@@ -30,6 +30,7 @@ from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.costs.screen import cluster_json, render_candidates, render_cluster
 from fp4train.lab.costs.search import MeshPlan, distinct
 from fp4train.lab.costs.step import render_step, step_costs
+from fp4train.models.common.scan import scans_by
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
@@ -176,6 +177,8 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
+    for line in scans_by(model, device.type, deterministic=config.train.deterministic) if gpu is None else ():
+        print(line)
     if gpu is not None:
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)

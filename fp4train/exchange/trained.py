@@ -129,7 +129,8 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
     run_directory.require_run(source)
     cfg, paths = saved_with(source, step, paths or {}), paths or {}
     config = to_config(cfg)
-    config = replace(config, train=replace(config.train, compile=False, cuda_graph=False))
+    kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
+    config = replace(config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels))
     found = checkpoint.load(source / run_directory.CHECKPOINTS, step, weights=True)
     check_belongs(found, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))

@@ -28,10 +28,12 @@ from fp4train.exchange.quantised import RECORD
 from fp4train.exchange.stored import StoredModel, open_stored
 from fp4train.exchange.tokenizer import TOKENIZER
 from fp4train.files import Folder
-from fp4train.text import first_few, near_miss
+from fp4train.text import first_few, near_miss, shortened
 
 _NAMED = 3
 """So many tensors of each kind of difference are named."""
+_SHOWN = 160
+"""Characters of a value in a difference: lists of experts have thousands of names."""
 _QUANTISED = ("quantization_config", "quantization")
 """Keys of tables that say how weights are quantised, in `config.json` and in `hf_quant_config.json`."""
 
@@ -271,7 +273,8 @@ def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: 
     for key, value in known.items():
         if have.get(key) != value:
             large = name == TOKENIZER
-            yield f"{name}: {key} is " + ("not that of the run" if large else f"{have.get(key)!r} instead of {value!r}")
+            one, other = (shortened(repr(each), _SHOWN) for each in (have.get(key), value))
+            yield f"{name}: {key} is " + ("not that of the run" if large else f"{one} instead of {other}")
     more = {key: value for key, value in have.items() if key not in known and value is not None}
     for key in sorted(key for key in more if key.startswith(_QUANTISED)):
         yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"

@@ -380,6 +380,7 @@ def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple
             checks.check_memory(config.model, vocab_size)
         model = build_model(config, vocab_size, torch.device("meta"))
         if (reason := why_not_born(model)) is None:
+            _fuse(model, config.train, world.device.type)
             if config.train.compile:
                 _compile(model, world.device)
             return model, True

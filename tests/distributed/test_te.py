@@ -65,3 +65,24 @@ def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one
     ranks.train(1, "one", *options, patch=ON_TE)
     ranks.train(2, "two", "parallel.pp=2", *options, patch=ON_TE)
     ranks.same("one", "two")
+
+
+EXPERTS_ON_TE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "backends" / "te")!r})
+import te_experts_on_cpu
+"""
+
+
+@pytest.mark.skipif(
+    (availability.version() or ()) < (2, 20), reason="needs the transformer_engine wheel, 2.20 or newer"
+)
+@pytest.mark.long
+def test_experts_on_shards_are_those_of_one_rank(ranks: Ranks) -> None:
+    """On TE's GroupedLinear, whose weights are gathered for each pass; dw is summed in float32 either way."""
+    mixture = ("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4")
+    mixture = (*mixture, "model.experts.hidden=32", "policy=all", "phases=none", "train.steps=3")
+    options = (*mixture, "backend=te", "recipe=mxfp8")
+    ranks.train(1, "one", "train.microbatch=2", *options, patch=EXPERTS_ON_TE)
+    ranks.train(2, "two", "train.microbatch=2", *options, "parallel.dp_shard=2", patch=EXPERTS_ON_TE)
+    ranks.same("one", "two")

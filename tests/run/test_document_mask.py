@@ -36,6 +36,39 @@ def test_a_run_resumes_to_the_bit_and_differs_from_one_without(cli: Cli, words: 
     assert losses("runs/a") == whole
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        (
+            "model=hybrid_tiny",
+            "model.pattern=M*",
+            "model.scan.heads=4",
+            "model.scan.head_dim=16",
+            "model.scan.state=16",
+        ),
+        ("model=hyena_tiny", "model.pattern=SDH", "model.filters.groups=8", "model.filters.poles=4"),
+    ],
+    ids=["hybrid", "hyena"],
+)
+def test_states_and_filters_begin_anew_with_each_document(
+    cli: Cli, words: tuple[str, ...], model: tuple[str, ...]
+) -> None:
+    tiny = (
+        *words,
+        *model,
+        "model.width=32",
+        "model.hidden=64",
+        "model.vocab_size=320",
+        "train.steps=2",
+        "eval.every=0",
+    )
+    assert cli("run.name=a", *tiny).code == 0
+    assert cli("run.name=b", *tiny, "train.document_mask=false").code == 0
+    masked, plain = losses("runs/a"), losses("runs/b")
+    assert masked[1] != plain[1]
+    assert masked[2][0] < masked[1][0]
+
+
 def test_an_evaluation_attends_within_documents_as_the_run_does(cli: Cli, words: tuple[str, ...]) -> None:
     assert cli("run.name=a", *words).code == 0
     trained = load_trained(Path("runs/a"))

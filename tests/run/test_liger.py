@@ -12,18 +12,23 @@ from typing import Any
 import liger_on_cpu
 import pytest
 import torch
-from command_line import Cli
+from command_line import Cli, losses
 from torch import Tensor
 
 import fp4train as f4
+from fp4train.config.composition import compose
+from fp4train.config.schema import TrainSettings, to_config
 from fp4train.errors import UserError
+from fp4train.exchange.trained import load_trained
 from fp4train.models.common import liger
 from fp4train.models.common.liger import use_liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.llama import Llama
+from fp4train.parallel.world import World
 from fp4train.precision import FP32, NVFP4, Recipe
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import find_blocks
+from fp4train.run.build import _fuse, _unborn
 
 THERE = importlib.util.find_spec("liger_kernel") is not None
 SHAPE = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False}
@@ -134,13 +139,33 @@ def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
     assert "train.kernels" in cli("run.name=a", "train.kernels=fast").message
 
 
+def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train.kernels=liger", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(liger, "why_not", lambda device: None)
+        assert cli("run.name=a", *words).code == 0
+        whole = losses("runs/a")
+        liger_on_cpu.calls.clear()
+        assert cli.raw("resume=runs/a", "resume_step=2").code == 0
+        assert losses("runs/a") == whole
+    assert {"norm", "product", "rotation", "loss"} <= {name for name, _ in liger_on_cpu.calls}
+    trained = load_trained(Path("runs/a"))
+    assert trained.model.liger is None
+
+
+def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
+    """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
+    config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
+    built, born = _unborn(config, 257, World(device=torch.device("cuda")), True)
+    assert born and built.liger is not None and built.blocks[0].attention.liger is not None
+
+
 @pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])
 def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
 ) -> None:
-    from fp4train.config.schema import TrainSettings
-    from fp4train.run.build import _fuse
-
     built = model()
     _fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
     assert (built.liger is not None) is used and (built.blocks[0].mlp.liger is not None) is used

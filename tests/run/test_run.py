@@ -17,16 +17,32 @@ import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.build import Run
 
+COMPILED = {
+    "llama": ("model.layers=1",),
+    "hybrid": (
+        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-*", "model.hidden=64", "model.scan.heads=4"),
+        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+    ),
+    "hyena": (
+        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+        "model.filters.poles=4",
+    ),
+}
+"""A small model of each family whose blocks torch.compile traces as a whole."""
+
 
 @pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )  # see tests/house/test_skips.py
-def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
-    small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
+@pytest.mark.parametrize("model", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(
+    cli: Cli, model: tuple[str, ...]
+) -> None:
+    small = (*model, "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
     compiled = cli.start("run.name=compiled", "train.compile=true", *small)  # a process of its own: the compiler forks
-    _, err = compiled.communicate(timeout=300)
+    _, err = compiled.communicate(timeout=900)
     assert compiled.returncode == 0 and "in the first step" not in err, err
     eager, ours = lines("runs/eager"), lines("runs/compiled")
     assert [set(line) for line in ours] == [set(line) for line in eager]

@@ -142,7 +142,9 @@ def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[s
         script.main([str(folder), "--with", "dataset"])
 
 
-PROGRAMS = [path for path in sorted(SCRIPTS.glob("*.py")) if "argparse" in path.read_text()]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
+PROGRAMS = [p for p, text in TEXTS.items() if "__main__" in text and ("argparse" in text or "gpu_runs.options" in text)]
+"""Scripts with options, not modules of theirs."""
 
 
 @pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.name)

@@ -21,7 +21,7 @@ from fp4train import files
 from fp4train.config.binding import flattened
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, over_steps
-from fp4train.lab.analysis.figure import PICTURE, Draw, check_out, save_png, shortened
+from fp4train.lab.analysis.figure import PICTURE, Draw, check_out, save_png
 from fp4train.lab.analysis.history import (
     NOT_THE_SAME_RUN,
     History,
@@ -32,7 +32,7 @@ from fp4train.lab.analysis.history import (
     read_history,
     seed_groups,
 )
-from fp4train.text import screen, tabulate
+from fp4train.text import screen, shortened, tabulate
 
 COMPARISON, OUTPUTS = "compare.png", (".png", ".csv", ".json")
 WITH_LEGEND = 11.5

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4train.lab.analysis import figure as look
-from fp4train.lab.analysis.figure import Draw, shortened, style
+from fp4train.lab.analysis.figure import Draw, style
 from fp4train.lab.analysis.history import Band, Floats, History, Series, read_history
+from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -144,14 +144,6 @@ def plain(text: object, limit: int) -> str:
     )
 
 
-def shortened(text: str, room: int) -> str:
-    """`text` in at most `room` characters: its start and its end, where names of runs differ."""
-    if len(text) <= room:
-        return text
-    end = min(room // 3, 12)
-    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
-
-
 def first_words(text: str, room: int) -> str:
     """As many words of `text` as fit into `room` characters; empty if the first does not."""
     label = shorten(text, room, placeholder="…") if room > 1 else ""

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png, shortened
+from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png
 from fp4train.lab.analysis.history import Floats
+from fp4train.text import shortened
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
 

@@ -15,11 +15,10 @@ import numpy as np
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis.curves import Curve, Losses, RecipeRow
-from fp4train.lab.analysis.figure import shortened
 from fp4train.lab.analysis.history import Floats, common_step, seed_groups
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.statistics import Estimate, estimate
-from fp4train.text import first_few, ranges
+from fp4train.text import first_few, ranges, shortened
 
 NAMED = 3
 """Runs of a group that are named."""

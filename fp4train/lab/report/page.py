@@ -28,6 +28,7 @@ from fp4train.lab.costs import estimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, results
+from fp4train.text import shortened
 
 PAGE, STYLE = "page.html", "page.css"
 LONGEST = 2000
@@ -64,7 +65,7 @@ def render(
     grouped = groups.group(sources)
     at = groups.common(grouped)
     rows = groups.recipe_rows(grouped)
-    named = " and ".join(figure.shortened(source.name, 40) for source in sources)
+    named = " and ".join(shortened(source.name, 40) for source in sources)
     warned = [
         *(f"Left out: {each}" for each in left_out),
         *facts.different_data(sources),

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.lab.analysis.figure import plain, shortened
+from fp4train.lab.analysis.figure import plain
 from fp4train.lab.analysis.heatmap import Errors
 from fp4train.lab.analysis.history import Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
@@ -18,7 +18,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal as run_journal
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
-from fp4train.text import first_line
+from fp4train.text import first_line, shortened
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
 from fp4train.track.statistics import STATISTICS, read_statistics

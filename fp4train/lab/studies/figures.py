@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp4train.lab.analysis import figure as look
-from fp4train.lab.analysis.figure import Draw, shortened, style
+from fp4train.lab.analysis.figure import Draw, style
 from fp4train.lab.analysis.heatmap import MAP
 from fp4train.lab.studies.findings import Finding, Sensitivity
 from fp4train.lab.studies.results import RankResult, SensitivityResult
 from fp4train.lab.studies.tradeoff import common_prefix
+from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

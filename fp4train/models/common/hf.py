@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from fp4train.models.common.layers import RopeScaling
+from fp4train.text import shortened
 
 Stored: TypeAlias = str | tuple[tuple[str, ...], ...]
 """Where a tensor of the state dict lies in a folder: under one name, or a weight [E, N, K] of experts in matrices: for
@@ -25,6 +26,8 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "compression_config": (None,),
     "auto_map": (None,),
 }
+_SHOWN = 160
+"""Characters of a value in a message."""
 _ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REASONS = {
     "quantization_config": "quantised weights are not read: start from the folder that they were made from",
@@ -54,13 +57,14 @@ def check_keys(
         one_value: keys whose values must be among the given ones, beside those of all families.
     """
     for key, value in config.items():
+        shown = f"{key}={shortened(repr(value), _SHOWN)}"
         if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
             if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
                 reason = _REASONS.get(key, f"only {allowed[0]!r} is")
-                raise ValueError(f"{key}={value!r} is not supported: {reason}")
+                raise ValueError(f"{shown} is not supported: {reason}")
         elif key not in read and value is not None and not _NOT_COMPUTED.fullmatch(key):
             raise ValueError(
-                f"{key}={value!r} is an unknown key of a {kind} model; if it changes nothing that the model computes, "
+                f"{shown} is an unknown key of a {kind} model; if it changes nothing that the model computes, "
                 "take it out of a copy of config.json"
             )
 

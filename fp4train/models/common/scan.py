@@ -5,18 +5,21 @@ Per head, with the state h [P, N], and B and C shared by the heads of a group:
     h_t = exp(a_t)·h_{t−1} + x_t·B_tᵀ,   y_t = h_t·C_t        a_t ≤ 0
 
 Within a chunk of L tokens this is a masked product, (C·Bᵀ ⊙ decay)·x; a loop passes the state from chunk to chunk. All
-of it is float32: what a recipe quantises are the linear layers before and after.
+of it is float32: what a recipe quantises are the linear layers before and after. On GPUs that have mamba-ssm its
+kernels compute it (`scan_kernels.py`).
 
 Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N elements of the state, C chunks,
 L tokens of a chunk, R heads of a group.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.initialise import Filled, Initial, Numbered, Uniform
 from fp4train.nn.ranks import local
@@ -100,6 +103,7 @@ class Mamba2(nn.Module):
         chunk: tokens of a chunk.
         eps: ε of the norm.
         least_step: the smallest time step.
+        kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch": none.
     """
 
     def __init__(
@@ -114,8 +118,10 @@ class Mamba2(nn.Module):
         chunk: int,
         eps: float,
         least_step: float,
+        kernels: str = "auto",
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.heads, self.groups, self.chunk, self.eps, self.least_step = heads, groups, chunk, eps, least_step
         self.head_dim, self.state = head_dim, state
         inner, mixed = heads * head_dim, sum(self.mixed_sizes)
@@ -133,6 +139,11 @@ class Mamba2(nn.Module):
         return [self.heads * self.head_dim, self.groups * self.state, self.groups * self.state]
 
     @property
+    def taps(self) -> int:
+        """Tokens of the convolution."""
+        return self.conv1d.weight.shape[-1]
+
+    @property
     def segments(self) -> tuple[int, ...]:
         """Rows of in_proj for z, x, B, C and dt."""
         return self.heads * self.head_dim, *self.mixed_sizes, self.heads
@@ -145,7 +156,7 @@ class Mamba2(nn.Module):
             return step + (-torch.expm1(-step)).log()
 
         least, most = map(math.log, STEP)
-        bound = self.conv1d.weight.shape[-1] ** -0.5
+        bound = self.taps**-0.5
         return {
             "conv1d.weight": Uniform(-bound, bound),
             "conv1d.bias": Uniform(-bound, bound),
@@ -169,27 +180,62 @@ class Mamba2(nn.Module):
         projected_BTN = self.in_proj(u_BTD)
         projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
-        mixed, window = self.conv1d(mixed.float(), None if kept is None else kept.window_BKC, document_BT)
-        x, b, c = torch.split(F.silu(mixed), self.mixed_sizes, -1)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        fused = kept is None and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
+        if fused and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
+            weight, bias = local(self.conv1d.weight)[:, 0], local(self.conv1d.bias)
+            mixed, window = _untraced(scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT), None
+        else:
+            mixed, window = self.conv1d(mixed.float(), None if kept is None else kept.window_BKC, document_BT)
+            mixed = F.silu(mixed)
+        x, b, c = torch.split(mixed, self.mixed_sizes, -1)
         x = x.reshape(*x.shape[:2], self.heads, -1)
         b, c = (t.reshape(*t.shape[:2], self.groups, -1) for t in (b, c))
         dt = F.softplus(dt.float() + local(self.dt_bias)).clamp(min=self.least_step)
-        y, state = scan(
-            x * dt[..., None],
-            -local(self.A_log).exp() * dt,
-            b,
-            c,
-            chunk=self.chunk,
-            state_BHPN=None if kept is None else kept.state_BHPN,
-            document_BT=document_BT,
-        )
-        if kept is not None:
-            kept.state_BHPN, kept.window_BKC = state, window
+        a_H = -local(self.A_log).exp()
+        if fused:
+            y = _untraced(scan_kernels.scan, x, dt, a_H, b, c, self.chunk, document_BT)
+        else:
+            y, state = scan(
+                x * dt[..., None],
+                a_H * dt,
+                b,
+                c,
+                chunk=self.chunk,
+                state_BHPN=None if kept is None else kept.state_BHPN,
+                document_BT=document_BT,
+            )
+            if kept is not None:
+                kept.state_BHPN, kept.window_BKC = state, window
         y = (y + local(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
         y = y.view(*y.shape[:2], self.groups, -1)
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
         out: Tensor = self.out_proj((local(self.norm.weight) * y).to(u_BTD.dtype))
         return out
+
+
+def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """`function(*args)`, outside of torch.compile's graphs."""
+    if not torch.compiler.is_dynamo_compiling():
+        return function(*args)
+    from fp4train.precision import compile_context
+
+    result: Tensor = compile_context.call(function, *args)
+    return result
+
+
+def scans_by(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
+    """What computes the scans of `model` on devices of this type, in words; empty where it has none."""
+    mixers = [module for module in model.modules() if isinstance(module, Mamba2)]
+    return list(dict.fromkeys(_scanned_by(each, device, deterministic) for each in mixers))
+
+
+def _scanned_by(mixer: Mamba2, device: str, deterministic: bool) -> str:
+    if why := scan_kernels.why_torch(mixer.kernels, device, deterministic):
+        return f"scans by torch: {why}"
+    why = scan_kernels.why_torch_convolves(mixer.taps, sum(mixer.mixed_sizes))
+    convolution = f"torch: {why}" if why else scan_kernels.version(scan_kernels.CONVOLUTION)
+    return f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by {convolution}"
 
 
 class Weight(nn.Module):

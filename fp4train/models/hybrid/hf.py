@@ -14,7 +14,7 @@ from fp4train.models.hybrid.model import Hybrid, ScanShape
 
 ARCHITECTURE = Hybrid
 MODEL_TYPES = ("nemotron_h", mamba2.KIND)
-FREE = ("recompute", "max_positions")
+FREE = ("recompute", "max_positions", "scan.chunk", "scan.kernels")
 _CLASS = "NemotronHForCausalLM"
 _TYPES = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
 _OLD_TYPES = {"mamba": "M", "mamba2": "M", "attention": "*"}

@@ -31,8 +31,9 @@ from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
 from fp4train.models.common.layers import Attention, RMSNorm
 from fp4train.models.common.scan import Mamba2, ScanState
+from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.hybrid.parallel import tensor_cut
-from fp4train.text import check_least
+from fp4train.text import check_choice, check_least
 
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
 MOST_BLOCKS = 4096
@@ -49,6 +50,7 @@ class ScanShape:
         kernel: tokens of the convolution.
         chunk: tokens that are multiplied at once; changes the order of sums, not the function.
         least_step: the smallest time step.
+        kernels: `auto`: those of mamba-ssm where they can be used (`models/common/scan_kernels.py`); `torch`: none.
     """
 
     heads: int = 4
@@ -58,6 +60,7 @@ class ScanShape:
     kernel: int = 4
     chunk: int = 64
     least_step: float = 0.0
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
@@ -66,6 +69,7 @@ class ScanShape:
             raise ValueError(f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}")
         if not 0 <= self.least_step < math.inf:
             raise ValueError(f"model.scan.least_step={self.least_step} must be finite and not negative")
+        check_choice("model.scan.kernels", self.kernels, CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,7 @@ class HybridBlock(nn.Module):
                 chunk=scan.chunk,
                 eps=shape.norm_eps,
                 least_step=scan.least_step,
+                kernels=scan.kernels,
             )
         elif kind == "*":
             self.mixer = Attention(

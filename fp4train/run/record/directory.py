@@ -62,6 +62,7 @@ RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
     *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
+    "model.scan.kernels",
     *("data.path", "data.val_path", "teacher"),
     "parallel.",
 )

@@ -65,7 +65,7 @@ def grouped_gemm(
 
 
 products.cpp_gemm.get_sm_count = lambda: 1
-products.cpp_gemm.get_cublas_workspace = lambda *_: [torch.empty(0)]
+products.cpp_gemm.get_cublas_workspace = lambda *_: torch.empty(1, 0)
 tex.split_quantize, tex.te_general_grouped_gemm = split_quantize, grouped_gemm
 call = TEExperts.__call__
 

@@ -12,7 +12,8 @@ import yaml
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import compare
 from fp4train.lab.analysis.curves import NAME
-from fp4train.lab.analysis.figure import colour_of, line_of, shortened
+from fp4train.lab.analysis.figure import colour_of, line_of
+from fp4train.text import shortened
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
