@@ -1,6 +1,6 @@
 """Draw the pictures of docs/numerics.md with the package's own quantisers.
 
-    python scripts/draw_numerics.py [DIRECTORY]        docs/images unless another is named
+    python scripts/draw_numerics.py [DIRECTORY]
 
     e2m1_grid.png            the fifteen values of E2M1, rounding to nearest, and the relative error
     stochastic_rounding.png  the mean of many roundings, the bias of a clipped block maximum, and the guarded scale
@@ -9,7 +9,7 @@
 Every random number is seeded, so the same package draws the same pictures.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -277,5 +277,7 @@ def _outlier(size: float, hadamard: Hadamard | None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    for path in draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", type=Path, default=IMAGES, help="docs/images unless another is named")
+    for path in draw_all(parser.parse_args().directory):
         print(path)

@@ -89,7 +89,7 @@ def keep_freed_memory() -> bool:
     return all([bool(mallopt(parameter, value)) for parameter, value in _SETTINGS])
 
 
-PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
+PACKAGES = ("torch", "numpy", "transformer_engine", "triton", "liger-kernel", "mamba-ssm", "causal-conv1d")
 """Whose versions change what a run computes, or how fast."""
 
 

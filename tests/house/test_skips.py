@@ -20,7 +20,9 @@ from fp4train.backends.te import availability
 from fp4train.kernels import cpu
 from fp4train.precision import compile_context
 
-PACKAGES = ("triton", "torchao.prototype.mx_formats.utils", "pydantic", "wandb", "tensorboard")
+LINUX = ("triton", "liger_kernel")
+"""What is installed on Linux alone."""
+PACKAGES = (*LINUX, "torchao.prototype.mx_formats.utils", "pydantic", "wandb", "tensorboard")
 """What tests import or are skipped; Transformer Engine's wheel is asked for its version instead."""
 
 
@@ -52,7 +54,7 @@ def test_layers_are_part_of_compiled_graphs_in_ci() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_that_tests_are_skipped_without_are_installed_in_ci(package: str) -> None:
-    if not os.environ.get("CI") or (package == "triton" and sys.platform != "linux"):
+    if not os.environ.get("CI") or (package in LINUX and sys.platform != "linux"):
         return
     try:
         importlib.import_module(package)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_where_they_do_not_run_the_reason_is_said(
     assert found is None if reason is None else reason in str(found)
 
 
+def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was made for another Triton, say: only who names the kernels is stopped."""
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    built, settings = model(), TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
+    _fuse(built, settings, "cuda")
+    assert built.liger is None
+    with pytest.raises(UserError, match=r"train\.kernels=liger: liger-kernel cannot be imported: .*; train\.ker"):
+        _fuse(built, replace(settings, kernels="liger"), "cuda")
+
+
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
     found = cli("run.name=a", "train.kernels=liger")
     assert found.code != 0 and "train.kernels=liger: they are for GPUs" in found.message
@@ -153,6 +164,9 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
     assert {"norm", "product", "rotation", "loss"} <= {name for name, _ in liger_on_cpu.calls}
     trained = load_trained(Path("runs/a"))
     assert trained.model.liger is None
+    refused = cli.raw("resume=runs/a", "train.steps=5")
+    assert refused.code != 0 and "train.kernels=torch needs no other package" in refused.message
+    assert cli.raw("resume=runs/a", "train.steps=5", "train.kernels=torch").code == 0
 
 
 def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:

@@ -27,11 +27,10 @@ INSTEAD = "use backend=emulate, which runs any table"
 ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16}
 """What TE's kernels ask of in and out features; tokens are padded by `TEExecutor`."""
 
-
 NEWEST = (2, 20)
-GROUPED = (2, 20)
-"""The TE whose GroupedLinear was read."""
 """The TE that a GPU on another machine is taken to have."""
+GROUPED = (2, 20)
+"""The oldest TE whose GroupedLinear was read."""
 
 
 def to_te(table: Table) -> Any:

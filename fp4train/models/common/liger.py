@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4train.text import first_line
+
 OLDEST, BEFORE = (0, 8, 5), (0, 9)
 """Versions of liger-kernel whose functions are those that are called here."""
 
@@ -124,6 +126,10 @@ def why_not(device: str) -> str | None:
     if not OLDEST <= installed < BEFORE:
         found, oldest, before = (".".join(map(str, each)) for each in (installed, OLDEST, BEFORE))
         return f"liger-kernel {found} is installed, and {oldest} or newer below {before} is needed"
+    try:
+        Liger()
+    except (ImportError, OSError, AttributeError) as error:  # made for another Triton or torch
+        return f"liger-kernel cannot be imported: {first_line(error)}"
     return None
 
 

@@ -61,10 +61,9 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "model.recompute", "model.draw"),
-    "model.scan.kernels",
-    *("data.path", "data.val_path", "teacher"),
-    "parallel.",
+    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "train.kernels"),
+    *("model.recompute", "model.draw", "model.scan.kernels"),
+    *("data.path", "data.val_path", "teacher", "parallel."),
 )
 """Keys that `resume=` may change as well; any other would make it another run. The data and the teacher may be at
 another path, because their fingerprints are compared with those in the checkpoint."""
