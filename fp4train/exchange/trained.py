@@ -93,7 +93,7 @@ class TrainedModel:
 
     @property
     def title(self) -> str:
-        """Where the model is from."""
+        """The origin of the model: the run and its step, or the folder."""
         return str(self.source) if self.step is None else f"{self.source} at step {self.step}"
 
     @property

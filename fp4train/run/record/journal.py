@@ -51,7 +51,7 @@ _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 _HIGH = {"BF16", "FP16", "FP32"}
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading a record that somebody else prepared may raise."""
+"""Errors that reading a record may raise that somebody else prepared."""
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -260,7 +260,7 @@ def _record(line: Mapping[str, Any]) -> Record:
 
 
 def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
-    """What ran and what is planned, in order: each record holds from its step on."""
+    """The stretches that ran or are planned, in order: each record holds from its step on."""
     return joined((record.step, record.stretches) for record in records)
 
 

@@ -1,4 +1,4 @@
-"""What is trusted of a run directory: the paths that its configuration names, its checkpoint, and its records.
+"""Trust in a run directory: the paths that its configuration names, its checkpoint, and its records.
 
 A configuration that names paths outside of its run holds a signature that only its user can make: HMAC-SHA256 over the
 run's identity and the configuration, with 32 random bytes that are kept in $XDG_STATE_HOME/fp4train/key
