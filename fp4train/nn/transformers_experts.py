@@ -83,7 +83,8 @@ def _owners(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         noted = {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
         calls = hasattr(type(module).forward, "__wrapped__") and "forward" not in vars(module)
-        if noted and calls and not module._is_expert_parallel and not any(map(_is_held, module.children())):
+        cut = getattr(module, "_is_expert_parallel", False)  # not every release has it
+        if noted and calls and not cut and not any(map(_is_held, module.children())):
             yield module
 
 

@@ -191,6 +191,14 @@ def test_the_guard_names_experts_that_another_implementation_multiplies() -> Non
         optimizer.step()
 
 
+def test_releases_whose_modules_do_not_say_whether_they_are_cut_are_converted_too() -> None:
+    model = mixture("Mixtral")
+    for each in model.modules():
+        vars(each).pop("_is_expert_parallel", None)
+    f4.convert(model)
+    assert sum(isinstance(each, Experts) for each in model.modules()) == 4 and results(model)[0].any()
+
+
 def test_neither_copies_nor_models_of_the_same_configuration_share_a_converted_models_experts() -> None:
     first = mixture("Mixtral")
     other = type(first)(first.config)
