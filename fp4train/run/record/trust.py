@@ -133,7 +133,7 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
     """
 
     def documents() -> Iterator[Piece]:
-        raise UserError(f"{run} has lost its tokenizer.json, and a tokenizer that is trained anew may have other ids")
+        raise UserError(f"{run} has lost its tokenizer.json: put it back; one that is trained anew may have other ids")
 
     settings = getattr(config.data, "tokenizer", None)
     if settings is None:
