@@ -131,7 +131,7 @@ class GatedConvolution(nn.Module):
         )
         if kept is not None:
             kept.features_BKC = window
-        q, k, v = features.unflatten(-1, (-1, 3)).unbind(-1)
+        q, k, v = features.view(*features.shape[:-1], -1, 3).unbind(-1)
         u = k * v
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
