@@ -45,7 +45,7 @@ def user_errors(
     told: Callable[[Any], object] = str,
     raised: type[UserError] = UserError,
 ) -> Iterator[None]:
-    """What is raised inside of these kinds is the user's to correct.
+    """A context whose errors of these kinds are the user's to correct.
 
     Args:
         told: what of the error is said.

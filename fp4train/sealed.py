@@ -1,4 +1,4 @@
-"""What fp4train writes with a checksum, and how it is checked where it is read: one rule for every record of a run.
+"""Checksums of what fp4train writes, and how they are checked where it is read: one rule for every record of a run.
 
 - An object in JSON (a request, a study's result) holds the checksum of the rest of it: `sealed`, `unsealed`.
 - A line that is appended to a record holds its own checksum and that of the line before (`Chain`)::

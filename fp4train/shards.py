@@ -38,7 +38,7 @@ class RowOrder:
     ranks: int
 
     def runs(self, first: int, count: int) -> Runs:
-        """Where `count` rows of the DTensor, from `first` on, lie in the tensor."""
+        """The runs of rows in the tensor that are `count` rows of the DTensor, from `first` on."""
         starts = list(accumulate(self.segments, initial=0))
         found: list[tuple[int, int]] = []
         at = 0  # of a rank's part of a segment in the DTensor

@@ -151,7 +151,7 @@ class LayerBackend(Protocol):
         ...
 
     def expert_kernels(self, name: str) -> ExpertKernels:
-        """As `kernels`, of a layer of experts."""
+        """The kernels of a layer of experts that has this name, as `kernels` gives those of a linear layer."""
         ...
 
     def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:

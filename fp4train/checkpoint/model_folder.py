@@ -23,7 +23,7 @@ from fp4train.text import first_few
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of weights: float32 has all values of the others."""
+"""Allowed dtypes of stored weights; float32 has all values of the others."""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 
 

@@ -29,7 +29,7 @@ _HELP = {"--help", "-h", "--hydra-help"}
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a command starts from.
+    """The configuration that a command starts from.
 
     Args:
         config: the typed configuration; cfg: the plain one, to be kept with the run.
@@ -128,7 +128,7 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
 
 
 def settings(made: Composed) -> Start:
-    """What a command starts from.
+    """The configuration that a command starts from.
 
     Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model and tokenizer. With
     resume=RUN it is RUN's saved one with the overrides applied; a recipe among them does not change what the run began

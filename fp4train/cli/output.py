@@ -1,4 +1,4 @@
-"""What a command prints: text that no terminal acts on, logs beside a progress bar, output whose reader has gone."""
+"""The output of commands: text that no terminal acts on, logs beside a progress bar, output whose reader has gone."""
 
 import logging
 import os

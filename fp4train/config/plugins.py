@@ -55,7 +55,7 @@ def named() -> tuple[str, ...]:
 
 
 def families() -> tuple[HuggingFaceFamily, ...]:
-    """Those of models that the plugins of the surrounding `using` name in `FAMILIES`."""
+    """The families of models that the plugins of the surrounding `using` name in `FAMILIES`."""
     found = (getattr(importlib.import_module(name), "FAMILIES", ()) for name in named())
     return tuple(family for each in found for family in each)
 

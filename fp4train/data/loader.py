@@ -162,7 +162,7 @@ class Feed:
         return inputs, targets
 
     def waiting(self) -> tuple[float, str] | None:
-        """For how many seconds somebody waits for rows by now, and for which; None: nobody does."""
+        """The seconds that somebody has waited for rows by now, and for which rows; None: nobody waits."""
         if (waits := self._waits) is None:
             return None
         since, first, count = waits

@@ -20,7 +20,7 @@ LOSSES = {
     "val/loss_recipe": "validation, in the recipe",
     "train/loss": "training",
 }
-"""In nats per token."""
+"""Losses of a card, in nats per token: key of the metrics → name."""
 
 
 def model_card(model: StoredModel, *, made: str, loaded: str, notes: Sequence[str]) -> str:
@@ -64,8 +64,8 @@ def _results(line: Mapping[str, Any]) -> str:
 
 
 def measured(model: StoredModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """From the metrics, up to the checkpoint's step: the last line of each recipe that has a validation loss, and of
-    that step itself the last results of each task and recipe (`fp4train eval`)."""
+    """The measured losses and results, from the metrics up to the checkpoint's step: the last line of each recipe that
+    has a validation loss, and of that step itself the last results of each task and recipe (`fp4train eval`)."""
     evaluated: dict[Any, dict[str, Any]] = {}
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:

@@ -1,4 +1,4 @@
-"""What a trained model says of text: its loss and bits per byte, in any recipe.
+"""Evaluation of a trained model on text: its loss and bits per byte, in any recipe.
 
     bits per byte = −Σ log₂ p(token) / bytes of the text
 
@@ -40,7 +40,7 @@ LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model in one recipe says of one task; `values` by the name of the metric."""
+    """The scores of a model in one recipe on one task; `values` by the name of the metric."""
 
     task: str
     recipe: str
@@ -130,7 +130,7 @@ def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterat
 def log_likelihoods(
     trained: TrainedModel, named: NamedRecipe, requests: Sequence[Scored], rows: int
 ) -> list[tuple[float, bool]]:
-    """For each request the sum of log p of its scored tokens in nats, and whether each is the most likely one.
+    """(The sum of log p of its scored tokens in nats, whether each of them is the most likely one) of each request.
 
     Args:
         rows: most sequences of a batch; those of a batch have the same length.

@@ -77,7 +77,7 @@ def generate(
     ends: Collection[int],
     stops: Callable[[int], bool] = lambda row: False,
 ) -> Iterator[list[int | None]]:
-    """At each position the token that each sequence gets; None for one whose prompt goes on, or that has ended.
+    """The token that each sequence gets, position by position; None where its prompt goes on, or it has ended.
 
     A sequence ends after `sampling.tokens` tokens, after a token of `ends`, or where the model's context is full.
 
@@ -145,13 +145,13 @@ class TextStream:
         self._ids: list[int] = []
 
     def add(self, token: int) -> str:
-        """What the text grows by."""
+        """The text that was added."""
         self._ids.append(token)
         whole = self.tokenizer.decode(self._ids)
         return "" if whole.endswith("\ufffd") else self._grown(whole)
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._grown(self.tokenizer.decode(self._ids))
 
     def _grown(self, whole: str) -> str:

@@ -42,7 +42,7 @@ class Part:
 
     @property
     def expert(self) -> int | None:
-        """Whose matrix it is."""
+        """The index of the expert whose matrix it is; None: it is of no expert."""
         return None if self.first is None else self.first[0]
 
 

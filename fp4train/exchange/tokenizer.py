@@ -5,19 +5,17 @@ as a token before each text, loses that rule here: what is served would differ f
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
 from fp4train.config import Config
-from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.template import ChatTemplate
 from fp4train.data.tokenizers import BytePairs, Pretrained
-from fp4train.data.tokens import Piece, Tokenizer
+from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
 from fp4train.files import Folder
-from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import own_tokenizer
 
 TOKENIZER = "tokenizer.json"
 
@@ -39,19 +37,13 @@ def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
     Raises:
         UserError: the run has lost its tokenizer.
     """
-    settings = getattr(config.data, "tokenizer", None)
-    if settings is None:
-        return None
-    if isinstance(settings, BytePairs | Pretrained):  # without its copy it would be trained anew, or read elsewhere
-        with Folder.open(run) as folder:
-            needed = (name for name in run_directory.TOKENIZER if name != TEMPLATE)
-            if lost := [name for name in needed if not folder.has_file(name)]:
-                raise UserError(f"{run} has lost its {lost[0]}: put it back; another tokenizer may have other ids")
 
-    def documents() -> Iterator[Piece]:
-        raise UserError(f"{run} has no tokenizer of its own that was made from {settings}")
+    def refuse(lost: str) -> None:
+        """Without its copy it would be trained anew, or read elsewhere."""
+        if isinstance(getattr(config.data, "tokenizer", None), BytePairs | Pretrained):
+            raise UserError(f"{run} has lost its {lost}: put it back; another tokenizer may have other ids")
 
-    found = settings.build(documents, run_directory.require_run(run))
+    found = own_tokenizer(config, run, refuse)
     return cast(FileTokenizer, found) if hasattr(found, "to_json") and hasattr(found, "end") else None
 
 

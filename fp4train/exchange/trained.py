@@ -5,10 +5,8 @@ The recipe of a run's model is, unless another is named, that of the last steps 
 may end with a cooldown in high precision, and what it was trained for is the recipe before.
 """
 
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from fp4train.config.composition import compose
 from fp4train.config.from_folder import names_folder, with_folder
 from fp4train.config.overrides import quoted
 from fp4train.data.source import planned_vocab_size
-from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import Piece, Tokenizer
+from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError, user_errors
 from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
 from fp4train.precision.phases import Timeline
@@ -32,7 +29,7 @@ from fp4train.run.checks import set_masks
 from fp4train.run.device import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.trust import check_belongs, check_paths, saved_with
+from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with
 from fp4train.run.restored import check_model, restored
 
 CONTEXT = 32768
@@ -96,7 +93,7 @@ class TrainedModel:
 
     @property
     def title(self) -> str:
-        """Where the model is from."""
+        """The origin of the model: the run and its step, or the folder."""
         return str(self.source) if self.step is None else f"{self.source} at step {self.step}"
 
     @property
@@ -136,7 +133,7 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
     config = replace(config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels))
     found = checkpoint.load(source / run_directory.CHECKPOINTS, step, weights=True)
     check_belongs(found, source, mend=False)
-    tokenizer = _tokenizer(config, cfg, source, paths)
+    tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
     device = choose_device(config.device)
     vocab_size = planned_vocab_size(config.data) if tokenizer is None else tokenizer.vocab_size
     model = build_model(config, vocab_size, device)
@@ -169,10 +166,7 @@ def _of_folder(folder: Path) -> TrainedModel:
     config = to_config(cfg)
     found = load_init(config, checkpoint.ALONE)
     assert found is not None
-    with tempfile.TemporaryDirectory() as place:
-        tokenizer: Tokenizer = config.data.tokenizer.build(  # type: ignore[attr-defined]
-            partial(_no_documents, folder), Path(place)
-        )
+    tokenizer: Tokenizer = config.data.tokenizer.open()  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)
     load_weights(model, found)
@@ -194,20 +188,3 @@ def trained_recipe(timeline: Timeline, step: int) -> Recipe | None:
     """The recipe of the last of the first `step` steps whose forward pass was quantised; None: there is none."""
     ran = [each.recipe for each in timeline.stretches() if each.start < max(step, 1)]
     return next((recipe for recipe in reversed(ran) if recipe.table()["fprop"].quantised), None)
-
-
-def _tokenizer(config: Config, cfg: DictConfig, source: Path, paths: Mapping[str, str | None]) -> Tokenizer | None:
-    """The run's own tokenizer; a file that its configuration names is read only where the run has lost its copy."""
-    settings = getattr(config.data, "tokenizer", None)
-    if settings is None:
-        return None
-    with tempfile.TemporaryDirectory() as place:
-        run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
-        if not isinstance(settings, Bytes) and not any(Path(place).iterdir()):
-            check_paths(cfg, paths)
-        found: Tokenizer = settings.build(partial(_no_documents, source), Path(place))
-        return found
-
-
-def _no_documents(source: Path) -> Iterator[Piece]:
-    raise UserError(f"{source} has lost its tokenizer.json, and a tokenizer that is trained anew may have other ids")

@@ -73,7 +73,7 @@ class Verified:
         return not self.others and not any(each.differences for each in self.layers)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The verification as plain values."""
         own = {"folder": str(self.folder), "run": str(self.run), "step": self.step, "to": self.layout}
         layers = [{**vars(each), "parts": [*each.parts], "differences": [*each.differences]} for each in self.layers]
         return {**own, "stretch": self.stretch, "equal": self.equal, "differences": self.others, "layers": layers}

@@ -44,7 +44,7 @@ RAW: Final = (
     *("amax", "signal", "error", "variance", "fourth", "clipped", "nonzero", "lost", "elements"),
     *("scales", "smallest_scale", "largest_scale"),
 )
-"""What is measured of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its amax; counts of
+"""The measurements of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its amax; counts of
 elements clipped, not zero, and lost to zero, and of all; block scales: codes in use, smallest above zero, largest."""
 
 
@@ -69,7 +69,7 @@ class Seen:
 
 @dataclass
 class WatchedLayers:
-    """What `watch` saw, by layer name."""
+    """The operands that `watch` saw, by layer name."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
 

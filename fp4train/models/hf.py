@@ -56,14 +56,14 @@ class HuggingFaceFamily(Protocol):
         """
 
     def names_of(self, shape: Any) -> Mapping[str, Stored]:
-        """For each name of the model's state dict Hugging Face's, of the weights of experts those of their matrices.
-        Tied weights, which are stored once, share one."""
+        """Names of the model's state dict → Hugging Face's, of the weights of experts those of their matrices. Tied
+        weights, which are stored once, share one."""
 
     def computed(self, name: str) -> bool:
         """Whether a stored tensor may be there for which there is no name, since the model computes its values."""
 
     def copies_of(self, shape: Any) -> dict[str, str]:
-        """For each tensor that a folder may store although it is tied the name of the weight that it must equal."""
+        """Tensors that a folder may store although they are tied → the name of the weight that each must equal."""
 
 
 FAMILIES: tuple[HuggingFaceFamily, ...] = (llama, hybrid, hyena, moe)

@@ -1,4 +1,4 @@
-"""What runs a layer, and one call of it: its position in the run, which keys the random bits, and its amaxes."""
+"""The protocol of executors, and one call of a layer: its position in the run, which keys the random bits; amaxes."""
 
 from __future__ import annotations
 

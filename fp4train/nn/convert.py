@@ -253,7 +253,7 @@ def report(model: nn.Module) -> Conversion:
 
 
 def _parameters(layer: nn.Module) -> set[nn.Parameter]:
-    """Of a planned layer, those that another module holds for it included."""
+    """Parameters of a planned layer, those that another module holds for it included."""
     held = (getattr(layer, name, None) for name in ("weight", "bias"))
     return {*layer.parameters(), *(each for each in held if isinstance(each, nn.Parameter))}
 

@@ -78,9 +78,9 @@ class Form:
         self.feature = self.rank = 0
         self.amax_ranks: tuple[Ranks, ...] = ()
         self.rounding_ranks: tuple[Ranks, ...] = ()
-        """Over which the amax is taken of what the spec requantises."""
+        """Ranks over which the amax is taken of what the spec requantises."""
         self.runs: Runs = ()
-        """Of the features in the whole layer's, where random bits depend on them and they are several."""
+        """Runs of the features within the whole layer's, where random bits depend on them and there are several."""
         if shard is not None:
             self.runs = shard.runs_of(tensor) if self.stochastic else ()
             self.feature = shard.starts(tensor)[1]

@@ -94,15 +94,15 @@ class PlannedLayer(nn.Module):
     def _begin(self, layer: Layer, backend: str) -> None:
         self.handle = Handle(self)
         self.states: dict[str, LayerState] = {}
-        """What executors carry from step to step, by name; see `nn.executors`."""
+        """States that executors carry from step to step, by name; see `nn.executors`."""
         self.joined = False
         """Whether the loop joins the states over the ranks (`join_states`); else each call does so by itself."""
         self.layer_shard: LayerShard | None = None
-        """Where the layer lies among the ranks, set by `shard`; None: alone on this one."""
+        """The layer's place among the ranks, set by `shard`; None: alone on this one."""
         self.default_context: Callable[[torch.dtype], Context] | None = None
         """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
         self.fused_weights = FusedWeights()
-        """Those that share a global scale with this layer's under `recipe.fused_scales`, set by `convert`."""
+        """Weights that share a global scale with this layer's under `recipe.fused_scales`, set by `convert`."""
         self.keeps_forms = True
         self._sums = self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
@@ -256,7 +256,7 @@ class PlannedLayer(nn.Module):
         return False
 
     def stray_error(self) -> RuntimeError:
-        """What a call that `is_stray` raises."""
+        """The error of a call that `is_stray`."""
         return RuntimeError(
             f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward pass. "
             "Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "

@@ -44,7 +44,7 @@ class DelayedScaling:
 
     name: ClassVar = "scaling"
     tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
-    """What is saved, by the beginnings of names: (dtype, dimensions, whether it must be finite)."""
+    """Saved tensors: beginning of the name → (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}

@@ -82,12 +82,12 @@ class WeightForm:
         column_wise = self.operand == DGRAD_W
         self.amax_ranks: tuple[Ranks, ...] = ()
         self.rounding_ranks: tuple[Ranks, ...] = ()
-        """Over which the amax is taken of what the spec requantises."""
+        """Ranks over which the amax is taken of what the spec requantises."""
         self.fused = fused if spec is not None and has_tensor_amax(spec.requantises or spec) else ()
-        """Those whose amax counts: of the weight, or of what the spec requantises."""
+        """Weights whose amaxes count: of the weight, or of what the spec requantises."""
         self.start = (0, 0)
         self.runs: Runs = ()
-        """Of the out features in the whole layer's, where random bits depend on them and they are several."""
+        """Runs of the out features within the whole layer's, where random bits depend on them and there are several."""
         if shard is not None:
             self.runs = shard.runs_of("w") if spec is not None and spec.random else ()
             self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks("w", spec, transposed=column_wise)
@@ -292,7 +292,7 @@ class FusedWeights:
 
 
 class GatheredSource(Protocol):
-    """Where a gathered weight comes from. What it gives is valid until the weight is freed after the layer's call.
+    """The origin of a gathered weight. What it gives is valid until the weight is freed after the layer's call.
 
     rounds: whether ranks send each other BF16 values that stand for the float32 master.
     """
@@ -316,7 +316,7 @@ class GatheredSource(Protocol):
         ...
 
     def member(self, index: int) -> GatheredSource:
-        """Of a group of weights [E, N, K]: where the one at this place comes from."""
+        """The origin of the weight at this place of a group of weights [E, N, K]."""
         ...
 
     def master(self) -> Tensor:

@@ -65,7 +65,7 @@ class Slab(NamedTuple):
     """Rows of this rank's box of a parameter that follow each other in the whole one, seen as a matrix."""
 
     rows: slice
-    """Of the box, seen as [elements / last dimension, last dimension]."""
+    """Rows of the box, seen as [elements / last dimension, last dimension]."""
     row: int
     column: int
     """Place of its first element in the whole parameter."""
@@ -183,7 +183,7 @@ class Tensors(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Of the random bits of the two moments, with the step in `counters`; a slab begins `skip` columns after them."""
+    """Keys of the random bits of both moments, with the step in `counters`; a slab begins `skip` columns after them."""
 
     first: RandomKey
     second: RandomKey

@@ -1,4 +1,4 @@
-"""At the start all ranks check that they run the same thing, in the same directory."""
+"""Checks at the start that all ranks run the same thing, in the same directory."""
 
 import hashlib
 import json

@@ -268,7 +268,7 @@ class WeightGather:
         return joined(sent.shard, sent.tensors, rows, columns=part.column)
 
     def codes_of(self, member: int, part: Payload, call: Call) -> Quantized | None:
-        """Of a group: one of its quantised weights, if they came in this step."""
+        """The codes of one weight of a group, if they came in this step."""
         sent = self._arrived_codes(part, call)
         if sent is None or sent.shard is None:
             return None

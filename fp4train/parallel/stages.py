@@ -122,7 +122,7 @@ def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: 
 
 
 def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
-    """By name of a weight that the last stage has, the name under which the first stage has the same one.
+    """Names of the last stage's weights that the first stage has, too → their names there.
 
     Raises:
         ValueError: more than one is shared, or blocks share some: those would lie on several stages.

@@ -99,7 +99,7 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
 
 
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
-    """With amax="data", let the layers that are not cut take their amaxes over the ranks with other tokens."""
+    """Let layers that are not cut take their amaxes over the ranks with other tokens, if `amax` is "data"."""
     for module in model.modules():
         if isinstance(module, PlannedLayer) and module.layer_shard is None and amax == "data" and data is not None:
             module.shard(LayerShard(amax=amax, data=data))

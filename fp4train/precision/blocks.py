@@ -183,7 +183,7 @@ def _parts(module: nn.Module, path: str) -> list[_Part]:
 
 
 def _entries(module: nn.Module, parts: list[_Part], *, attributes: bool) -> list[_Part]:
-    """Those of `parts` that make `module` a stack."""
+    """The entries among `parts` that make `module` a stack."""
     if isinstance(module, nn.ModuleList):
         return parts
     parts = [part for part in parts if not part.bare]

@@ -57,12 +57,12 @@ class Context(metaclass=GraphInput):
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
     met: dict[object, bool] | None = field(default=None, repr=False)
-    """Where the layers are watched: for each layer that was called, whether it quantises."""
+    """Layer that was called → whether it quantises; None: the layers are not watched."""
     applied: bool = False
     """Whether the layers run a plan that was applied to them: another recipe or policy than the plan's is an error."""
     auxiliary: float = 0.0
-    """In a pass of training, what losses that parts of the model have of their own are multiplied by before their
-    gradient is taken: the microbatch's share of the batch, times the loss scale. 0: they have none."""
+    """The factor, in a pass of training, of losses that parts of the model have of their own, before their gradient
+    is taken: the microbatch's share of the batch, times the loss scale. 0: they have none."""
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
@@ -90,7 +90,7 @@ class State(NamedTuple):
     recording: tuple[dict[object, list[object]], ...] = ()
     replaying: dict[object, Iterator[object]] | None = None
     outer: State | None = None
-    """What `leave` restores; None: no `enter` is open."""
+    """The state that `leave` restores; None: no `enter` is open."""
 
 
 _OUTSIDE = State()
@@ -244,7 +244,7 @@ def activation_dtype(default: torch.dtype) -> torch.dtype:
 
 
 def auxiliary() -> float:
-    """What a loss that a part of a model has of its own counts in the current pass; 0: it is no pass of training."""
+    """The factor of a loss that a part of a model has of its own in the current pass; 0: it is no pass of training."""
     context = current()
     return 0.0 if context is None else context.auxiliary
 

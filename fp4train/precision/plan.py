@@ -53,7 +53,7 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """What one layer runs.
+    """The plan of one layer.
 
     Args:
         layer: its place in the model.
@@ -140,7 +140,7 @@ class LayerPlan:
 def resolve(
     layer: Layer, recipe: Recipe, policy: LayerPolicy | None, backend: str, device: Device, *, reason: str | None = None
 ) -> LayerPlan:
-    """What `layer` runs while `recipe` is in force.
+    """The plan of `layer` while `recipe` is in force.
 
     A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`misaligned`).
 
@@ -239,7 +239,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every layer runs in every stretch of a run.
+    """The plan of a run: what every layer runs in every stretch of it.
 
     Args:
         stretches: in order; they cover the run without gaps.

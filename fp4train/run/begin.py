@@ -1,5 +1,5 @@
-"""Where a run begins or goes on: from which checkpoint, whether its directory is of the same configuration, and what is
-written: configuration, journal, metrics, plan. The lead writes it."""
+"""The start of a run, or its going on: from which checkpoint, whether its directory is of the same configuration, and
+what is written: configuration, journal, metrics, plan. The lead writes it."""
 
 import logging
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What a run begins with, or goes on with.
+    """The state that a run begins with, or goes on with.
 
     Args:
         config: the typed configuration; cfg: the composed one, to be kept with the run.

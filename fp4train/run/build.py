@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready: data, model, plan, optimizer, checkpoint, tracker, run directory."""
+"""Building of a run from its configuration: data, model, plan, optimizer, checkpoint, tracker, run directory."""
 
 import importlib
 import logging
@@ -189,7 +189,7 @@ def build_plan(
     *,
     stages: int = 1,
 ) -> Plan:
-    """What will run where, and why.
+    """The plan of a run: what will run where, and why.
 
     Args:
         layers: of the whole model, by name (`find_layers`).

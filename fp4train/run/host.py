@@ -90,7 +90,7 @@ def keep_freed_memory() -> bool:
 
 
 PACKAGES = ("torch", "numpy", "transformer_engine", "triton")
-"""Whose versions change what a run computes, or how fast."""
+"""Packages whose versions change what a run computes, or how fast."""
 
 
 def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run observes of its steps: layers that the first step calls, statistics of operands in measured steps, and
+"""Observations of a run's steps: layers that the first step calls, statistics of operands in measured steps, and
 weights that oscillate.
 
 "FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the norm of the gradient

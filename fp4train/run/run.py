@@ -171,7 +171,7 @@ class Run:
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Where every module runs by itself and no step is recorded, so that hooks see all tensors."""
+        """A context in which every module runs by itself and no step is recorded, so that hooks see all tensors."""
         runner, self.runner = self.runner, EagerSteps(self)
         try:
             with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
@@ -206,7 +206,7 @@ class Run:
         return None if gpu is None else peak_flops(gpu, "BF16") / flops
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What delayed scaling has seen, by layer; empty dicts without it."""
+        """States of delayed scaling, by layer; empty dicts without it."""
         return {m.layer.name: m.scaling_state() for m in self.linears}
 
     def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fp4train.run.supervise.ledger import Values
 
 Scaling = dict[str, dict[str, Tensor]]
-"""What delayed scaling has seen, by layer."""
+"""States of delayed scaling, by layer."""
 
 RANK_SPREAD = 0x9E3779B97F4A7C15
 """Distance between the dropout seeds of two data ranks: far more than there are steps."""
@@ -46,7 +46,7 @@ _PIECE = 1 << 16
 
 
 class Queued(NamedTuple):
-    """What a step that is queued leaves on the device."""
+    """The results of a queued step, on the device."""
 
     names: list[str]
     """The parameters that have gradients."""
@@ -60,7 +60,7 @@ class StepRunner(Protocol):
     """Queues optimizer steps."""
 
     def scaling(self) -> Scaling:
-        """What delayed scaling has seen, in tensors that the next step does not change."""
+        """States of delayed scaling, in tensors that the next step does not change."""
         ...
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
@@ -108,7 +108,7 @@ def due(step: int, every: int, steps: int) -> bool:
 
 
 def microbatch_share(run: Run) -> float:
-    """What the loss of a microbatch is multiplied by in the current step: the loss of the step is the mean over the
+    """The factor of a microbatch's loss in the current step: the loss of the step is the mean over the
     targets of the whole batch that count, wherever they lie."""
     size = run.config.train.batch_size
     return run.rows / size * run.train_data.loss_factor(run.batch * size, size)

@@ -6,9 +6,7 @@ weights in the dtype of the run's activations, is whole on every rank, and gets 
 """
 
 import inspect
-import tempfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from fp4train.config import Config, to_config
 from fp4train.config.from_folder import model_of, names_folder
-from fp4train.data.tokens import Piece, TokenData
+from fp4train.data.tokens import TokenData
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.common.decoder import Decoder
@@ -27,6 +25,7 @@ from fp4train.precision.context import use
 from fp4train.run.checks import set_masks
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_paths, own_tokenizer, saved_with
 
 
 class Teacher:
@@ -105,16 +104,9 @@ def _shape(config: Config, data: TokenData) -> Architecture:
     if names_folder(config.teacher):
         shape: Architecture = model_of(source)[1]
         return shape
-    theirs = to_config(run_directory.read_config(run_directory.require_run(source)))
-    settings = getattr(theirs.data, "tokenizer", None)
-    if settings is not None and data.tokenizer is not None:
-        with tempfile.TemporaryDirectory() as place:
-            run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
-            tokenizer = settings.build(_no_documents, Path(place))
-        if tokenizer.identity != data.tokenizer.identity:
-            raise UserError("its tokenizer is another than the run's, so that their tokens are not the same")
+    cfg = saved_with(run_directory.require_run(source), None, {})
+    theirs = to_config(cfg)
+    tokenizer = None if data.tokenizer is None else own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
+    if tokenizer is not None and data.tokenizer is not None and tokenizer.identity != data.tokenizer.identity:
+        raise UserError("its tokenizer is another than the run's, so that their tokens are not the same")
     return theirs.model
-
-
-def _no_documents() -> Iterator[Piece]:
-    raise UserError("it has lost its tokenizer.json")

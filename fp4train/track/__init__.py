@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: RUN/metrics.jsonl always, Weights & Biases or TensorBoard beside it."""
+"""Records of a run's numbers: RUN/metrics.jsonl always, Weights & Biases or TensorBoard beside it."""
 
 from fp4train.track.config import JsonlTracking as JsonlTracking
 from fp4train.track.config import NoTracking as NoTracking

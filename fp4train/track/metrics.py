@@ -42,9 +42,9 @@ LIMIT = 1 << 33
 """Bytes of a metrics log that are read."""
 RESERVED = ("step", "event", "nonfinite", "after", "crc")
 WAIT_SECONDS = 1.0
-"""For a line to be written; then the disk is left behind."""
+"""Seconds for a line to be written; then the disk is left behind."""
 END_SECONDS = 30.0
-"""For the lines that are left at the end, and before a checkpoint that counts on them."""
+"""Seconds for the lines that are left at the end, and before a checkpoint that counts on them."""
 
 
 class MetricsLog:
@@ -77,7 +77,7 @@ class MetricsLog:
         self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
     def mark(self) -> dict[str, Any]:
-        """What is logged by now, for `mend`: its bytes and their SHA-256, and those of the statistics."""
+        """The marks of what is logged by now, for `mend`: its bytes and their SHA-256, and those of the statistics."""
         return self._all.mark() | {"statistics": self._statistics.mark}
 
     def sync(self) -> None:

@@ -1,4 +1,5 @@
-"""What the training loop talks to. Services beside the metrics are kept away from it: none stalls or ends a run.
+"""The tracker that the training loop logs to. Services beside the metrics are kept away from it: none stalls or ends
+a run.
 
 `Trackers` leaves a service out that fails. `QueuedTracker` calls one in a thread of its own: every wait of the caller
 is bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or

@@ -95,6 +95,16 @@ def test_a_resumed_run_needs_the_original_no_more(trained: Path, tmp_path: Path)
     assert Pretrained(name=str(trained)).build(documents, tmp_path / "run").identity == first.identity
 
 
+def test_a_run_that_has_its_copy_reads_nothing_where_the_tokenizer_came_from(trained: Path, tmp_path: Path) -> None:
+    """A template that lies there now is neither read nor written into the run."""
+    run, settings = tmp_path / "run", Pretrained(name=str(trained))
+    settings.build(documents, run)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    (trained.parent / "chat_template.jinja").write_text("theirs")
+    settings.build(nothing, run)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
 def test_a_run_with_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
     BytePairs(vocab_size=300).build(documents, tmp_path)
     with pytest.raises(DataError, match=r"holds the tokenizer bpe of 300 ids .* not bpe of 301 .* another run\.name"):

@@ -14,7 +14,8 @@ from torch import Tensor
 import fp4train as f4
 from fp4train.kernels import cpu
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
+from fp4train.precision import BF16, MXFP4, MXFP6, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, Recipe
+from fp4train.precision.recipes import QuartetII, TetraJetV2
 
 PACKAGE = Path(f4.__file__).parent
 
@@ -65,7 +66,15 @@ def traced(layer: Linear, recipe: Recipe, x: Tensor) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(("recipe", "most"), [(NVFP4(), 60), (MXFP8(), 60), (BF16(), 15)], ids=lambda v: str(v)[:6])
+MOST = {
+    **dict.fromkeys((NVFP4(), MXFP8(), MXFP6(), MXFP4(), FP8Current(), FP8Block(), FP8Row()), 60),
+    **{FP8Delayed(): 95, QuartetII(): 81, TetraJetV2(): 84},  # histories; transforms and requantised operands
+    BF16(): 15,
+}
+"""Python calls of forward and backward together."""
+
+
+@pytest.mark.parametrize(("recipe", "most"), MOST.items(), ids=[recipe.name for recipe in MOST])
 def test_a_layer_makes_few_python_calls(recipe: Recipe, most: int) -> None:
     trace = traced(Linear(128, 128, bias=False), recipe, torch.randn(128, 128).bfloat16().requires_grad_())
     # A CPU without instructions for BF16 needs more calls, to multiply in float32.

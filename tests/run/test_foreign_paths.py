@@ -6,10 +6,16 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command_line import STEADY, Cli, everything, losses, reseal_config
+from hf_folders import byte_tokenizer
+
+from fp4train.data.tokenizers import Pretrained
+from fp4train.errors import UserError
+from fp4train.run.record.trust import own_tokenizer
 
 HOSTILE = {
     "data.path": "secret",
@@ -184,3 +190,24 @@ def test_without_a_place_for_the_key_a_run_trains_and_says_so_once(
     assert ended.code == 0 and ended.err.count("cannot be signed as yours") == 1
     assert "a resume must name data.path, data.cache_dir again" in ended.err
     assert "has no signature" in cli.raw("resume=runs/a", "train.steps=2").message
+
+
+def test_a_tokenizer_that_a_run_has_lost_is_asked_for_before_it_is_read_elsewhere(tmp_path: Path) -> None:
+    """Whatever reads it: an export, an evaluation, a student of the run."""
+
+    def refuse(lost: str) -> None:
+        raise UserError(f"no {lost}")
+
+    elsewhere, run = tmp_path / "tokenizer.json", tmp_path / "run"
+    elsewhere.write_text(byte_tokenizer())
+    settings = Pretrained(name=str(elsewhere), end_of_document="<|end-of-text|>")
+    config: Any = SimpleNamespace(data=SimpleNamespace(tokenizer=settings))
+    run.mkdir()
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        own_tokenizer(config, run, refuse)
+    read = own_tokenizer(config, run, lambda lost: None)
+    assert read is not None and not os.listdir(run), "nothing is written to the run"
+    settings.build(iter, run)
+    elsewhere.unlink()
+    kept = own_tokenizer(config, run, refuse)
+    assert kept is not None and kept.identity == read.identity

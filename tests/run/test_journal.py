@@ -11,6 +11,7 @@ import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
 
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.run.record import journal
 from fp4train.run.record.journal import chained_sum
 
@@ -282,3 +283,25 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
     assert first["versions"]["torch"] == torch.__version__ and first["device"] == "cpu" and first["ranks"] == 1
     assert first["data"] and first["cores"] >= first["threads"] >= 1
+
+
+def test_a_journal_is_read_before_a_write_only_where_somebody_else_touched_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    original = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, *given: (reads.append(given[0]), original(self, *given))[1])
+    with Folder.open(tmp_path) as folder:
+        written, path = journal.Journal(folder, None), tmp_path / "history.jsonl"
+        for step in range(5):
+            written.add("swap cancelled", step, at=step)
+            written.write()
+        assert len(reads) == 1, "whether there is one"
+        whole = path.read_bytes()
+        written.add("swap cancelled", 5, at=5)
+        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+        with pytest.raises(UserError, match="is not as this process wrote it"):
+            written.write()
+        path.write_bytes(whole + b'{"event"')
+        written.write()
+    assert [record.step for record in journal.read_journal(tmp_path)] == list(range(6))

@@ -24,6 +24,10 @@ COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "a swap": (1, ("swap", "runs/a", "recipe=bf16", "wait=0")),
     "a study": (1, ("sensitivity", "runs/a", "recipe=nvfp4", "batches=1", "repeats=1")),
     "a ranking": (1, ("rank", "runs/a", "recipe=bf16,nvfp4", "policy=last15,all", "forks=1", "steps=1", "batches=1")),
+    "an export": (0, ("export", "runs/a", "to=hf", "out=exported")),
+    "text from a run": (0, ("sample", "runs/a", "tokens=1", "prompt=a")),
+    "text from a folder": (1, ("sample", "exported", "tokens=1", "prompt=a")),
+    "an evaluation": (0, ("eval", "runs/a", "batches=1")),
     "a sweep": (4, ("-m", "recipe=bf16,nvfp4", "optim.lr=1e-3,3e-3", "train.steps=1")),
     "a sweep that a file asks for": (1 + 5, ("-m", "experiment=nvfp4_ablations", "train.steps=1")),
     "help": (1, ("plan", "--help")),
@@ -50,7 +54,10 @@ def test_a_start_composes_once(cli: Cli, compositions: list[Any]) -> None:
     wrong = {}
     for name, (count, arguments) in COUNTED.items():
         compositions.clear()
-        raw = arguments[0] in ("swap", "sensitivity", "rank", "doctor") or "--help" in arguments
+        raw = (
+            arguments[0] in ("swap", "sensitivity", "rank", "export", "sample", "eval", "doctor")
+            or "--help" in arguments
+        )
         ended = cli.raw(*arguments) if raw else cli(*arguments)
         if (len(compositions), ended.code) != (count, 0):
             wrong[name] = (len(compositions), ended.err or ended.out)

@@ -21,7 +21,7 @@ DIVIDING = (
     "shards.py",
     "nn/ranks.py",
     "nn/executors/cut.py",
-    *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "stages", "tensor")),
+    *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")),
 )
 """Files of which a run of one process calls nothing in a step."""
 

@@ -167,7 +167,7 @@ class _QuantisedInput:
     """Whether backward passes need the column-wise form."""
     codes: Tensor
     given: list[Any] = field(default_factory=list)
-    """Those of the layers that have read it."""
+    """Codes given to the layers that have read it."""
 
     def is_of(self, x: Tensor, table: Table, column: bool) -> bool:
         same = self.table is table and self.column is column and self.version == x._version

@@ -156,8 +156,8 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
 
 
 def _check_sums(table: Table, families: Mapping[QuantSpec, str]) -> None:
-    """Of TE's recipes only current scaling has a choice of accumulators (`fp8_gemm_fprop` and its siblings): others sum
-    fprop in the fast one, dgrad and wgrad in the exact one (module/base.py _2X_ACC_FPROP and its siblings)."""
+    """Only current scaling among TE's recipes has a choice of accumulators (`fp8_gemm_fprop` and its siblings): others
+    sum fprop in the fast one, dgrad and wgrad in the exact one (module/base.py _2X_ACC_FPROP and its siblings)."""
     if set(families.values()) == {"fp8_current"} and all(each.quantised for each in table.values()):
         return
     for gemm, operands in table.items():

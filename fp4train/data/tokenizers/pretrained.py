@@ -25,8 +25,9 @@ class Pretrained:
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = self.name if self.revision is None else f"{self.name} {self.revision}"
+        new = not (run_dir / "tokenizer.json").exists()  # else nothing is read but the run's own copy
         found = run_tokenizer(run_dir, origin, self._read, self.end_of_document)
-        if not is_hub_name(self.name):
+        if new and not is_hub_name(self.name):
             keep_template(Path(self.name), run_dir)
         return found
 

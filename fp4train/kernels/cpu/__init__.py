@@ -31,7 +31,7 @@ SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
 ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
-"""In place of the formula, which makes no difference then."""
+"""Number of the error by which a block chooses between 4 and 6; it stands in place of the formula's."""
 EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
@@ -49,7 +49,7 @@ STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
 LAYOUT, VERSION = 2, 2
-"""Of the fields, and of the numbers that they hold."""
+"""Versions of the scheme: of its fields, and of the numbers that they hold."""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
 Hadamard size; signs; whether they are drawn instead, whether values are float32; largest, bound, margin; stream bytes.

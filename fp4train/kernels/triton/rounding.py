@@ -100,8 +100,8 @@ def scaled(x, encode, V: tl.constexpr):
 
 @triton.jit
 def code_limit(scale, V: tl.constexpr):
-    """Where codes saturate: the largest value, or, under a NaN scale, which makes every t NaN, the value whose code is
-    the NaN's."""
+    """The value at which codes saturate: the largest one, or, under a NaN scale, which makes every t NaN, the value
+    whose code is the NaN's."""
     return tl.where(scale == scale, V.largest, V.nan_value)
 
 

@@ -145,7 +145,7 @@ def plain(text: object, limit: int) -> str:
 
 
 def first_words(text: str, room: int) -> str:
-    """As many words of `text` as fit into `room` characters; empty if the first does not."""
+    """The first words of `text`, as many as fit into `room` characters; empty if the first does not."""
     label = shorten(text, room, placeholder="…") if room > 1 else ""
     return "" if label == "…" else label
 
@@ -175,7 +175,7 @@ def row_style(axes: Axes, title: str, names: Sequence[str], *, ticks: int) -> No
 
 
 def few_ticks(axes: Axes, count: int, **options: Any) -> None:
-    """At most `count` ticks along x."""
+    """Set at most `count` ticks along x."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(count, **options))

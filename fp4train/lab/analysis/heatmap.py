@@ -105,7 +105,7 @@ class WorstLayer:
         self.error, self.first = error[last], error[np.isfinite(error)][0]
         """Relative error then, and when it was first measured."""
         self.values = {name: float(values[layer, operand, last]) for name, values in found.values.items()}
-        """Of the operand, by metric."""
+        """Values of the operand's last measurement, by metric."""
         self.ratio = ratio if math.isfinite(ratio) else None
         """Gradient over noise; None where no noise is added."""
 

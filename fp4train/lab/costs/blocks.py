@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass and moves between its GEMMs, measured on the meta device.
+"""Memory that a block keeps for backward and bytes that it moves between its GEMMs, measured on the meta device.
 
 A block of the real model runs forward and backward once, on tensors without memory. Its linear layers and attention
 products are replaced by stand-ins that keep what the real ones keep and compute nothing:
@@ -328,7 +328,7 @@ _PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 
 
 def _flops(operation: Any, args: Any, out: Any) -> float:
-    """Of a product, or of a Fourier transform between real and complex values; 0 for others."""
+    """Operations of a product, or of a Fourier transform between real and complex values; 0 for others."""
     if (place := _PRODUCTS.get(operation)) is not None:
         return float(2 * out.numel() * args[place].shape[-1])
     if operation in (_ATEN._fft_r2c, _ATEN._fft_c2r):

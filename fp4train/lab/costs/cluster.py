@@ -70,7 +70,7 @@ BACKWARD_ATTENTION: Final = 2.5
 GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
 HEAD, LOSS = "GEMMs of the head", "loss"
 TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
-"""What the seconds of a block are spent on."""
+"""Names of what the seconds of a block are spent on."""
 
 
 FORWARD, BACKWARD, GRADIENTS = "weight gather, forward", "weight gather, backward", "gradient reduction"
@@ -104,7 +104,7 @@ class _Pass(dict[str, float]):
 
 
 class ClusterCost:
-    """What a mesh holds, sends and costs in one stretch of a run.
+    """Memory, traffic and seconds of a mesh in one stretch of a run.
 
     Args:
         workload: one step of it. gpu, links: of the ranks of `mesh`.
@@ -347,7 +347,7 @@ class ClusterCost:
         return forward.total + backward.total, LOGIT_BYTES * logits / self._bandwidth
 
     def _tail(self) -> tuple[dict[str, float], list[Collective]]:
-        """What a step takes outside of its microbatches."""
+        """Seconds of a step outside of its microbatches."""
         mesh = self.mesh
         tail = {"optimizer": OPTIMIZER_BYTES[self.workload.moment_bytes] * self.memory.parameters / self._bandwidth}
         more: list[Collective] = []

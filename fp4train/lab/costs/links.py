@@ -123,7 +123,7 @@ class Group:
         return "NVLink" if self.near == self.size else "network"
 
     def gather(self, whole: float) -> Traffic:
-        """To gather, or to reduce and scatter, a tensor of `whole` bytes over the group."""
+        """Traffic of gathering, or of reducing and scattering, a tensor of `whole` bytes over the group."""
         if self.size == 1:
             return Traffic()
         domains, sent = self.size // self.near, (self.size - 1) / self.size * whole
@@ -138,7 +138,7 @@ class Group:
         return Traffic(2 * half.sent, 2 * half.seconds)
 
     def send(self, part: float) -> Traffic:
-        """To send `part` bytes to the neighbour farthest away."""
+        """Traffic of sending `part` bytes to the neighbour farthest away."""
         speed = self.links.nvlink * NVLINK_SHARE if self.link == "NVLink" else self.links.network * NETWORK_SHARE
         return Traffic(part, 0.0 if self.size == 1 else part / speed + LATENCY[self.link])
 

@@ -1,4 +1,4 @@
-"""What a mesh holds, sends and costs, as one screen of text or as JSON."""
+"""Memory, traffic and seconds of a mesh, as one screen of text or as JSON."""
 
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp4train.errors import UserError
 
 PATIENCE = timedelta(seconds=120)
-"""What a collective may take, the meeting of the ranks included."""
+"""Seconds that a collective may take, the meeting of the ranks included."""
 
 SIZES = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Bytes of the whole tensor, by device type."""

@@ -31,7 +31,7 @@ CLOSE = 1e-2
 """Distance of products relative to the norm: BF16's rounding."""
 
 ALIKE = 2.0
-"""Where TE draws other random bits: largest ratio of the two distances from the product in BF16."""
+"""Largest ratio of two distances from the product in BF16, TE's and ours, where TE draws other random bits."""
 
 WORDS = {"te": "TE", "native": "native", "emulate": "emulated", "reference": "reference", "torch": "torch"}
 KERNELS = {"cpu": "C", "triton": "Triton", "reference": "torch"}

@@ -1,4 +1,4 @@
-"""What was found, as one screen for people or as JSON for issue reports."""
+"""The findings, as one screen for people or as JSON for issue reports."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ class DoctorReport:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps the default run from working."""
+        """Problems that keep the default run from working."""
         found = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
         found += [each.problem for each in self.collectives if each.problem]
         return found + [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name == self.default]
 
     @property
     def notes(self) -> list[str]:
-        """What something else lacks."""
+        """Parts that something else than the default run lacks."""
         found = [f"{part.name}: {part.note}" for part in self.machine if part.note]
         found += [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name != self.default]
         return found + [f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem]

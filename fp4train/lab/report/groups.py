@@ -138,7 +138,7 @@ def _values(group: SeedGroup, key: str, step: int) -> Floats:
 
 
 def _common(groups: Sequence[SeedGroup], key: str) -> tuple[Floats, list[Floats]]:
-    """At most `POINTS` of the steps that all runs have, the last among them; by group the losses [run, step]."""
+    """(Steps that all runs have, at most `POINTS` of them, the last included; the losses [run, step] of each group)."""
     series = [[source.metrics.loss(key) for source in each.sources] for each in groups]
     steps = reduce(np.intersect1d, [one.steps for each in series for one in each])
     if len(steps):

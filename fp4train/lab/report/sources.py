@@ -47,7 +47,7 @@ class RunSource:
     def __init__(self, number: int, name: str, metrics: History) -> None:
         self.number, self.name, self.metrics = number, plain(name, 120), metrics
         self.problems: list[str] = []
-        """What could not be read."""
+        """Messages about files that could not be read."""
         path, problems = metrics.path, self.problems
         records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
         if not records and not problems:
@@ -57,16 +57,16 @@ class RunSource:
         lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
         problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
         self.records = [] if run_directory.HISTORY in lost else records
-        """Of its history; empty where it has none."""
+        """Records of its journal; empty where it has none."""
         self.stretches = run_journal.stretches(self.records)
-        """What ran, and what is planned."""
+        """Stretches of steps that ran or are planned."""
         known = [(record.step, record.values.get("environment")) for record in self.records]
         self.environments: list[tuple[int, Mapping[str, Any]]] = [
             (step, environment) for step, environment in known if isinstance(environment, dict)
         ]
         """First step → environment, oldest first."""
         self.errors = None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None)
-        """Of quantisation, where they were measured."""
+        """Errors of quantisation, where they were measured."""
         self.studies = _try(lambda: read_studies(path, problems), problems, Studies())
 
     @property

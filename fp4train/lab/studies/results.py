@@ -53,7 +53,7 @@ class SensitivityResult:
         self.parts = {name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()}
         """Findings by name of part."""
         self.curve = [_read_point(each) for each in found["pareto"]]
-        """From nothing kept to everything that is worth it."""
+        """Points of time and error, from nothing kept to everything that is worth it."""
         self.gpu = None if gpu is None else plain(gpu, NAME)
         """The GPU of its times."""
         self.keep, self.chosen = [plain(each, NAME) for each in policy["keep"]], _read_point(policy)
@@ -99,7 +99,7 @@ class RankResult:
         asked = {str(each["name"]): each for each in entries if each["asked"]}
         names = dict.fromkeys((*map(str, found["order"]), *asked))
         self.candidates = [CandidateResult(self, asked[name], pairs.get(frozenset((name, of)))) for name in names]
-        """In their order, diverged ones last."""
+        """Results of the candidates in their order, diverged ones last."""
 
     def gap(self, each: Mapping[str, Any] | None) -> Estimate | None:
         """A gap with the freedom of its base runs."""
@@ -119,20 +119,20 @@ class CandidateResult:
         of: Mapping[str, Any] = {} if is_reference else entry
         self.name = plain(str(entry["name"]), NAME)
         self.gap, self.high = ranking.gap(of.get("gap")), ranking.gap(of.get("gap_high"))
-        """In the recipe, and in high precision."""
+        """Gaps to the reference's loss, evaluated in the recipe and in high precision."""
         sign = 1 if pair and str(pair["first"]) == reference else -1
         ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
         self.together = (ends[0], ends[1]) if len(ends) == 2 else None
         """The interval of the gap with those of all other pairs."""
         self.gaps = [_number(each) for each in of.get("gaps", ())]
-        """At each checkpoint."""
+        """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
-        """None for the reference, and before there are enough forks for a test."""
+        """The p-value of the gap; None for the reference, and before there are enough forks for a test."""
         self.verdict = "reference" if is_reference else "" if tested is None else str(tested["verdict"])
         self.group = str(entry.get("group") or "")
         self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
         self.spikes = [plain(each, NAME) for each in entry["spikes"]]
-        """Where forks of it spiked."""
+        """Places at which forks of it spiked, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens it has seen, so that the tokens after them need not run these again.
+"""The cache of the tokens that a model has seen, so that the tokens after them need not run these again.
 
 `model(tokens_BT, cache=cache)` returns the logits of the tokens that follow those in the cache, and adds them to it.
 The same tokens without a cache give the same logits, but for the order of sums; where a scale of the recipe covers all
@@ -39,7 +39,7 @@ class KeyValues:
 
 @dataclass
 class DecodeCache:
-    """What the blocks of a model keep.
+    """The caches of a model's blocks.
 
     Args:
         blocks: of each block, in order.

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 
 def first_of_document(mask_BTT: Tensor | None) -> Tensor | None:
-    """Where the document of each token begins, int [B, T], from what each token sees, bool [B, 1, T, T]; None: all
-    tokens are of one document."""
+    """The position at which the document of each token begins, int [B, T], from what each token sees, bool
+    [B, 1, T, T]; None: all tokens are of one document."""
     return None if mask_BTT is None else mask_BTT[:, 0].int().argmax(-1)
 
 

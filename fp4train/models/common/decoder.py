@@ -29,7 +29,7 @@ from fp4train.text import check_least
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """What the shapes of all families have.
+    """The settings that the shapes of all families have.
 
     Args:
         width: width of the residual stream.

@@ -18,7 +18,7 @@ from fp4train.models.common.loss import ChunkedLoss, chunk_rows
 
 
 class TeacherStates(NamedTuple):
-    """What a student learns from in one forward pass.
+    """The states that a student learns from in one forward pass.
 
     h_MD: hidden states of the teacher [tokens, its width]; w_VD: its head [vocabulary, its width], of the same dtype.
     temperature: τ. ce: c, the weight of the cross-entropy of the targets.

@@ -234,7 +234,7 @@ class ExpertLayer(nn.Module):
 
 
 def _rank_within(key: Tensor) -> Tensor:
-    """For each element how many before it are equal to it."""
+    """The number of earlier elements that equal each element."""
     order = key.argsort(stable=True)
     place = torch.arange(len(key), device=key.device)
     of_sorted = key[order]

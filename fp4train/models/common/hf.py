@@ -12,7 +12,7 @@ from fp4train.models.common.layers import RopeScaling
 from fp4train.text import shortened
 
 Stored: TypeAlias = str | tuple[tuple[str, ...], ...]
-"""Where a tensor of the state dict lies in a folder: under one name, or a weight [E, N, K] of experts in matrices: for
+"""The place of a tensor of the state dict in a folder: one name, or of a weight [E, N, K] of experts its matrices: for
 each expert the names of those whose rows follow one another, as many of each."""
 
 _ONE_VALUE: dict[str, tuple[object, ...]] = {

@@ -1,4 +1,4 @@
-"""What lies between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on NVIDIA GPUs.
+"""The operations between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on NVIDIA GPUs.
 
     RMSNorm               a kernel each way, float32 inside and rounded once, as F.rms_norm
     silu(gate) ⊙ up       a kernel each way; backward makes silu again and writes both gradients over gate and up

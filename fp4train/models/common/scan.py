@@ -149,7 +149,7 @@ class Mamba2(nn.Module):
         return self.heads * self.head_dim, *self.mixed_sizes, self.heads
 
     def initial_values(self) -> dict[str, Initial]:
-        """Those of the parameters that are no matrices, by their names in the layer (arXiv:2405.21060's code)."""
+        """Initial values of parameters that are no matrices, by their names in the layer (arXiv:2405.21060's code)."""
 
         def inverse_softplus(logarithm: Tensor) -> Tensor:
             step = logarithm.exp()

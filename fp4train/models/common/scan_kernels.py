@@ -26,7 +26,7 @@ from fp4train.text import first_line
 DEVICE = "cuda"
 """The type of the devices that they run on."""
 CHOICES = ("auto", "torch")
-"""Of `model.scan.kernels`: these kernels where they can be used, or torch alone."""
+"""Values of `model.scan.kernels`: these kernels where they can be used, or torch alone."""
 SCAN = "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"
 CONVOLUTION = "causal_conv1d", "causal_conv1d_fn"
 _NAMES = {SCAN: "mamba-ssm", CONVOLUTION: "causal-conv1d"}

@@ -122,7 +122,7 @@ def config_of(shape: Hybrid, *, vocab_size: int, seq_len: int) -> dict[str, Any]
 
 
 def names_of(shape: Hybrid) -> dict[str, str]:
-    """For each name of the state dict Hugging Face's; a tied head has the embedding's."""
+    """Names of the state dict → Hugging Face's; a tied head has the embedding's."""
     names = {
         "embed.weight": "backbone.embeddings.weight",
         "norm.weight": "backbone.norm_f.weight",

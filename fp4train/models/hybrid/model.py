@@ -87,7 +87,7 @@ class Hybrid(DecoderShape):
     hidden: int = 512
 
     draw: ClassVar[str] = "counter"
-    """Where initial weights come from."""
+    """The source of initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,7 +173,7 @@ class HybridBlock(nn.Module):
         return out
 
     def cache(self, length: int) -> KeyValues | ScanState | None:
-        """What it keeps of up to `length` tokens."""
+        """An empty cache for up to `length` tokens."""
         return ScanState() if self.kind == "M" else KeyValues(length) if self.kind == "*" else None
 
 
@@ -204,7 +204,7 @@ class HybridModel(Decoder):
         return values
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """It has none."""
+        """Initial values of buffers; this family has no buffers."""
         return {}
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[int]:

@@ -30,7 +30,7 @@ model.custom_load_state_dict(load_file("FOLDER/model.safetensors"), strict=False
 
 _LISTS = {"S": "hcs_layer_idxs", "D": "hcm_layer_idxs", "H": "hcl_layer_idxs", "*": "attn_layer_idxs"}
 _BY_LENGTH = 128
-"""From so many taps on vortex multiplies the token itself by a filter's first tap and adds `D`; below, by the last."""
+"""Taps from which on vortex multiplies the token itself by a filter's first tap and adds `D`; below, by the last."""
 _READ = {
     *("model_type", "architectures", "model_name", "vocab_size", "hidden_size", "num_layers", "num_attention_heads"),
     *("num_filters", "hcl_filter_groups", "hcm_filter_groups", "hcs_filter_groups", "hcm_filter_length"),
@@ -155,7 +155,7 @@ def config_of(shape: Hyena, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def names_of(shape: Hyena) -> dict[str, str]:
-    """For each name of the state dict Evo 2's; a tied head has the embedding's."""
+    """Names of the state dict → Evo 2's; a tied head has the embedding's."""
     names = {
         "embed.weight": "embedding_layer.weight",
         "norm.weight": "norm.scale",

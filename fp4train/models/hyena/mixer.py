@@ -40,7 +40,7 @@ KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolu
 TIMES = (2.0, 512.0)
 """The tokens within which the exponentials of a long filter first fall to 1/e, drawn evenly in their logarithm."""
 LARGEST_POLE = -1e-5
-"""Of the logarithms of poles: an exponential that grew would overflow."""
+"""The largest logarithm of a pole: an exponential that grew would overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class GatedConvolution(nn.Module):
         return ("featuriser", "log_poles", "residues") if self.kind == "H" else ("featuriser", "taps")
 
     def initial_values(self) -> dict[str, Initial]:
-        """Those of its parameters by name, but for `out_proj.weight`: q, k and v with variance 1 before the featuriser,
-        filters that keep it about as it is."""
+        """Initial values of its parameters by name, but for `out_proj.weight`: q, k, v with variance 1 before the
+        featuriser, filters that keep it about as it is."""
         values: dict[str, Initial] = {
             "in_proj.weight": Normal(self.width**-0.5),
             "featuriser": _taps(self.featuriser),
@@ -189,7 +189,7 @@ class FusedAttention(nn.Module):
         self.out_proj = nn.Linear(heads * head_dim, width)
 
     def initial_values(self, std: float) -> dict[str, Initial]:
-        """Those of its parameters by name, but for `out_proj.weight`."""
+        """Initial values of its parameters by name, but for `out_proj.weight`."""
         return {"qkv.weight": Normal(std), "out_proj.bias": Filled(0.0)}
 
     def forward(

@@ -65,7 +65,7 @@ class Hyena(DecoderShape):
     rope_base: float = 10000.0
 
     draw: ClassVar[str] = "counter"
-    """Where initial weights come from."""
+    """The source of initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +178,7 @@ class HyenaBlock(nn.Module):
         return out
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
-        """What it keeps of up to `length` tokens."""
+        """An empty cache for up to `length` tokens."""
         return KeyValues(length) if self.kind == "*" else ConvolutionState()
 
 

@@ -115,7 +115,7 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def names_of(shape: Llama) -> dict[str, str]:
-    """For each name of the state dict Hugging Face's; a tied head has the embedding's."""
+    """Names of the state dict → Hugging Face's; a tied head has the embedding's."""
     names, block = rotary_names(tied=shape.tied, qk_norm=shape.qk_norm)
     block |= {f"mlp.{each}.weight": f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
     if shape.qkv_bias:

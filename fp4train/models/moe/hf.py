@@ -159,7 +159,7 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
 
 
 def names_of(shape: MixtureOfExperts) -> dict[str, Stored]:
-    """For each name of the state dict Hugging Face's; a tied head has the embedding's."""
+    """Names of the state dict → Hugging Face's; a tied head has the embedding's."""
     kind = _kind(shape)
     outside, block = rotary_names(tied=shape.tied, qk_norm=shape.qk_norm)
     names: dict[str, Stored] = {**outside}

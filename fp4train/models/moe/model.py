@@ -39,7 +39,7 @@ class MixtureOfExperts(RotaryShape):
     balance: Balance = field(default_factory=Balance)
 
     draw: ClassVar[str] = "counter"
-    """Where initial weights come from."""
+    """The source of initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +93,7 @@ class MixtureModel(RotaryDecoder):
         initialise(self, shape.draw)
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """Those of the rotary embedding, and the biases of the routers that this part of the model has."""
+        """Buffers of the rotary embedding, and the biases of the routers that this part of the model has."""
         biases = {f"{name}.bias": router.bias for _, name, router in self._routers() if router.bias is not None}
         return super().initial_buffers() | {name: torch.zeros(len(b), device="cpu") for name, b in biases.items()}
 

@@ -51,7 +51,7 @@ def _kind(plan: LayerPlan) -> type[Executor]:
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
-    """What runs `plan`; arguments as for `Executor`."""
+    """The executor of `plan`; arguments as for `Executor`."""
     if shard is not None and shard.tensor is not None:
         return CutGemms(plan, device, shard, sums=sums)
     kind = _kind(plan)
@@ -86,7 +86,7 @@ def saved_states(states: Mapping[str, LayerState]) -> dict[str, Tensor]:
 
 
 def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What `saved_states` gave, by the name of the state."""
+    """The result of `saved_states`, by the name of the state."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in saved.items():
         name, _, rest = key.partition(".")

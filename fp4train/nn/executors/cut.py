@@ -228,7 +228,7 @@ class CutGemms(Gemms):
         return self._received(of_row, codes=self.fprop.takes_codes), of_column
 
     def _send_dy(self, dy_MN: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:
-        """Both forms of all tokens."""
+        """The two prepared forms of all tokens."""
         assert self.sent is not None
         of_row, of_column = self.sent.prepare(dy_MN, call, row, column)
         of_row = self._received(of_row, codes=self.dgrad.takes_codes)

@@ -45,7 +45,7 @@ class ChannelNorms:
 
     name: ClassVar = "outliers"
     tensors: ClassVar = {"norms": (torch.float64, 1, True), "steps": (torch.int64, 0, True)}
-    """What is saved: (dtype, dimensions, whether it must be finite)."""
+    """Saved tensors: name → (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.joined = False

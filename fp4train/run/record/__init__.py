@@ -1,1 +1,1 @@
-"""What a run keeps of itself beside its checkpoints: directory, configuration, history, requests."""
+"""The records of a run beside its checkpoints: directory, configuration, history, requests."""

@@ -1,4 +1,4 @@
-"""What changes in a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
+"""Changes of a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
 
 import logging
 from collections.abc import Sequence

@@ -35,9 +35,9 @@ AT_ONCE = 100
 KEPT_ANSWERS = AT_ONCE
 """Answers that nobody has read and that are kept."""
 WAIT_SECONDS = 1.0
-"""For the disk to say which requests there are, or to record a swap; then the loop goes on."""
+"""Seconds for the disk to say which requests there are, or to record a swap; then the loop goes on."""
 SYNC_SECONDS = 30.0
-"""For the record of the swaps that a checkpoint was trained with; then the checkpoint has failed."""
+"""Seconds for the record of the swaps that a checkpoint was trained with; then the checkpoint has failed."""
 POLL = 0.05
 """Seconds between two looks for an answer."""
 

@@ -51,7 +51,7 @@ _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 _HIGH = {"BF16", "FP16", "FP32"}
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading a record that somebody else prepared may raise."""
+"""Errors that reading a record may raise that somebody else prepared."""
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
@@ -126,7 +126,7 @@ class Journal:
         self.folder, self.identity, self.records = folder, identity, list(records)
         self.waiting: list[tuple[Record, bytes]] = []
         """Records that are added and not written yet, and their lines."""
-        self._written = self.last
+        self._written, self._left = self.last, (-1, 0, 0)
 
     @classmethod
     def read(cls, folder: Folder, identity: str | None) -> Journal:
@@ -169,13 +169,22 @@ class Journal:
             UserError: the disk does not take it, or what is there was damaged or changed.
         """
         added, path = tuple(self.waiting), self.folder.path / HISTORY
-        known, size = _lines(self.folder)
-        if (known[-1].sum if known else "") != self._written:
-            raise UserError(f"{path} is not as this process wrote it: put it back")
-        with user_errors(OSError, before=f"{path} cannot be written: "), Appended(self.folder, HISTORY, size) as file:
-            file.write(b"".join(line for _, line in added), sync=True)
+        with user_errors(OSError, before=f"{path} cannot be written: "):
+            size = self._left[0]
+            if self._file() != self._left:
+                known, size = _lines(self.folder)
+                if (known[-1].sum if known else "") != self._written:
+                    raise UserError(f"{path} is not as this process wrote it: put it back")
+            with Appended(self.folder, HISTORY, size) as file:
+                file.write(b"".join(line for _, line in added), sync=True)
+            self._left = self._file()
         self._written = added[-1][0].sum if added else self._written
         del self.waiting[: len(added)]
+
+    def _file(self) -> tuple[int, int, int]:
+        """The file's length, number and time: as this process left them, nobody has written to it since."""
+        found = self.folder.status(HISTORY)
+        return (0, 0, 0) if found is None else (found.st_size, found.st_ino, found.st_mtime_ns)
 
     def set_swaps(self, wanted: Iterable[Entry], step: int) -> list[int]:
         """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were not so on record."""
@@ -251,7 +260,7 @@ def _record(line: Mapping[str, Any]) -> Record:
 
 
 def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
-    """What ran and what is planned, in order: each record holds from its step on."""
+    """The stretches that ran or are planned, in order: each record holds from its step on."""
     return joined((record.step, record.stretches) for record in records)
 
 

@@ -58,7 +58,7 @@ class RecordedStretch:
 
 
 def joined(told: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
-    """What ran and what is planned, in order, from (step, what was planned from that step on), oldest first."""
+    """Stretches that ran or are planned, in order, from (step, what was planned from that step on), oldest first."""
     found: list[RecordedStretch] = []
     for step, planned in told:
         if not planned:
@@ -91,7 +91,7 @@ def compact(plan: Plan) -> list[dict[str, Any]]:
 
 
 def expanded(node: Mapping[str, Any]) -> RecordedStretch:
-    """What `compact` made of a stretch.
+    """A stretch, from what `compact` made of it.
 
     Raises:
         ValueError, LookupError, TypeError, OverflowError, AttributeError: it is none, or has numbers that no plan has.

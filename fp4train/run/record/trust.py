@@ -1,4 +1,4 @@
-"""What is trusted of a run directory: the paths that its configuration names, its checkpoint, and its records.
+"""Trust in a run directory: the paths that its configuration names, its checkpoint, and its records.
 
 A configuration that names paths outside of its run holds a signature that only its user can make: HMAC-SHA256 over the
 run's identity and the configuration, with 32 random bytes that are kept in $XDG_STATE_HOME/fp4train/key
@@ -15,7 +15,8 @@ import hmac
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from fp4train import checkpoint
 from fp4train.config import Config, plain, plugins
 from fp4train.config.binding import path_values
 from fp4train.config.overrides import as_typed
+from fp4train.data.template import KEPT as TEMPLATE
+from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+from fp4train.data.tokens import Piece, Tokenizer
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder, write_all
 from fp4train.paths import lies_in
@@ -114,6 +118,33 @@ def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
             f"{run / CONFIG} names paths outside of the run and {why}; nothing was read or written there. Add what is "
             f"right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
         )
+
+
+def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> Tokenizer | None:
+    """The tokenizer that a run was trained with, as the run keeps it; None: its data are token ids. Nothing is written
+    to the run.
+
+    Args:
+        anew: called with the name of a file that the run has lost, before what its configuration names is read instead;
+            raises what forbids that.
+
+    Raises:
+        UserError: it is lost, and would have to be trained anew.
+    """
+
+    def documents() -> Iterator[Piece]:
+        raise UserError(f"{run} has lost its tokenizer.json, and a tokenizer that is trained anew may have other ids")
+
+    settings = getattr(config.data, "tokenizer", None)
+    if settings is None:
+        return None
+    with Folder.open(run) as folder, tempfile.TemporaryDirectory() as aside:
+        lost = [name for name in run_directory.TOKENIZER if name != TEMPLATE and not folder.has_file(name)]
+        if lost and not isinstance(settings, Bytes):
+            anew(lost[0])
+        ours = isinstance(settings, BytePairs | Pretrained)
+        found: Tokenizer = settings.build(documents, Path(aside) if lost and ours else run)
+        return found
 
 
 def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str]:

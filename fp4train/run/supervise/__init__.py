@@ -1,1 +1,1 @@
-"""What watches a run and keeps its state: ledger, guard, rescue, checkpoints, signals."""
+"""Supervision of a run: ledger, guard, rescue, checkpoints, signals."""

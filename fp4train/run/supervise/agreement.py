@@ -1,4 +1,4 @@
-"""What ranks agree on between two steps: whether a signal ends the run, and what the lead asks every rank to do.
+"""Agreement of the ranks between two steps: whether a signal ends the run, and what the lead asks every rank to do.
 
 A signal asks a run to end after its current step, so that it can save and close its trackers.
 
@@ -96,7 +96,7 @@ def _leave_closed_terminal() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgreement:
-    """What all ranks agree on between two steps.
+    """The signal, requests and memory that all ranks agree on between two steps.
 
     Args:
         signal: the number of a signal that one rank or more received; None: none.
@@ -136,7 +136,7 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
 
 
 def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
-    """What the lead asks every rank to do before the next step; only what there is."""
+    """Requests of the lead to every rank before the next step; only those that there are."""
     found: dict[str, Any] = {}
     if (bad := report(run)) is not None:
         found["bad"] = bad

@@ -47,7 +47,7 @@ TAUGHT = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rewind:
-    """What a run is told that goes back to a milestone.
+    """The return of a run to a milestone.
 
     Args:
         step: of the milestone.
@@ -76,7 +76,7 @@ class DivergedError(AgreedError):
 
 @dataclass(kw_only=True)
 class Divergence:
-    """What is known of a run's losses.
+    """The history of a run's losses.
 
     Args:
         known: steps whose losses were read.
@@ -193,7 +193,7 @@ def follow(run: Run, step: Step, loss: float) -> Values:
 
 
 def verdict(run: Run) -> str | None:
-    """What is said of the losses at the end of a run; None: nothing."""
+    """The message about the losses at the end of a run; None: there is nothing to report."""
     found = run.divergence
     if found.seen:
         return f"diverged: {rise(run)}"
@@ -206,7 +206,7 @@ def verdict(run: Run) -> str | None:
 
 
 def divergence_request(run: Run) -> dict[str, Any] | None:
-    """What the lead tells every rank of a divergence, for `end_or_rewind`; None: nothing is to be done."""
+    """The lead's decision about a divergence, for `end_or_rewind` on every rank; None: nothing is to be done."""
     if not run.divergence.seen or run.config.train.on_divergence == "warn":
         return None
     back, why = _milestone(run)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """What is not finite first.
+    """The first tensor that is not finite.
 
     Args:
         what: "weight", or "output of" a module.
@@ -104,7 +104,7 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
 
 
 def blame(run: Run, recipe: Recipe) -> str:
-    """What is not finite first in the step that `run.step` is at."""
+    """The first tensor that is not finite in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
     with run.eagerly():
         passes = losses(run, microbatches(run, recipe, step_rows(run)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 Values = dict[str, float | str]
-"""What a line of metrics holds, by key."""
+"""The values of a line of metrics, by key."""
 
 _log = logging.getLogger(__name__)
 BAR: Any = {"dynamic_ncols": True, "smoothing": 0.1}
@@ -190,7 +190,7 @@ class Ledger:
 
 
 class Progress:
-    """What a person sees while a run trains: a bar on a terminal, a line now and then elsewhere. It times the steps.
+    """The display while a run trains: a bar on a terminal, a line now and then elsewhere. It times the steps.
 
     Args:
         step: steps done; steps: of the whole run; tokens: per step.

@@ -1,4 +1,4 @@
-"""What is saved when something went wrong, the last state that is whole and finite, and what the user is told.
+"""The state that is saved when something went wrong, the last one that is whole and finite, and what the user is told.
 
 Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes and reports.
 
@@ -166,7 +166,7 @@ _FAILED = re.compile(r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\
 
 
 def explain(error: Exception, run: Run) -> UserError | None:
-    """What to do about an error of the GPU or for want of memory that ended `run`, as an error; None for any other."""
+    """An error that says what to do about one of the GPU or for want of memory that ended `run`; None for any other."""
     text = next(iter(str(error).splitlines()), "")
     if asked := memory_asked(error):
         return UserError(f"{run.directory}: step {run.step} does not fit into memory: {asked}. {_smaller(run)}")

@@ -62,7 +62,7 @@ PAUSES = (0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one checkpoint: written, or why not.
+    """The outcome of one checkpoint: written, or why not.
 
     Args:
         step: optimizer steps done at it.
@@ -187,7 +187,7 @@ class Saver:
         self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
-        """What has ended since the last call."""
+        """The outcomes since the last call."""
         found = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]  # only the loop takes any
         for outcome in found:
             self.last = outcome
