@@ -121,6 +121,14 @@ def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.Ca
     [
         (("parallel.dp_shard=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
+        (
+            ("parallel.tp=2", "model=moe_tiny"),
+            "blocks.1.mlp.gate_up has 16 experts, and parallel.tp=2 cuts layers of one",
+        ),
+        (
+            ("parallel.tp=2", "model=hyena_tiny", "model.filters.groups=1"),
+            "parallel.tp=2 does not divide 1, the split dimension of blocks.0.mixer.taps",
+        ),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
         (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
         (

@@ -28,7 +28,7 @@ HYENA = (
     *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
-CUT = {"hybrid": CUT_HYBRID}
+CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0")}
 LONG = pytest.mark.long
 
 
@@ -105,6 +105,8 @@ def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str
 def test_groups_that_the_ranks_do_not_divide_are_refused(ranks: Ranks) -> None:
     said = ranks(2, "run.name=a", *HYBRID, "model.kv_heads=2", "parallel.tp=2").message
     assert "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1" in said
+    said = ranks(2, "run.name=b", *HYENA, "model.filters.groups=1", "parallel.tp=2").message
+    assert "blocks.0.mixer.taps: 1 rows cannot be divided over parallel.tp=2 ranks" in said
 
 
 def test_a_family_of_a_plugin_is_cut_in_every_way(ranks: Ranks) -> None:

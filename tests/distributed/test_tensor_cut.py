@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fp4train as f4
 from fp4train.checkpoint.tensors import read_header, write_parts
 from fp4train.models.hybrid import Hybrid, ScanShape
+from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import copies, cut_tensors
@@ -132,6 +133,18 @@ def test_a_rank_has_its_part_of_each_segment(mesh: DeviceMesh) -> None:
             place = [slice(at, at + size) for at, size in zip(box.offsets, box.tensor.shape, strict=True)]
             assert torch.equal(box.tensor, whole[name][tuple(place)]), name
     assert names["blocks.0.mixer.A_log"].to_local().shape == (16,)  # type: ignore[attr-defined]
+
+
+def test_a_rank_has_whole_channels_with_their_filters(mesh: DeviceMesh) -> None:
+    """The rows of `in_proj` alternate between q, k and v, so a quarter of them is a quarter of the channels."""
+    shape = Hyena(width=64, pattern="SDH*", heads=4, kv_heads=4, hidden=64, filters=FilterShape(groups=16, poles=4))
+    names = dict(cut_tensors(f4.convert(shape.build(vocab_size=256, seq_len=16)), mesh).named_parameters())
+    wanted = {"0.in_proj.weight": (48, 64), "0.taps": (4, 1, 7), "1.direct": (16,), "2.log_poles": (16, 4, 1)}
+    for name, held in (wanted | {"3.qkv.weight": (48, 64), "3.out_proj.bias": (64,)}).items():
+        block, _, parameter = name.partition(".")
+        assert names[f"blocks.{block}.mixer.{parameter}"].to_local().shape == held  # type: ignore[attr-defined]
+    whole = shape.build(vocab_size=256, seq_len=16)
+    assert {name: p.shape for name, p in names.items()} == {name: p.shape for name, p in whole.named_parameters()}
 
 
 def test_a_segment_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh) -> None:

@@ -41,7 +41,7 @@ BUDGET = {
     "tensor parallelism by segments": (290, 1),
     "Mamba-2 of Hugging Face": (82, 1),
     "families of plugins, read from folders": (13, 0),
-    "StripedHyena 2": (606, 5),
+    "StripedHyena 2": (638, 6),
     "moments in BF16": (282, 2),
     "experts of transformers": (74, 1),
 }

@@ -33,6 +33,7 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
 from fp4train.models.common.layers import rotate
+from fp4train.nn.ranks import local
 from fp4train.text import check_least
 
 KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}
@@ -73,7 +74,7 @@ class ConvolutionState:
 
 
 class GatedConvolution(nn.Module):
-    """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]."""
+    """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of their own."""
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
@@ -112,28 +113,36 @@ class GatedConvolution(nn.Module):
             values["direct"] = Filled(0.0)
         return values
 
-    def forward(self, x_BTD: Tensor, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None) -> Tensor:
-        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] filters begin where it does."""
-        document_BT = first_of_document(mask_BTT)
+    def forward(
+        self, x_BTD: Tensor, time: int, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None
+    ) -> Tensor:
+        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] filters begin where it does.
+
+        Args:
+            x_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.
+            time: T.
+        """
+        document_BT, projected = first_of_document(mask_BTT), self.in_proj(x_BTD).float()
         features, window = short_convolution(
-            self.in_proj(x_BTD).float(),
-            self.featuriser[:, 0],
+            projected.view(-1, time, projected.shape[-1]),
+            local(self.featuriser)[:, 0],
             window_BKC=None if kept is None else kept.features_BKC,
             document_BT=document_BT,
         )
         if kept is not None:
             kept.features_BKC = window
-        q, k, v = features.view(*features.shape[:-1], self.width, 3).unbind(-1)
+        q, k, v = features.view(*features.shape[:-1], -1, 3).unbind(-1)
         u = k * v
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
-            y = y + self.direct * u
+            y = y + local(self.direct) * u
         out: Tensor = self.out_proj((q * y).to(x_BTD.dtype))
         return out
 
     def _explicit(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
         """Taps * u, and in the cache the last inputs."""
-        taps = self.taps[:, 0].repeat_interleave(self.width // self.taps.shape[0], 0)
+        taps = local(self.taps)[:, 0]
+        taps = taps.repeat_interleave(u_BTC.shape[-1] // taps.shape[0], 0)
         before = None if kept is None else kept.window_BKC
         if self.kind == "S":
             y, window = short_convolution(u_BTC, taps, window_BKC=before, document_BT=document_BT)
@@ -149,11 +158,11 @@ class GatedConvolution(nn.Module):
 
     def _long(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
         """The sum of exponentials * u, and in the cache the state."""
-        log_poles, time = self.log_poles[..., 0], u_BTC.shape[1]
-        y = long_convolution(u_BTC, modal_filter(log_poles, self.residues, time), document_BT)
+        log_poles, residues, time = local(self.log_poles)[..., 0], local(self.residues), u_BTC.shape[1]
+        y = long_convolution(u_BTC, modal_filter(log_poles, residues, time), document_BT)
         if kept is not None:
             if kept.state_BCN is not None:
-                y = y + modal_rest(kept.state_BCN, log_poles, self.residues, time)
+                y = y + modal_rest(kept.state_BCN, log_poles, residues, time)
             kept.state_BCN = modal_state(u_BTC, log_poles, kept.state_BCN)
         return y
 
@@ -186,9 +195,10 @@ class FusedAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: KeyValues | None, mask_BTT: Tensor | None
     ) -> Tensor:
-        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] a token attends to those it says."""
-        batch, time = x_BTD.shape[:2]
-        heads = self.qkv(x_BTD).view(batch, time, self.heads, 3, self.head_dim)
+        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] a token attends to those it says. If
+        tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D]."""
+        time = cos_TE.shape[0]
+        heads = self.qkv(x_BTD).view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)
         q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
         causal, mask = mask_BTT is None, mask_BTT

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
+from fp4train.models.common.cut import TensorCut, TokenRanks, shared_by
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
 from fp4train.models.common.layers import rope_angles
@@ -36,6 +37,7 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
+from fp4train.models.hyena.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
 
 MOST_BLOCKS = 4096
@@ -117,12 +119,16 @@ class Hyena(DecoderShape):
 class RootNorm(nn.RMSNorm):
     """w ⊙ x / (√(mean(x²)) + ε), computed in float32."""
 
+    tensor: TokenRanks | None = None
+    """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
+
     def forward(self, x: Tensor) -> Tensor:
         """y, with the shape and dtype of x [..., width]."""
         assert self.eps is not None
         wide = x.float()
         root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
-        y: Tensor = (self.weight * (wide / (root + self.eps))).to(x.dtype)
+        weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
+        y: Tensor = (weight * (wide / (root + self.eps))).to(x.dtype)
         return y
 
 
@@ -166,7 +172,7 @@ class HyenaBlock(nn.Module):
         if isinstance(self.mixer, FusedAttention):
             y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
         else:
-            y = self.mixer(y, kept, mask_BTT)
+            y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
         x_BTD = x_BTD + y
         out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return out
@@ -215,6 +221,10 @@ class HyenaModel(Decoder):
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Cosines and sines of the rotary embedding, [T, E] each."""
         return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
+
+    def fp4train_tensor_cut(self) -> TensorCut:
+        """How tensor parallelism cuts the model."""
+        return tensor_cut(self)
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values, or the windows and states of convolutions, of each block."""
