@@ -19,15 +19,23 @@ import llama_steps
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
+
+made = CutGemms.__init__
+
+def sending_activations(self, *arguments, **options):
+    made(self, *arguments, **options)
+    self.sent = None
 
 data = int(arguments[1])
 mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))
 dp = Ranks.of(mesh["dp"])
 for case in json.loads(arguments[0]):
     model = llama_steps.model(**case.get("model", {}))
-    options = {"sequence": case["sequence"], "amax": case["amax"], "gather": case["gather"]}
+    options = {"sequence": case["sequence"], "amax": case["amax"]}
+    CutGemms.__init__ = made if case["codes"] else sending_activations
     if world > data:
         cut_tensors(model, mesh["tp"], data=dp if data > 1 else None, **options)
     else:
@@ -60,7 +68,7 @@ def trained(
     **options: Any,
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(on several ranks, on one) for each recipe, with and without cut tokens (`tokens`)."""
-    given = {"amax": "tp", "gather": "recipe", **options}
+    given = {"amax": "tp", "codes": True, **options}
     cases = [{"recipe": recipe, "sequence": sequence, **given} for recipe in recipes for sequence in tokens]
     found = ranks.program(PROGRAM, world, json.dumps(cases), str(data))[0]
     assert len(found) == len(cases)
@@ -122,7 +130,7 @@ def test_recomputation_changes_nothing(ranks: Ranks) -> None:
 def test_tokens_sent_as_codes_change_no_bit(ranks: Ranks) -> None:
     recipes = ["nvfp4", "mxfp8", "fp8_row"]
     codes = trained(ranks, 2, recipes)
-    activations = trained(ranks, 2, recipes, gather="bf16")
+    activations = trained(ranks, 2, recipes, codes=False)
     for (ours, _), (theirs, _) in zip(codes, activations, strict=True):
         assert ours["losses"] == theirs["losses"] and ours["norms"] == theirs["norms"]
 

@@ -50,7 +50,7 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
     # What has no stand-in on a CPU: a doctor of a GPU, three more runs and what compares all, the sanitizer.
     assert len(asked - executed) == 5
     stand_ins = {line for line in lines if line.startswith("stand-in: ")}
-    assert len(stand_ins) == 5, stand_ins
+    assert len(stand_ins) == 6, stand_ins
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
         names = archive.getnames()
         first = json.load(archive.extractfile("x-first.json"))  # type: ignore[arg-type]

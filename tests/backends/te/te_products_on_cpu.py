@@ -29,7 +29,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, Quantiz
 
 import fp4train
 from fp4train.backends import LAYER_BACKENDS
-from fp4train.backends.te import TEExecutor
+from fp4train.backends.te import TEExecutor, executor
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.nn.weights import Gathered
@@ -79,13 +79,29 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
             self.usages[name] &= wanted is not False
 
 
+shared_input: list[bool] = []
+"""Not empty while an input is quantised for all layers that read it."""
+codes_of = executor._Built.codes_of
+
+
+def codes_of_input(*arguments: Any) -> Tensor:
+    shared_input.append(True)
+    try:
+        return codes_of(*arguments)
+    finally:
+        shared_input.pop()
+
+
+executor._Built.codes_of = codes_of_input  # type: ignore[method-assign]
+
+
 def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
-    if quantizer.internal or len(x) % K == 0:  # TE's weights are tensors too, which nothing here looks at
+    if shared_input:
+        made = TensorCodes(x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer))
+    else:  # TE's weights are tensors, too, which nothing here looks at
         made = te_calls_on_cpu.quantise(x, quantizer)
         made.values = x.detach().to(torch.bfloat16)
         codes.add(made)
-    else:
-        made = TensorCodes(x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer))
     quantised_from.append((tuple(x.shape), x.untyped_storage().data_ptr()))
     return made
 
