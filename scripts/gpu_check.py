@@ -328,7 +328,7 @@ def dry_step(step: Step) -> int:
             runpy.run_path(str(SCRIPTS / first), run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
-    except Exception:  # as the process of a real run would end: its traceback is in the step's log
+    except Exception:  # a step of a real run is a process, which would end with this traceback and 1 as well
         traceback.print_exc()
         return 1
     return 0

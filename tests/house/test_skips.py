@@ -63,8 +63,8 @@ def test_packages_that_tests_are_skipped_without_are_installed_in_ci(package: st
 
 
 def test_transformer_engines_wheel_is_installed_in_ci() -> None:
-    if os.environ.get("CI") and (availability.version() or ()) < (2, 19):
-        pytest.fail(f"CI={os.environ['CI']} and no transformer_engine from 2.19 on is there: its tests are skipped")
+    if os.environ.get("CI") and (availability.version() or ()) < (2, 20):
+        pytest.fail(f"CI={os.environ['CI']} and no transformer_engine from 2.20 on is there: its tests are skipped")
 
 
 def test_what_needs_this_torch_is_not_skipped_in_ci() -> None:
