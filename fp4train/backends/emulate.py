@@ -10,8 +10,8 @@ rounding the product to BF16 first would round twice.
 
 Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
 on other CPUs, and for scales of rows and operands in float32, a float32 product; on GPUs BF16 tensor cores with float32
-output. A bias is rounded to the output dtype, as in TE, and added before the product is rounded. Operands without scales (a GEMM in high precision) are multiplied by
-torch.
+output. A bias is rounded to the output dtype, as in TE, and added before the product is rounded. Operands without
+scales (a GEMM in high precision) are multiplied by torch.
 
 CPUs without BF16 or FP16 instructions: torch takes 3 to 30 times as long there for a GEMM as in float32, and 9 times
 for the backward pass of attention in FP16. Both formats are exact in float32, so the float32 product has the same exact
@@ -42,9 +42,9 @@ WITHOUT_INSTRUCTIONS = frozenset(
 )
 
 _ONEDNN: Any = None
-"""oneDNN's product x·wᵀ in float32; None: torch's, which is MKL's. MKL uses AVX-512 on Intel's CPUs only: on others
-oneDNN takes half the time, and as long on Intel's."""
-if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+"""oneDNN's product x·wᵀ in float32; None: torch's, which is MKL's. MKL uses AVX-512 on Intel's CPUs only; on
+one of AMD's oneDNN takes half of its time."""
+if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":  # type: ignore[no-untyped-call]
     _ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
