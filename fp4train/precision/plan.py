@@ -152,7 +152,7 @@ def resolve(
 
     Raises:
         ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the recipe has
-            outlier channels, and the layer is a shard or has experts.
+            outlier channels, and the layer is a shard.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
