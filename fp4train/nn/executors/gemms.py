@@ -47,9 +47,8 @@ def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
     tensors: list[Tensor | None] = []
     heads: Heads = []
     for x in saved:
-        is_codes = isinstance(x, Quantized)
-        tensors += x[2:] if is_codes else (x, None, None)
-        heads.append(x[:2] if is_codes else None)
+        tensors += x[2:] if isinstance(x, Quantized) else (x, None, None)
+        heads.append(x[:2] if isinstance(x, Quantized) else None)
     return tensors, heads
 
 
