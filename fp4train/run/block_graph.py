@@ -146,7 +146,7 @@ class Block:
         self.passes: list[BlockPass] = []
         """Passes that are recorded."""
         self.leaves: dict[Place, nn.Parameter] | None = None
-        """What stands for parameters at places that do not move."""
+        """Stand-ins of parameters at places that do not move."""
         block.forward = self
 
     def __call__(self, x: Tensor, *others: Any) -> Tensor:
@@ -165,7 +165,7 @@ class Block:
         return y
 
     def work(self, *inputs: Any) -> Tensor:
-        """What is recorded."""
+        """The forward pass that is recorded."""
         return recompute_eagerly(self.inner, *inputs) if self.steps.recomputed else self.inner(*inputs)
 
     def places(self) -> Iterator[tuple[Place, nn.Parameter]]:
@@ -176,7 +176,7 @@ class Block:
                     yield (module, name), parameter
 
     def stand_ins(self) -> dict[Place, nn.Parameter]:
-        """What stands for the parameters: on their memory or, where that moves, in memory of the pool."""
+        """Stand-ins of the parameters: on their memory or, where that moves, in memory of the pool."""
         steps = self.steps
         if self.leaves is not None:
             return self.leaves

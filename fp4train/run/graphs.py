@@ -17,7 +17,7 @@ from fp4train.run.step_graph import GraphSteps, RecordedSteps
 
 
 def recorded(run: Run) -> GraphSteps:
-    """What queues the steps of `run` as `train.cuda_graph` says.
+    """The runner that queues the steps of `run` as `train.cuda_graph` says.
 
     Raises:
         UserError: it is not possible.

@@ -1,6 +1,5 @@
 """Fixtures of whole runs; see `command_line`."""
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,13 +8,6 @@ from typing import Any
 import gpu_stand_ins
 import pytest
 from command_line import Before, Cli, StopAt
-
-
-@pytest.fixture(autouse=True, scope="session")
-def signals_as_in_a_terminal() -> None:
-    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
