@@ -33,7 +33,7 @@ class LostError(UserError):
 
 
 def reason(error: Exception) -> str:
-    """What an error of the operating system says, without its number and the file's name."""
+    """Message of an error of the operating system, without its number and the file's name."""
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -69,7 +69,7 @@ def sealed(body: Mapping[str, Any], *, indent: int | None = None) -> bytes:
 
 
 def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
-    """What `sealed` wrote, and whether it has a checksum: files of older versions have none.
+    """(Body of a file that `sealed` wrote, whether it has a checksum: files of older versions have none).
 
     Raises:
         ValueError, RecursionError: it is no object in JSON, or not as it was written.

@@ -84,7 +84,7 @@ def train(run: Run) -> Result:
                     evaluating = due(run.step, config.eval.every, steps)
                     if evaluating:
                         ledger.check()
-                        values = evaluate(run, stretch.recipe)
+                        values = evaluate(run, stretch)
                         ledger.settle(values)
                         check_evaluation(run, values, stretch.recipe.name)
                     saving = due(run.step, config.checkpoint.every, steps)
@@ -128,11 +128,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     config, optim, measured = run.config.train, run.config.optim, run.config.eval.errors_every
     runner = MeasuredSteps(run) if measured and (run.step + 1) % measured == 0 else run.runner
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
-    values: Values = {
-        "train/lr": lr,
-        "train/tokens": (run.step + 1) * config.tokens,
-        "precision/recipe": recipe.name,
-    }
+    values: Values = {"train/lr": lr, "train/tokens": (run.step + 1) * config.tokens, "precision/recipe": recipe.name}
     if recipe.loss_scaling is not None:
         values["train/loss_scale"] = run.loss_scale
     for group in run.optimizer.param_groups:

@@ -19,114 +19,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from benchmark_report import Report, draw, in_turn, machine_name
+from benchmark_steps import bench_large_step, bench_recipes, bench_step, real_vocabulary
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config import RECIPES
-from fp4train.config.composition import compose
-from fp4train.config.schema import to_config
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
+from fp4train.precision import MXFP8, NVFP4, Recipe
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantize, quantize_dequantize, quantizer
-from fp4train.run.begin import RunStart
-from fp4train.run.build import build, build_plan
-from fp4train.run.host import CollectorBetweenSteps, keep_freed_memory
-from fp4train.run.run import Run
-from fp4train.train import train_step
+from fp4train.run.host import keep_freed_memory
 
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
-VOCABULARY = 128_256
-"""Of Llama 3 (arXiv:2407.21783, table 3)."""
 PARTS = ("quantize", "linear", "step", "recipes", "startup", "scaling")
-
-
-@dataclass
-class Report:
-    """Rows of the table: what, measured, target (None: information only)."""
-
-    seconds: float = 2.0
-    """That each function is measured for, at least; five times in any case."""
-    out: Path | None = None
-    """Written anew after each row: what ends the process early leaves those before."""
-    rows: list[dict[str, object]] = field(default_factory=list)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-
-    def add(
-        self,
-        what: str,
-        values: float | list[float],
-        target: float | None = None,
-        *,
-        at_least: bool = False,
-        unit: str = "×",
-    ) -> None:
-        """A row: one figure, or those of several processes, of which the median counts."""
-        values = values if isinstance(values, list) else [values]
-        value = statistics.median(values)
-        met = None if target is None else (value >= target if at_least else value <= target)
-        self.rows.append(
-            {
-                "what": what,
-                "value": value,
-                "values": values,
-                "unit": unit,
-                "target": target,
-                "at_least": at_least,
-                "met": met,
-            }
-        )
-        goal = (
-            "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
-        )
-        print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
-        self.write({})
-
-    def write(self, machine: dict[str, str]) -> None:
-        if self.out is not None:
-            text = json.dumps({**machine, "rows": self.rows, "curves": self.curves}, indent=1)
-            self.out.with_suffix(".json").write_text(text + "\n")
-
-    def markdown(self, machine: str) -> str:
-        lines = [f"# Benchmarks: {machine}", "", "| what | median | range | target | |", "|---|---|---|---|---|"]
-        for row in self.rows:
-            goal = "" if row["target"] is None else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
-            state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
-            low, high = min(row["values"]), max(row["values"])  # type: ignore[call-overload]
-            span = "" if low == high else f"{low:.3f} – {high:.3f}"
-            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |")
-        return "\n".join(lines) + "\n"
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float) -> dict[str, float]:
-    """Median seconds of each function; they take turns, so that a drift of the machine's speed hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
-        function()
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5:
-        for name, function in functions.items():
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def bench_quantize(report: Report, device: torch.device, size: int) -> None:
@@ -252,119 +161,6 @@ def saved_bytes() -> float:
     return sum(sizes) / x.numel()
 
 
-@contextmanager
-def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run, Callable[[Recipe], None]]]:
-    """A run ready to train, in a directory that is removed afterwards, and one step of it as `fp4train` makes it."""
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
-        assert isinstance(cfg, DictConfig)
-        run = build(RunStart(config=to_config(cfg), cfg=cfg))
-        plans: dict[Recipe, Plan] = {}
-        with CollectorBetweenSteps() as collector:
-
-            def step(recipe: Recipe) -> None:
-                if recipe not in plans:
-                    timeline = Timeline(recipe=recipe, steps=run.config.train.steps)
-                    plans[recipe] = build_plan(run.config, run.layers, timeline, run.plan.device)
-                if (plan := plans[recipe]) is not run.plan:
-                    run.plan = plan
-                    run.apply(plan.stretches[0])
-                done = train_step(run, plan.stretches[0].recipe)
-                loss, norm = done.read()
-                run.step += 1
-                run.tracker.log(run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values)
-                collector.after(run.step)
-
-            try:
-                yield run, step
-            finally:
-                run.feed.close()
-                run.tracker.finish()
-
-
-def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
-    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
-    bf16, nvfp4, mxfp8 = BF16(), NVFP4(), MXFP8()
-    with built_run(device, overrides) as (run, step):
-        config = run.config
-        torch.manual_seed(0)
-        model = config.model.build(vocab_size=257, seq_len=config.train.seq_len).to(device)
-        optimizer = config.optim.build(model)
-        batches = [run.train_data.batch(i) for i in range(8)]
-        steps = 0
-
-        def bare() -> None:
-            nonlocal steps
-            inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
-            # The first context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
-            with f4.autocast(BF16()), torch.autocast(device.type, dtype=torch.bfloat16):
-                loss = model(inputs, targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.item()
-            steps += 1
-
-        functions: dict[str, Callable[[], object]] = {
-            "bf16": lambda: step(bf16),
-            "nvfp4": lambda: step(nvfp4),
-            "mxfp8": lambda: step(mxfp8),
-            "bare": bare,
-        }
-        times = in_turn(functions, device, seconds=3 * report.seconds)
-    report.add(f"{name}: a BF16 step", times["bf16"], unit="s")
-    report.add(f"{name}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], target)
-    report.add(f"{name}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
-    report.add(f"{name}: a BF16 step over the same model in a bare PyTorch loop", times["bf16"] / times["bare"], 1.02)
-
-
-def bench_recipes(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
-    """A training step in each file of `recipes/`, over one in NVFP4."""
-    recipes: dict[str, Recipe] = {}
-    for path in sorted(RECIPES.glob("*.yaml")):
-        cfg = compose([f"recipe={path.stem}"])
-        assert isinstance(cfg, DictConfig)
-        recipes[path.stem] = to_config(cfg).recipe
-    with built_run(device, overrides) as (_, step):
-        functions = {file: partial(step, recipe) for file, recipe in recipes.items()}
-        times = in_turn(functions, device, seconds=report.seconds)
-    for file, seconds in times.items():
-        target = None if file in ("nvfp4", "bf16", "fp16", "fp32") else 1.6
-        report.add(f"{name}: a step in recipe={file} over one in nvfp4", seconds / times["nvfp4"], target)
-
-
-@contextmanager
-def real_vocabulary(*, seq_len: int) -> Iterator[list[str]]:
-    """Keys of a configuration: random ids of a vocabulary of `VOCABULARY`, enough for a batch; the head of a model is a
-    quarter of its step then, and next to nothing with the 257 ids of bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ids.bin"
-        ids = torch.randint(VOCABULARY, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0))
-        path.write_bytes(ids.int().numpy().tobytes())
-        yield ["data=tokens", f"data.path={path}", f"data.vocab_size={VOCABULARY}", "data.dtype=int32", "data.val=0.2"]
-
-
-def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
-    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager and compiled."""
-    for compiled in (False, True):
-        how = f"{name}, {'compiled' if compiled else 'eager'}"
-        settings = [*overrides, f"train.compile={str(compiled).lower()}"]
-        with built_run(device, [*settings, "backend=emulate"]) as (run, step):
-            recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
-            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
-            peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
-        report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
-        if peak is not None:
-            report.add(f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit="")
-        report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
-        report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
-        with built_run(device, [*settings, "backend=auto"]) as (run, step):
-            recipes = {"bf16": BF16(), "fp8": FP8Current()}
-            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
-        report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)
-
-
 def bench_startup(report: Report) -> None:
     """From the command to the first training step of the default run, as a person waits for it."""
     seconds = []
@@ -382,36 +178,6 @@ def bench_startup(report: Report) -> None:
     report.add(
         "from the command to the first training step of the default run", statistics.median(seconds), 8, unit="s"
     )
-
-
-def machine_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    flags = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in flags if line.startswith("model name")), platform.machine()
-    )
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def draw(report: Report, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, points in report.curves.items():
-        style = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
-        axes.plot([n for n, _ in points], [n / s / 1e9 for n, s in points], marker="o", label=name, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("elements")
-    axes.set_ylabel("10⁹ elements a second")
-    axes.set_title("Quantise-dequantise of BF16, beside copying it (the roof)", loc="left")
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
 
 
 def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:

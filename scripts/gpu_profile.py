@@ -26,10 +26,11 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import benchmark
 import gpu_runs
 import gpu_stand_ins
 import torch
+from benchmark_report import synchronize
+from benchmark_steps import built_run, real_vocabulary
 from torch.profiler import ProfilerActivity, profile
 
 from fp4train.run.run import Run
@@ -78,11 +79,11 @@ def kind_of(name: str) -> str:
 
 def timed(run: Run) -> tuple[float, float]:
     """Seconds of one step: until it is queued, and until it is done."""
-    benchmark.synchronize(run.device)
+    synchronize(run.device)
     began = time.perf_counter()
     done = train_step(run, run.plan.at(run.step).recipe)
     queued = time.perf_counter() - began
-    benchmark.synchronize(run.device)
+    synchronize(run.device)
     ended = time.perf_counter() - began
     done.read()
     run.step, run.mid_update = run.step + 1, False
@@ -110,7 +111,7 @@ def measure(recipe: str, mode: str, count: int, *, dry: bool) -> dict[str, Any]:
     device = torch.device("cpu" if dry else "cuda")
     with ExitStack() as stack:
         seq_len = 16 if dry else 2048
-        words = [*MODEL, *stack.enter_context(benchmark.real_vocabulary(seq_len=seq_len)), f"recipe={recipe}"]
+        words = [*MODEL, *stack.enter_context(real_vocabulary(seq_len=seq_len)), f"recipe={recipe}"]
         words += [f"train.microbatch={(2 if dry else 8) // count}", *(TINY if dry else ())]
         if not dry:
             words += MODES[mode]
@@ -118,7 +119,7 @@ def measure(recipe: str, mode: str, count: int, *, dry: bool) -> dict[str, Any]:
             stack.enter_context(gpu_stand_ins.graphs())
         elif mode == "compiled":
             stack.enter_context(gpu_stand_ins.compiler())
-        run, _ = stack.enter_context(benchmark.built_run(device, words))
+        run, _ = stack.enter_context(built_run(device, words))
         enter_stretch(run, None)
         for _ in range(WARM_UP + 2):
             timed(run)

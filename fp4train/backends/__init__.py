@@ -127,7 +127,7 @@ def choose(
 
 
 def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> str:
-    """What a plan adds to the reason of a product that is, or could be, summed in tensor cores' fast accumulator."""
+    """Note on a product that tensor cores sum in their fast accumulator, behind its reason in a plan; "": it is not."""
     if not operands.sums_fp8 or not (8, 9) <= (device.capability or (0, 0)) < (10, 0):
         return ""
     if backend in LAYER_BACKENDS:

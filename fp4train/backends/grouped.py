@@ -143,6 +143,6 @@ def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other, along the first axis: of dtypes that torch cannot concatenate their bytes."""
+    """Concatenation along the first axis, by bytes: torch concatenates no FP8 or FP4."""
     whole = torch.cat([part.view(torch.uint8) for part in parts])
     return whole.view(parts[0].dtype)

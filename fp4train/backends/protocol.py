@@ -54,7 +54,7 @@ class Backend(Protocol):
 
 
 class LayerState(Protocol):
-    """What a layer carries from step to step, and from checkpoint to checkpoint."""
+    """State of a layer that outlives a step, and is saved in checkpoints."""
 
     def state(self) -> dict[str, Tensor]:
         """The tensors to save; empty where nothing has been seen yet."""

@@ -96,7 +96,7 @@ class CheckpointGroup:
         return next((each for each in self.gathered(told) if each is not None), None)
 
     def together(self, task: Callable[[], T]) -> T:
-        """What `task` gives; it waits for all ranks, and where it fails on one, all raise that rank's reason.
+        """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that rank's reason.
 
         Raises:
             OSError: that.

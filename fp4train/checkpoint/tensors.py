@@ -238,7 +238,7 @@ def _compact(value: object) -> str:
 
 
 def _place(part: TensorShard) -> dict[str, object]:
-    """What `__metadata__` says of a part."""
+    """Entry of a part in `__metadata__`: the whole shape, the offsets, and runs of rows if there are several."""
     place: dict[str, object] = {"shape": list(part.shape), "offsets": list(part.offsets)}
     return {**place, "runs": [list(run) for run in part.runs]} if part.runs else place
 

@@ -96,7 +96,7 @@ def _do(verb: str, arguments: list[str], *, named: bool) -> int:
 
 
 def _no_verb(arguments: list[str]) -> str:
-    """What is wrong with a command whose first word is neither a verb nor key=value."""
+    """Message about a command whose first word is neither a verb nor key=value."""
     first, *rest = arguments
     if (first == "resume" or first in overrides.groups()) and rest and "=" not in rest[0]:
         return f"unknown verb {first!r}; did you mean {first}={rest[0]}?"

@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _of_run(run: Path, *, full: bool) -> str:
-    """What a run was told, what it ran, and what is planned for the rest."""
+    """Journal of a run as text: its configurations and requests, the stretches that ran, and the plan of the rest."""
     records = journal.read_journal(run)
     if not records:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
@@ -187,7 +187,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
 
 
 def _checkpoint(model: nn.Module, moments: int) -> str:
-    """What a checkpoint takes: weights, and the moments of the optimizer in so many bytes per parameter."""
+    """Size of a checkpoint in words: weights, and the moments of the optimizer, `moments` bytes per parameter."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     held = weights + moments * sum(p.numel() for p in model.parameters())
     size = f"{held / 1e9:,.2f} GB" if weights >= 1e8 else f"{held / 1e6:,.1f} MB"

@@ -208,7 +208,7 @@ def _code(result: Result) -> int:
 
 
 def _finished(config: Config, run: Path, step: int) -> str:
-    """What can be done with a run that has done its steps, and what its learning rate would do."""
+    """Ways to go on with a run that has done its steps, and the learning rate that they would begin with."""
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
         "run.name=… starts another run, run.overwrite=true this one again"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp4train.exchange.trained import NamedRecipe, TrainedModel
 
 Task = Callable[["TrainedModel", Sequence["NamedRecipe"]], int]
-"""What a verb does with a model and the recipes that are named, of which there may be none."""
+"""Work of a verb on a model and the recipes that are named, of which there may be none; gives the exit code."""
 
 STEP = Option(whole_number, "step={!r} must be the step of a checkpoint")
 CHOSEN = ("recipe", "policy")

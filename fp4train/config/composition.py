@@ -124,7 +124,7 @@ def named(group: str, option: str) -> Any:
 
 
 def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
-    """What Hydra composes, its own node included; interpolations of that node can be resolved until the next one."""
+    """Configuration that Hydra composes, its own node included, whose interpolations resolve until the next one."""
     GlobalHydra.instance().clear()
     register_recipes()
     found = ",".join(f"'file://{folder.absolute()}'" for folder in folders)

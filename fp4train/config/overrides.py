@@ -258,7 +258,7 @@ def other_flags(arguments: list[str]) -> list[str]:
 
 
 def first_lines(error: Exception) -> str:
-    """What an error of Hydra's or OmegaConf's says, without its hints for programmers."""
+    """Message of an error of Hydra's or OmegaConf's, without its hints for programmers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [
         line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=", "See https"))

@@ -66,7 +66,7 @@ def may_define(module: str) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """What an exception during an import says, and where it was raised."""
+    """Message of an exception during an import, and the file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"  # names file and line itself
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -24,7 +24,7 @@ from fp4train.text import check_choice, near_miss
 SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn", ".fas", ".gz")
 BASES = "ACGTURYSWKMBDHVN-"
 PAIRED = "TGCAAYRSWMKVHDBN-"
-"""What each of `BASES` pairs with, in DNA; in RNA, A pairs with U."""
+"""Complement of each of `BASES` in DNA; in RNA, A pairs with U."""
 _COMPLEMENT = str.maketrans(BASES + BASES.lower(), PAIRED + PAIRED.lower())
 _COMPLEMENT_OF_RNA = _COMPLEMENT | str.maketrans("Aa", "Uu")
 _NEITHER_BASE_NOR_SPACE = re.compile(rf"[^\s{re.escape(BASES + BASES.lower())}]")

@@ -116,8 +116,8 @@ class Loader:
         return tokens, targets if silent is None else targets.masked_fill(torch.from_numpy(silent), IGNORED)
 
     def loss_factor(self, first: int, count: int) -> float:
-        """What a sum of losses over `count` sequences from position `first` on, divided by all their tokens, is
-        multiplied by for the mean over the targets that count; 1 where all do."""
+        """Factor from the mean loss over all tokens of `count` sequences, those from position `first` on, to the mean
+        over the targets that count; 1 where all do."""
         if self.tokens.scored is None:
             return 1.0
         places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)

@@ -1,4 +1,4 @@
-"""What a folder of codes needs of the model that runs: the largest |x| of each layer's input.
+"""Scales of activations for a folder of codes: the largest |x| of each layer's input, from a model that runs.
 
 Serving software quantises activations under a fixed global scale, from the largest |x| that was seen. Both of the tools
 that write such folders take it over a few batches. A run that measured its operands has it in `statistics.bin`; else

@@ -32,7 +32,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written: `size` is the bytes of all weights; `notes` say what differs from the run, a sentence each."""
+    """An export: `size` is the bytes of all weights, `notes` are differences from the run, a sentence each."""
 
     step: int
     parameters: int

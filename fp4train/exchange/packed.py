@@ -73,7 +73,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedModel:
-    """What every weight of a run becomes.
+    """Plan of an export as codes: for every weight of a run, the format of its codes, or that it keeps its dtype.
 
     Args:
         stretch: whose plan it is.
@@ -210,7 +210,7 @@ def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:
 
 
 def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
-    """What each weight of `model` becomes in a folder of `layout`.
+    """Plan of the export of `model` into a folder of `layout`; nothing is written yet.
 
     Args:
         at: a step of the stretch whose codes are packed; None: of the last one in which fprop quantised weights.
@@ -281,7 +281,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
 
 
 def _why_not(layer: Layer, spec: QuantSpec, found: Format, rows: list[int]) -> str | None:
-    """What of a layer's matrices, with so many rows each, does not fit `found`."""
+    """Part of a layer's matrices, with so many rows each, that does not fit `found`, in words; None: all fit."""
     if layer.in_features % found.group:
         return (
             f"{layer.in_features} in features, which the groups of {found.group} that share a scale in {found.name} "

@@ -40,7 +40,7 @@ print(LLM("FOLDER", quantization="modelopt").generate("def add("))""",
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What of an export comes from running the model.
+    """Measurements of an export, for which the model runs: scales of activations, validation losses.
 
     Args:
         calibrate: batches over which the activations' scales are taken; None: those that the run measured, or 4.

@@ -40,7 +40,7 @@ _QUANTISED = ("quantization_config", "quantization")
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedLayer:
-    """What was compared of one layer, or of another module with weights.
+    """Comparison of one layer, or of another module with weights, between run and folder.
 
     Args:
         name: in the run; module: in the folder.
@@ -160,7 +160,7 @@ def _layers(
 def _expected(
     stored: str, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
 ) -> Iterator[StreamedTensor]:
-    """What of a stored weight lies in the folder, but for the scales of activations."""
+    """Tensors that a stored weight has in the folder, without the scales of activations."""
     if packed is not None and stored in packed.layers:
         yield from packed.tensors_of(packed.layers[stored], None)
     else:
@@ -168,7 +168,7 @@ def _expected(
 
 
 def _differences(found: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
-    """What of one tensor is not as it should be."""
+    """Differences of one tensor from the expected one: presence, shape, dtype, or the first unequal row."""
     part = expected.name.rpartition(".")[2]
     if expected.name not in found:
         yield f"{part} is missing"
@@ -248,7 +248,7 @@ def _names(found: StoredTensors, model: StoredModel, packed: PackedModel | None,
 
 
 def _tables(folder: Path, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:
-    """What of the configuration and of the tokenizer is not as the export writes it."""
+    """Differences of configuration and tokenizer from those that an export writes."""
     config: dict[str, Any] = {"dtype": SPELLED[dtype]}
     if packed is not None:
         config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)

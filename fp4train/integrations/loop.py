@@ -42,7 +42,7 @@ _MOST_STEPS: Final = 1 << 28
 
 
 class Precision:
-    """What the layers of a model run in while another loop trains it.
+    """Recipe, policy and phases of a model's layers while another loop trains it.
 
     Args:
         recipe: the name of one, as in `recipe=` ("nvfp4"), an object, or its configuration.
@@ -244,7 +244,8 @@ class Precision:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def check_called(self) -> None:
-        """Behind the first optimizer step, before the gradients are cleared: see `fp4train.nn.called`.
+        """Check behind the first optimizer step, before the gradients are cleared, that the planned layers were called
+        (`fp4train.nn.called`).
 
         Raises:
             UserError: a planned layer was not called in the model's forward pass, and its weight has a gradient.
@@ -257,7 +258,7 @@ class Precision:
         check_called(self.plan, self._layers, called, trained, elsewhere=elsewhere)
 
     def stepped(self) -> None:
-        """An optimizer step was made."""
+        """Count an optimizer step that was made."""
         self.check_called()
         self.step += 1
 
@@ -266,7 +267,7 @@ class Precision:
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self.stepped()))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the step, what layers carry from step to step (amax histories), the settings."""
+        """State for a resume: the step, the states of layers (amax histories), the settings."""
         layers = {layer.layer.name: layer.scaling_state() for layer in self._layers}
         return {"step": self.step, "layers": {k: v for k, v in layers.items() if v}, "settings": self.settings}
 

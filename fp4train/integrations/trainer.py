@@ -52,7 +52,7 @@ class TrainerPrecision(TrainerCallback, ExportableState):
     # -- trainer_state.json -------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` holds of this callback."""
+        """Entry of this callback in `trainer_state.json`."""
         found = self.precision.state_dict()
         tensors = base64.b64encode(save(on_cpu(found))).decode() if found["layers"] else ""
         return {"args": found["settings"], "attributes": {"tensors": tensors}}

@@ -18,7 +18,7 @@ from fp4train.models.moe import hf as moe
 
 
 class HuggingFaceFamily(Protocol):
-    """What `models/FAMILY/hf.py` has.
+    """Protocol of the modules `models/FAMILY/hf.py`: a family's configuration and weights in Hugging Face's form.
 
     A family whose folders other software loads than `transformers` also has `LOADED`, Python that does it with a folder
     called FOLDER. One with tensors that stay in float32 where others become BF16 has `EXACT`, the ends of their names.

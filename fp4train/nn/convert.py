@@ -22,10 +22,7 @@ _log = logging.getLogger(__name__)
 _PLACES = 4
 """Number of groups of weights in the summary; `str` of a Conversion lists all weights."""
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 
 
 def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:

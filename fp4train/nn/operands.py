@@ -111,7 +111,7 @@ class Form:
         return self.make(x_MK, key, self.amax(x_MK, call, key))
 
     def key(self, call: Call, tokens: int) -> RandomKey | None:
-        """What selects the random bits of a tensor of so many tokens."""
+        """Key of the random bits of a tensor of so many tokens; None: it is not rounded stochastically."""
         if not self.stochastic:
             return None
         return call.key(self.number, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)

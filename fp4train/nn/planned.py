@@ -147,7 +147,7 @@ class PlannedLayer(nn.Module):
         self._hold(key, device)
 
     def executor_in(self, context: Context, device: torch.device) -> Executor:
-        """What the layer runs in `context` on `device`: the applied plan, or what is resolved on first use.
+        """Executor of the layer in `context` on `device`: that of the applied plan, or one resolved on first use.
 
         Raises:
             ValueError: the recipe cannot run here; see `precision.plan.resolve`.

@@ -94,7 +94,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def keep_bounds(optimizer: torch.optim.Optimizer, model: nn.Module, bounds: Mapping[str, float]) -> None:
-    """After each of its steps the optimizer leaves no value above the bound of its parameter.
+    """Keep every value at or below the bound of its parameter after each step of the optimizer.
 
     Args:
         model: with the parameters, whole or shards.

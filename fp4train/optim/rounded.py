@@ -52,7 +52,7 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Decays:
-    """What stays the same over the steps: β₁, 1−β₁, β₂, 1−β₂ and eps; they enter the arithmetic as float32."""
+    """Constants of all steps: β₁, 1−β₁, β₂, 1−β₂ and eps; they enter the arithmetic as float32."""
 
     beta1: float
     rest1: float
@@ -72,7 +72,7 @@ class Slab(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """What changes from step to step, for each of N parameters."""
+    """Numbers of one step, for each of N parameters."""
 
     values: Tensor
     """float32 [N, 4]: 1−lr·decay, lr/(1−β₁ᵗ), √(1−β₂ᵗ), d."""
@@ -150,7 +150,7 @@ class RoundedAdamW(torch.optim.AdamW):
         return state
 
     def _parts(self, parameter: nn.Parameter, counters: Tensor) -> Iterator[tuple[Tensors, Keys]]:
-        """What a kernel takes at a time: the tensors of a slab, and the keys of its random bits."""
+        """Work of each call of the kernel: the tensors of a slab, and the keys of its random bits."""
         assert parameter.grad is not None
         state, name = self.state[parameter], self._names[parameter]
         if parameter not in self._slabs:
@@ -266,7 +266,7 @@ def by_c(tensors: Tensors, keys: Keys, numbers: StepNumbers, index: int, decays:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWVariant(Decays):
-    """What the Triton kernel is compiled for; `tile`: eights of columns of a program."""
+    """Compile-time constants of the Triton kernel; `tile`: eights of columns of a program."""
 
     tile: int
     hardware: bool

@@ -85,7 +85,7 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
 
 
 def synchronise(model: nn.Module, last: bool) -> None:
-    """Before a microbatch: whether its gradients are summed over the ranks, with those of the ones before it."""
+    """Set, before a microbatch, whether its gradients are summed over the ranks, with those of the ones before it."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
         unit = cast("FSDPModule", model)
         unit.set_requires_gradient_sync(last)
@@ -93,7 +93,7 @@ def synchronise(model: nn.Module, last: bool) -> None:
 
 
 def join_scales(model: nn.Module, world: World) -> None:
-    """After the last backward of a step: the states of the layers become those of the whole batch."""
+    """Join the layers' states over the ranks after the last backward of a step: they become the whole batch's."""
     if world.data_mesh is not None:
         join_states(_layers(model), world)
 

@@ -318,7 +318,7 @@ def _is_here(sent: Sent) -> bool:
 
 
 def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
-    """Before a forward pass in the current context: all amaxes that are not known yet, in one all-reduce."""
+    """Reduce all amaxes that are not known yet, in one all-reduce, before a forward pass in the current context."""
     if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
         return
     context, training = current(), torch.is_grad_enabled()

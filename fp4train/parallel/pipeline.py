@@ -114,7 +114,7 @@ class Pipeline:
             yield from found
 
     def copy_tied(self) -> None:
-        """After the weights of the first stage have changed: the last one's copy is made equal."""
+        """Make the last stage's copy of a tied weight equal to the first stage's, which has changed."""
         if self.tied is None or self.world.stage not in (0, self.world.mesh.pipeline - 1):
             return
         owner = self.world.stage == 0
@@ -145,12 +145,7 @@ class Pipeline:
         self._microbatches = []
 
     def _schedule(self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> tuple[Any, list[Any]]:
-        from torch.distributed.pipelining import (
-            Schedule1F1B,
-            ScheduleGPipe,
-            ScheduleInterleaved1F1B,
-            ScheduleLoopedBFS,
-        )
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
         stages = [self._stage(index, shape, dtype, training) for index in self.stages]
         loss = self._weighted if training else None

@@ -1,4 +1,4 @@
-"""What ranks send each other of a weight, and what a layer takes of what arrived: codes, or values."""
+"""Payloads of gathered weights: the codes or values that ranks send each other, and the forms that layers take."""
 
 from __future__ import annotations
 

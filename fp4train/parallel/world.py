@@ -34,7 +34,7 @@ T = TypeVar("T")
 STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions."""
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
-"""What the message of a collective contains when another rank has left it."""
+"""Texts in messages of a collective that another rank has left."""
 
 
 class AgreedError(UserError):
@@ -235,13 +235,13 @@ class World:
         return min((each for each in self.gathered(value) if each is not None), key=key, default=None)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank is here."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What every rank does at once: if it fails on one, it has failed on all.
+        """Context of work that every rank does at once: if it fails on one, it has failed on all.
 
         Raises:
             AgreedError: on every rank, with the text of the first rank whose error it was.

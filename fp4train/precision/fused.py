@@ -30,7 +30,7 @@ def shares_scale(layer: Layer, recipe: Recipe) -> bool:
 
 
 def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
-    """What a plan adds to the reason of a GEMM whose weight has the scale of its group; "": it has not."""
+    """Note on a GEMM whose weight has the scale of its group, behind its reason in a plan; "": it has not."""
     w = None if gemm == "wgrad" else recipe.table()[gemm].second
     if not shares_scale(layer, recipe) or w is None or not has_tensor_amax(w):
         return ""
@@ -38,7 +38,7 @@ def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
 
 
 def input_note(layer: Layer, recipe: Recipe, gemm: str, backend: str, device: Device) -> str:
-    """What a plan adds to the reason of a GEMM whose x a backend quantises once for all layers that read it; "": it
+    """Note on a GEMM whose x a backend quantises once for all layers that read it, behind its reason in a plan; "": it
     does not, or no other layer reads x. (Backends of single GEMMs share every x whose bits do not depend on the layer.)
     """
     together = LAYER_BACKENDS.get(backend)

@@ -1,4 +1,4 @@
-"""What of a weight is sent when FSDP gathers it from the shards of the float32 master, and why.
+"""Form in which a weight is sent when FSDP gathers it from the shards of the float32 master, with the reason.
 
 Codes of a shard are the shard of the codes if it consists of whole blocks of scales, so a quantised weight can be sent
 as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. A weight that dgrad requantises from
@@ -22,8 +22,8 @@ from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import QuantSpec, packed_bytes, why_not_cut
 
 GATHERS: Final = ("recipe", "bf16", "fp32")
-"""What ranks send each other of weights: by the recipe; all in BF16, which rounds masters before they are quantised;
-all in float32."""
+"""Forms of weights between ranks: by the recipe; all in BF16, which rounds masters before they are quantised; all in
+float32."""
 
 
 class WireForm(NamedTuple):
@@ -64,8 +64,8 @@ class WireForm(NamedTuple):
 
 
 def effective(gather: str, *, compiled: bool, blocks: bool = True) -> str:
-    """What is sent if `gather` is configured: graphs of torch.compile take float32 weights, and so does a model without
-    blocks, which is gathered once and stays whole."""
+    """One of `GATHERS`, the effective one where `gather` is configured: graphs of torch.compile take float32 weights,
+    and so does a model without blocks, which is gathered once and stays whole."""
     return gather if blocks and not compiled else "fp32"
 
 

@@ -19,14 +19,14 @@ from fp4train.precision.blocks import block_paths, features, is_linear
 from fp4train.quantize import why_not_cut
 
 _TUNED = "base_layer"
-"""What peft's wrapper of a layer calls the layer itself."""
+"""Name of the layer itself in peft's wrapper of it."""
 
 FUSED_BY = "fp4train_fused"
 """Attribute of a module of a model: groups of names of linear layers inside it, which serving software multiplies as
 one: `(("wq", "wk", "wv"),)`. Under `recipe.fused_scales` the weights of a group share one global scale."""
 
 CLASS = "class:"
-"""What a pattern of a policy begins with that is about the class of a layer, not about its name."""
+"""Beginning of a policy's patterns that are about the class of a layer, not about its name."""
 
 ELEMENTWISE_BY = "fp4train_elementwise"
 """Attribute of a module of a model: names of its own parameters that are no factors of a matrix product, whatever their
@@ -41,7 +41,7 @@ _HARMLESS = {
     *("__module__", "__doc__", "__dict__", "__weakref__", "__constants__", "__annotations__", "__annotate_func__"),
     *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),  # made by every class statement
 }
-"""What a subclass of nn.Linear may redefine without changing what it computes."""
+"""Names that a subclass of nn.Linear may redefine without changing what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def is_uninitialised(linear: nn.Module) -> bool:
 
 
 def _changed(kind: type) -> str | None:
-    """What a subclass of nn.Linear defines that its own forward may depend on."""
+    """A name that a subclass of nn.Linear defines, and its own forward may depend on; None: there is none."""
     own = [name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)]
     if computed := {"weight", "bias"} & set(own):  # by a parametrisation
         return max(computed)

@@ -184,8 +184,8 @@ def resolve(
 
 
 def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = ()) -> LayerPlan:
-    """What one of `parts` tensor-parallel ranks runs of a whole layer: GEMMs whose blocks the cut divides stay in high
-    precision. Backends are those of the whole layer.
+    """Plan of one of `parts` tensor-parallel ranks for its part of a layer: GEMMs whose blocks the cut divides stay in
+    high precision. Backends are those of the whole layer.
 
     Args:
         cut, parts, segments: as of `Layer.part`.

@@ -22,7 +22,7 @@ from fp4train.text import columns, ranges, tabulate
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
 _NAMED = 3
-"""Up to this many kinds of layers of a block are named individually."""
+"""Most kinds of layers of a block that are named individually."""
 
 
 def table(plan: Plan) -> tuple[list[str], list[list[str]]]:

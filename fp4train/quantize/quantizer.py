@@ -113,7 +113,7 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
 
 @cache
 def _say(kernel: str, reason: str) -> None:
-    """Once for all specs that have no kernel for the same reason."""
+    """Log a reason once for all specs that have no kernel because of it."""
     _log.info("no %s kernel, using the torch reference: %s", kernel, reason)
 
 

@@ -37,7 +37,7 @@ MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
 
 Kind = tuple[object, ...]
-"""What of a tensor decides a launch: dtype, shape, strides and device, and what is asked for."""
+"""Properties of a tensor on which a launch depends: dtype, shape, strides and device, and the results asked for."""
 
 _HERE: Final = nullcontext()
 
@@ -51,7 +51,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "global_scale": (None, "tensor", "row"),
     "four_over_six": (None,),
 }
-"""What the kernels know of each field of a spec that names something; anything else has no kernel."""
+"""Field of a spec → its values that the kernels know; any other has no kernel."""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
@@ -223,7 +223,7 @@ class TritonQuantizer(Quantizer):
         return out, scales, amax, outer
 
     def _planned(self, kind: Kind, plan: Callable[..., Any], *arguments: Any) -> Any:
-        """What `plan` makes of the spec and the arguments, which `kind` stands for."""
+        """Plan of a launch, which `plan` makes of the spec and the arguments once for each `kind` of tensor."""
         found = self._plans.get(kind)
         if found is None:
             if len(self._plans) >= MOST_KINDS:

@@ -1,4 +1,4 @@
-"""What the Triton kernels are launched with: variants, tiles, sizes, and the memory of results.
+"""Launches of the Triton kernels: variants, tiles, sizes, and the memory of results.
 
 All that a launch needs besides pointers and random words is a function of the spec, and of dtype, shape, strides and
 device of x: a plan, which is worked out once per such kind of tensor. The global amax (one read of x before the
@@ -26,7 +26,7 @@ NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for, as one compile-time argument V: one spec, one dtype of x, one kind of output.
+    """Constants that a kernel is compiled for, as one argument V: one spec, one dtype of x, one kind of output.
 
     Kernels read its fields while they are compiled.
 

@@ -281,7 +281,7 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
 
 
 def _start_record(begun: RunStart, init: InitialWeights | None, told: Sequence[Record]) -> dict[str, Any]:
-    """What the journal says of this start: event, step, where from, what changed since `told`. Logs the changes."""
+    """Record of this start for the journal: event, step, origin, changes since `told`, which are logged."""
     cfg, start = plain(begun.cfg), begun.checkpoint
     if start is None:
         record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": cfg}

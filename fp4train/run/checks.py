@@ -122,10 +122,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def rate_jump(before: Config, after: Config, step: int) -> str | None:
-    """What the learning rate does where a run whose cooldown had begun goes on at `step`; None: nothing unexpected.
-
-    The checkpoint from before the cooldown is proposed where it is kept.
-    """
+    """Jump of the learning rate where a run whose cooldown had begun goes on at `step`, in words; None: it falls on."""
     cooldown = before.schedule.cooldown_start(before.train.steps)
     if cooldown is None or step <= cooldown:
         return None

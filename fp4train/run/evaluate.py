@@ -1,4 +1,7 @@
-"""Validation: the same sequences in high precision and in the recipe, each computed by one rank."""
+"""Validation: the same sequences in high precision and in the recipe, each computed by one rank.
+
+Both are applied plans: that of the stretch, and that of its GEMMs in high precision, which the run resolves once.
+"""
 
 import logging
 import math
@@ -6,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp4train.precision import GEMMS, Recipe
+from fp4train.precision import Recipe
+from fp4train.precision.plan import PlannedStretch
 from fp4train.run.run import Run
 from fp4train.run.step import losses, microbatch
 from fp4train.run.supervise.guard import NonFiniteError, first_non_finite
@@ -15,23 +19,26 @@ from fp4train.run.supervise.ledger import Values
 _log = logging.getLogger(__name__)
 
 
-def evaluate(run: Run, recipe: Recipe) -> Values:
-    """Validation loss in high precision and, beside it, in the recipe."""
-    high, in_recipe = (sum(each) / len(each) for each in microbatch_losses(run, recipe))
+def evaluate(run: Run, stretch: PlannedStretch) -> Values:
+    """Validation loss in high precision and, beside it, in the recipe of `stretch`."""
+    high, in_recipe = (sum(each) / len(each) for each in microbatch_losses(run, stretch))
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
     return {"val/loss": high, "val/loss_recipe": in_recipe}
 
 
-def microbatch_losses(run: Run, recipe: Recipe) -> tuple[list[float], list[float]]:
-    """The loss of each microbatch of the validation batches, in high precision, and in `recipe`."""
+def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], list[float]]:
+    """The loss of each microbatch of the validation batches, in high precision, and in the recipe of `stretch`, whose
+    plan the layers have afterwards."""
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     starts = range(0, batches * run.config.train.batch_size, run.rows)
-    high = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
+    high, found = run.in_high_precision(stretch), []
     run.model.eval()
     with torch.no_grad():
-        found = {each: _losses(run, each, starts) for each in dict.fromkeys((high, recipe))}
+        for each in (stretch,) if high is stretch else (high, stretch):
+            run.apply(each)
+            found.append(_losses(run, each.recipe, starts))
     run.model.train()
-    return found[high], found[recipe]
+    return found[0], found[-1]
 
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -> None:

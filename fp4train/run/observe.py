@@ -111,12 +111,7 @@ def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: i
     gradients["noise"] = numbers[count * len(RAW) :][:layers] * scale
     gradients["gradient"] = numbers[count * len(RAW) + layers :]
     return Statistics(
-        step=step,
-        recipe=recipe,
-        layers=tuple(measured.layers),
-        names=NAMES,
-        operands=operands,
-        gradients=gradients,
+        step=step, recipe=recipe, layers=tuple(measured.layers), names=NAMES, operands=operands, gradients=gradients
     )
 
 
@@ -164,7 +159,7 @@ def _norm(each: NDArray[Any]) -> float:
 
 
 def check_layers(run: Run, step: Step) -> None:
-    """After the first step: each layer that the plan quantises was called in it (`nn.called`).
+    """Check after the first step that each layer that the plan quantises was called in it (`nn.called`).
 
     Raises:
         UserError: other code multiplies the weight of a planned layer; on every rank.

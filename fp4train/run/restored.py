@@ -28,9 +28,9 @@ def restored(
     optimizer: torch.optim.Optimizer | None = None,
     inventory: Inventory | None = None,
 ) -> dict[str, Any]:
-    """What `Run.state` gave, or without `optimizer` its weights alone; whether it fits is for the checks to say.
+    """State of a run as `Run.state` gave it, or without `optimizer` its weights alone; the checks say whether it fits.
 
-    A weight lies as the model's of the same name and shape does, a moment of a parameter's shape as that parameter;
+    A weight takes the placement of the model's parameter of the same name and shape, and so does a moment of its shape;
     all other tensors are whole.
 
     Args:

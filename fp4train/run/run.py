@@ -26,9 +26,9 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
-from fp4train.precision import Timeline
+from fp4train.precision import GEMMS, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
-from fp4train.precision.plan import Plan, PlannedStretch
+from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.report import gathers
 from fp4train.run.experts import Routed, even_out
 from fp4train.run.observe import check_layers, reset_oscillating
@@ -110,11 +110,13 @@ class Run:
         self.divergence = Divergence()
         self.runner: StepRunner = EagerSteps(self)
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
+        self._high: tuple[PlannedStretch, PlannedStretch] | None = None
+        """A stretch, and what `in_high_precision` gave for it."""
 
     @cached_property
     def hooks(self) -> list[Callable[[Run, Step], None]]:
-        """What is called with each step after it is queued: a check of the first one, and what the configuration turns
-        on."""
+        """Functions that are called with each step after it is queued: a check of the first one, and those that the
+        configuration turns on."""
         routed, watched = isinstance(self.model, Routed), self.config.oscillation.every > 0
         return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
 
@@ -146,7 +148,7 @@ class Run:
         )
 
     def gathers(self) -> list[str]:
-        """What ranks send each other of the weights, in words; empty where no rank shares them."""
+        """Forms in which ranks send each other weights, in words; empty where no rank shares them."""
         shards, config = self.world.mesh.shard, self.config
         if shards == 1:
             return []
@@ -161,8 +163,20 @@ class Run:
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
 
+    def in_high_precision(self, stretch: PlannedStretch) -> PlannedStretch:
+        """`stretch` with all GEMMs in high precision, resolved when it is first asked for; itself if nothing of its
+        recipe is quantised."""
+        if not stretch.recipe.quantised:
+            return stretch
+        if self._high is None or self._high[0] is not stretch:
+            timeline = Timeline(recipe=stretch.recipe.with_high_precision(*GEMMS), steps=stretch.stop)
+            layers = [each.layer for each in stretch.layers.values()]
+            plan = make_plan(layers, timeline, self.config.policy, tokens=self.plan.tokens, device=self.plan.device)
+            self._high = stretch, plan.stretches[0]
+        return self._high[1]
+
     def region(self) -> AbstractContextManager[object]:
-        """What the backends of the stretch that is applied need around the passes of a step, or one of an evaluation;
+        """Context that the backends of the applied stretch need around the passes of a step, or one of an evaluation;
         within itself it does nothing."""
         stack = ExitStack()
         for backend, tables in self._regions:

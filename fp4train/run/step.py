@@ -139,7 +139,7 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
         offset = first * run.config.train.seq_len
-        yield microbatch(run, recipe, *each, token_offset=offset, last=last, applied=True, auxiliary=share)
+        yield microbatch(run, recipe, *each, token_offset=offset, last=last, met=run.called, auxiliary=share)
 
 
 def microbatch(
@@ -150,13 +150,13 @@ def microbatch(
     *,
     token_offset: int = 0,
     last: bool = True,
-    applied: bool = False,
+    met: dict[object, bool] | None = None,
     auxiliary: float = 0.0,
 ) -> Microbatch:
-    """Rows to be run in `recipe`.
+    """Rows to be run in `recipe`, whose plan was applied to the layers (`Run.apply`).
 
     Args:
-        applied: its plan is that of the model's layers, else they resolve it.
+        met: where layers note that they were called (`Context.met`).
         auxiliary: in a pass of training, what losses beside the returned one count (`Context.auxiliary`).
     """
 
@@ -169,8 +169,8 @@ def microbatch(
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
-            met=run.called if applied else None,
-            applied=applied,
+            met=met,
+            applied=True,
             auxiliary=auxiliary,
         )
         with use(now), run.region():

@@ -70,7 +70,7 @@ class CudaRecorder:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """On the stream that records, so that what autograd remembers of streams is the same."""
+        """Run `work` on the stream that records, so that what autograd remembers of streams is the same."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -182,7 +182,7 @@ class RecordedSteps:
 
     @contextmanager
     def _on_the_device(self) -> Iterator[None]:
-        """What the host says of a step is read from device memory instead."""
+        """Context in which step and learning rate are read from device memory, and not from the host."""
         groups = self.run.optimizer.param_groups
         before = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
         for group in groups:

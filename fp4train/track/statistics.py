@@ -55,7 +55,7 @@ GRADIENT: Final = np.dtype([("layer", "<u2"), ("gradient", "<f4"), ("noise", "<f
 _MAGIC: Final = b"f4s1"
 _HEAD: Final = struct.Struct("<4sIIII")
 _FREE: Final = 1 << 24
-"""After damage the next block is looked for until so many bytes, and four times those of the file, are checked."""
+"""Bytes that are checked for the next block after damage, at most, besides four times those of the file."""
 _TRY: Final = 1 << 12
 """Bytes that a try counts beside those that it checks."""
 
@@ -261,7 +261,7 @@ def _claimed(data: bytes, at: int) -> int:
 
 
 def _block(raw: bytes) -> Statistics | None:
-    """What a block holds; None: it is none."""
+    """Statistics that a block holds; None: it is damaged, or no block."""
     if not raw or zlib.crc32(memoryview(raw)[_HEAD.size :]) != _checksum(raw):
         return None
     _, first, second, *_ = _HEAD.unpack_from(raw)

@@ -8,7 +8,7 @@ import torch
 from prepared import prepared
 from torch import nn
 
-from fp4train.backends import BACKENDS, Operands, Table, choose, matmul, native
+from fp4train.backends import BACKENDS, Operands, Table, choose, emulate, matmul, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import convert
 from fp4train.precision import MXFP8, FP8Current, FP8Row
@@ -74,6 +74,34 @@ def test_a_nan_scale_makes_everything_nan() -> None:
     a, b = Decoded(integers(4, 16, 0), torch.tensor(float("nan"))), Decoded(integers(4, 16, 1), torch.tensor(1.0))
     for out_dtype in (torch.bfloat16, torch.float32):
         assert matmul(a, b, out_dtype=out_dtype).isnan().all()
+
+
+@pytest.mark.parametrize("library", ["oneDNN where this CPU prefers it", "torch"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "every second column"])
+def test_scaled_rows_are_multiplied_in_float32_whatever_their_layout(
+    library: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "torch":
+        monkeypatch.setattr(emulate, "_ONEDNN", None)
+    a, b = integers(7, 34, 0), integers(9, 34, 1)
+    if layout == "columns":
+        a, b = a.T.contiguous().T, b.T.contiguous().T
+    elif layout == "every second column":
+        a, b = a[:, ::2], b[:, ::2]
+    rows, columns = torch.arange(1.0, 8.0)[:, None], torch.arange(1.0, 10.0)[:, None]
+    for other in (b, b.float()):
+        found = matmul(Decoded(a, rows), Decoded(other, columns), out_dtype=torch.float32)
+        assert torch.equal(found, (a.float() @ b.float().T) * rows * columns.T)
+
+
+def test_only_float32_products_leave_torch_for_the_library_that_uses_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = Mock(side_effect=lambda a, b, *_: a @ b.T)
+    monkeypatch.setattr(emulate, "_ONEDNN", called)
+    a, b = integers(4, 16, 0), integers(4, 16, 1)
+    matmul(Decoded(a, torch.ones(4, 1)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
+    assert called.call_count == 1
+    matmul(Decoded(a, torch.tensor(1.0)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
+    assert called.call_count == 1 or torch.bfloat16 in emulate.WITHOUT_INSTRUCTIONS
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import recorded
+from patches import ASKS_FOR_MXFP8
 
 Ranks = Any
 
@@ -226,21 +227,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks,
 
 
 def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
-    ask = "\n".join(
-        (
-            "import fp4train.train as loop",
-            "original = loop.train_step",
-            "def step(run, recipe):",
-            "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.inbox import ask",
-            "        body = {'_target_': 'fp4train.precision.MXFP8'}",
-            "        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})",
-            "    return original(run, recipe)",
-            "loop.train_step = step",
-        )
-    )
-    ranks.train(2, "asked", "phases=none", patch=ask)
-    ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ask)
+    ranks.train(2, "asked", "phases=none", patch=ASKS_FOR_MXFP8)
+    ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ASKS_FOR_MXFP8)
     assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
     ranks.same("one", "asked")
     assert recorded(Path(ranks.folder, "runs/asked")) == [(3, "mxfp8")]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from patches import DIES_AT_4
+from patches import ASKS_FOR_MXFP8, DIES_AT_4
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 SMALL = ("model.layers=4", "train.microbatch=1")
@@ -82,22 +82,9 @@ def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
 
 @pytest.mark.long
 def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
-    ask = "\n".join(
-        (
-            "import fp4train.train as loop",
-            "original = loop.train_step",
-            "def step(run, recipe):",
-            "    if run.step == 1 and not rank:",
-            "        from fp4train.run.record.inbox import ask",
-            "        body = {'_target_': 'fp4train.precision.MXFP8'}",
-            "        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})",
-            "    return original(run, recipe)",
-            "loop.train_step = step",
-        )
-    )
     options = (*SMALL, "phases=none")
-    ranks.train(2, "asked", *options, "parallel.pp=2", patch=ask)
-    ranks.train(1, "one", *options, patch=ask)
+    ranks.train(2, "asked", *options, "parallel.pp=2", patch=ASKS_FOR_MXFP8)
+    ranks.train(1, "one", *options, patch=ASKS_FOR_MXFP8)
     assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
     ranks.same("one", "asked")
     plans = [(ranks.folder / "runs" / run / "plan.txt").read_text() for run in ("asked", "one")]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from shown import blocks, write_shown
+from shown import commands as shown_commands
+from shown import write_shown
 
 from fp4train import backends
 from fp4train.cli import main
@@ -38,8 +39,7 @@ def text(page: str) -> str:
 
 
 def commands(page: str) -> list[list[str]]:
-    lines = [shlex.split(line, comments=True) for block in blocks(page, "bash") for line in block.splitlines()]
-    return [words[1:] for words in lines if words[:1] == ["fp4train"]]
+    return [words[1:] for words in shown_commands(page) if words[:1] == ["fp4train"]]
 
 
 def first_cells(page: str, header: str) -> list[str]:
@@ -117,26 +117,6 @@ def test_the_parts_of_the_check_of_gpus_are_those_of_the_script() -> None:
 
     (table,) = re.findall(r"^\| part of `gpu_check.sh` .*\n(?:\|.*\n)+", text("gpus.md"), re.MULTILINE)
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == PARTS
-
-
-def test_every_place_in_the_tree_exists_and_every_folder_is_in_it() -> None:
-    (tree,) = [block for block in blocks("layout.md", "") if "fp4train/" in block]
-    above, named = {0: ROOT}, set()
-    for line in filter(str.strip, tree.splitlines()):
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        place = above[depth] / name
-        assert place.exists(), place
-        above[depth + 1] = place
-        named.add(place.relative_to(ROOT).as_posix())
-    package = ROOT / "fp4train"
-    inner = [*package.glob("*/__init__.py"), *package.glob("lab/*/__init__.py"), *package.glob("run/*/__init__.py")]
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in inner}
-    assert folders <= named, folders - named
-
-
-def test_the_files_on_the_path_of_a_step_exist() -> None:
-    for name in first_cells("layout.md", "file"):
-        assert (ROOT / name).exists(), name
 
 
 @pytest.fixture

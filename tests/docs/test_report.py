@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from shown import commands
 
 from fp4train.cli import main
 
@@ -16,18 +17,17 @@ SMALL = (
 )
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-
-
 @pytest.mark.long
 def test_every_command_works_and_the_report_has_the_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"report": (), "rank": ("steps=2",)}
-    for words in [*commands()[:2], shlex.split("fp4train sensitivity runs/a batches=2 repeats=1"), *commands()[2:]]:
+    for words in [
+        *commands("report.md")[:2],
+        shlex.split("fp4train sensitivity runs/a batches=2 repeats=1"),
+        *commands("report.md")[2:],
+    ]:
         options = () if words[1] == "sensitivity" else small.get(words[1], SMALL)
         with pytest.raises(SystemExit) as ended:
             main([*words[1:], *options])

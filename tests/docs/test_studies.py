@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from shown import commands
 
 from fp4train.cli import main, sensitivity
 
@@ -16,17 +17,12 @@ SMALL = (
 )
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-
-
 @pytest.mark.long
 def test_every_command_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in commands():
+    for words in commands("studies.md"):
         with pytest.raises(SystemExit) as ended:
             main([*words[1:], *(() if words[1] == "sensitivity" and "runs/a" in words else SMALL)])
         assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import reseal_config
 from forked import forked
+from hf_exports import Train
 
 from fp4train import checkpoint
 from fp4train.config import to_config
@@ -17,8 +18,6 @@ from fp4train.exchange.huggingface import export_huggingface
 from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.exchange.verify import verify
 from fp4train.run.record import directory as run_directory
-
-Train = Callable[..., Path]
 
 RUN = ("train.steps=2", "phases=none")
 LLAMA = ("width=1024", "layers=2", "heads=8", "kv_heads=8", "hidden=8192")

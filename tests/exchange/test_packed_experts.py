@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from hf_exports import Command, Train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,9 +20,6 @@ from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.exchange.verify import verify
 from fp4train.quantize import QuantSpec, quantize
 from fp4train.run.record import directory as run_directory
-
-Train = Callable[..., Path]
-Command = Callable[..., str]
 
 EXPERTS, HIDDEN = 4, 32
 SIZES = ("model=moe_tiny", "model.width=32", f"model.experts.count={EXPERTS}", f"model.experts.hidden={HIDDEN}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_exports import Command, Train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,8 +27,6 @@ from fp4train.precision import NVFP4
 from fp4train.quantize import has_tensor_amax, quantize
 from fp4train.run.record import directory as run_directory
 
-Train = Callable[..., Path]
-Command = Callable[..., str]
 Served = Callable[..., Any]
 
 FUSED = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))

@@ -2,19 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_exports import Command, Train
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fp4train import checkpoint
 
-Train = Callable[..., Path]
-Command = Callable[..., str]
 STILL = ("optim.lr=1e-30", "train.steps=1", "schedule=constant", "schedule.warmup=0", "phases=none", "recipe=fp32")
 """A rate so small that no weight changes."""
 SCALED = "model.rope_scaling={factor:4,low_freq_factor:1,high_freq_factor:4,original_length:16}"

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hf_exports import Command, Train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.exchange.verify import Verified, verify
 
-Train = Callable[..., Path]
-Command = Callable[..., str]
 Change = Callable[[dict[str, Tensor]], None]
 
 UP = "model.layers.0.mlp.up_proj"

@@ -1,4 +1,4 @@
-"""What the model of every family holds: tokens in pieces, documents told apart, recomputed blocks."""
+"""Checks of the model of any family: tokens in pieces, documents told apart, weights drawn later, recomputed blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4train.models import Architecture
+from fp4train.models.common.initialise import materialise
 from fp4train.precision import FP32, NVFP4, autocast
 
 
@@ -30,6 +32,15 @@ def check_documents(built: Any, x: Tensor) -> None:
         built.documents = 59
         torch.testing.assert_close(built(x), apart, rtol=1e-5, atol=1e-5)
     assert (together - apart).abs().max() > 1e-3
+
+
+def check_drawn(shape: Architecture, built: Any, length: int) -> None:
+    """A model of `shape` that is made without memory and then drawn has the weights of `built`; 60 ids, seed 0."""
+    with torch.device("meta"):
+        born = shape.build(vocab_size=60, seq_len=length)
+    materialise(born, torch.device("cpu"), seed=0, draw="counter")
+    for name, weight in born.state_dict().items():
+        assert torch.equal(weight, built.state_dict()[name]), name
 
 
 def check_recomputed(build: Callable[[bool], Any], x: Tensor) -> None:

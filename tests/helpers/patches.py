@@ -11,3 +11,16 @@ def train_step(run, recipe):
 loop.train_step = train_step
 """
 """The process ends before its fifth step, as if it were killed."""
+
+ASKS_FOR_MXFP8 = """
+import fp4train.train as loop
+original = loop.train_step
+def train_step(run, recipe):
+    if run.step == 1 and not rank:
+        from fp4train.run.record.inbox import ask
+        body = {'_target_': 'fp4train.precision.MXFP8'}
+        ask(run.directory, {'recipe': body, 'name': 'mxfp8', 'at': 3})
+    return original(run, recipe)
+loop.train_step = train_step
+"""
+"""The lead asks in its second step for a swap to MXFP8 at step 3."""

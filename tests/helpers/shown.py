@@ -1,6 +1,8 @@
-"""The files that pages of `docs/` show: blocks of code whose first line names a file, as `# mine/model/own.yaml`."""
+"""The commands and files that pages of `docs/` show: a block of code whose first line names a file, as
+`# mine/model/own.yaml`, is that file."""
 
 import re
+import shlex
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -10,6 +12,12 @@ def blocks(page: str, language: str) -> list[str]:
     """The blocks of code of a page in a language."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands of a page, split into words."""
+    lines = (line for block in blocks(page, "bash") for line in block.splitlines())
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def write_shown(folder: Path, page: str = "plugins.md") -> Path:

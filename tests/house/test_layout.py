@@ -21,7 +21,9 @@ PROGRAMS = {
     "backends/te/te_calls_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",
     "backends/te/te_on_cpu.py": "one test starts it",
-    "backends/te/te_products_on_cpu.py": "one test starts it, and a patch of ranks imports it",
+    "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",
+    "backends/te/te_readers_on_cpu.py": "part of te_steps_on_cpu.py",
+    "backends/te/te_steps_on_cpu.py": "one test starts it",
     "golden/hyena.py": "makes the vectors beside it",
     "golden/reduce.py": "makes the vectors beside it",
 }
@@ -34,6 +36,30 @@ def folders() -> set[str]:
 def test_every_folder_of_tests_has_its_folder_in_the_package_or_a_reason() -> None:
     strange = {folder for folder in folders() if not (PACKAGE / folder / "__init__.py").exists()}
     assert strange == set(NO_PACKAGE), "a folder of tests/ has the name of the folder of fp4train/ that it tests"
+
+
+def test_every_folder_of_the_package_has_tests_at_its_place() -> None:
+    """A folder of tests, or, where one idea needs no folder, a file of its name beside those of its neighbours."""
+    packages = [path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py")]
+    assert len(packages) > 30
+    for folder in packages:
+        found = [*(TESTS / folder).rglob("test_*.py"), *(TESTS / folder.parent).glob(f"test_{folder.name}*.py")]
+        assert found, f"fp4train/{folder} is tested by no folder of its name, and by no test_{folder.name}.py"
+
+
+def test_a_test_that_is_named_as_a_module_lies_where_the_module_does() -> None:
+    for path in TESTS.rglob("test_*.py"):
+        folder, name = path.parent.relative_to(TESTS), path.name.removeprefix("test_")
+        if folder.parts[:1] and folder.parts[0] in NO_PACKAGE:
+            continue
+        places = {module.parent.relative_to(PACKAGE) for module in (PACKAGE / folder).rglob(name)}
+        assert folder in places or not places, f"{path.relative_to(TESTS)} belongs to {', '.join(map(str, places))}"
+
+
+def test_a_file_of_tests_or_a_script_is_one_idea() -> None:
+    """As in the package: one that grows past 400 lines holds two."""
+    for path in (*TESTS.rglob("*.py"), *(TESTS.parent / "scripts").rglob("*.py")):
+        assert path.read_text(encoding="utf-8").count("\n") < 400, path.relative_to(TESTS.parent)
 
 
 def test_a_test_beside_the_folders_is_of_a_module_beside_the_packages() -> None:

@@ -172,7 +172,8 @@ def descriptions_without_a_noun(source: Source) -> list[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     )
-    begins = ("Of ", "Those ", "That of ", "Whose ", "Over which ", "In place of ", "Is told ", "It has none")
+    begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over which ", "In place of ", "Is ", "It has ")
+    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ")
     return [f"{line}: {text[:40]}" for line, text in texts if text.startswith(begins)]
 
 
@@ -197,7 +198,7 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     long_files: Source("x.py", "\n" * 400),
     long_training_loop: Source("train.py", "\n" * 201),
     utility_files: Source("data/utils.py", ""),
-    descriptions_without_a_noun: Source("x.py", 'rows: slice\n"""Of the box."""'),
+    descriptions_without_a_noun: Source("x.py", 'rows: slice\n"""What lies in the box."""'),
     small_files: Source("x.py", "\n" * 39),
 }
 

@@ -15,6 +15,7 @@ BUDGET = {
     "FP8 with one scale per tensor, quantised once": (35, 0),
     "accumulators of FP8": (62, 0),
     "CPU kernels for every recipe": (19, 0),
+    "float32 products by oneDNN": (7, 0),
     "recipes tried at once by doctor": (20, 0),
     "where a step on one GPU goes": (75, 1),
     "training": (23_251, 232),

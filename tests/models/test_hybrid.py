@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family_models import check_documents, check_pieces, check_recomputed
+from family_models import check_documents, check_drawn, check_pieces, check_recomputed
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.models.common.initialise import materialise
 from fp4train.models.hf import family_for
 from fp4train.models.hybrid import Hybrid, HybridModel, ScanShape
 
@@ -182,11 +181,7 @@ def test_first_weights_are_those_of_mamba_2_and_of_every_way_to_draw_them() -> N
     steps = F.softplus(mixer.dt_bias)
     assert ((steps > 1e-3) & (steps < 0.1)).all() and len(set(steps.tolist())) == 4
     assert mixer.conv1d.weight.abs().max() < 0.5 and mixer.conv1d.weight.std() > 0.2
-    with torch.device("meta"):
-        born = Hybrid(**SMALL).build(vocab_size=60, seq_len=LONG)
-    materialise(born, torch.device("cpu"), seed=0, draw="counter")
-    for name, weight in born.state_dict().items():
-        assert torch.equal(weight, built.state_dict()[name]), name
+    check_drawn(Hybrid(**SMALL), built, LONG)
 
 
 @pytest.mark.parametrize(

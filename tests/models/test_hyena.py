@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import check_documents, check_pieces, check_recomputed
+from family_models import check_documents, check_drawn, check_pieces, check_recomputed
 from golden import REDUCED
 from safetensors import safe_open
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.models.common.initialise import materialise
 from fp4train.models.hf import family_for
 from fp4train.models.hyena import FilterShape, Hyena, HyenaModel
 from fp4train.optim import keep_bounds
@@ -155,11 +154,7 @@ def test_first_weights_are_the_same_by_every_way_to_draw_them() -> None:
     built = model()
     poles = built.blocks[2].mixer.log_poles
     assert ((poles < -1 / 513) & (poles > -1 / 1.99)).all() and poles.unique().numel() > 100
-    with torch.device("meta"):
-        born = Hyena(**SMALL).build(vocab_size=60, seq_len=LONG)
-    materialise(born, torch.device("cpu"), seed=0, draw="counter")
-    for name, weight in born.state_dict().items():
-        assert torch.equal(weight, built.state_dict()[name]), name
+    check_drawn(Hyena(**SMALL), built, LONG)
 
 
 def test_filters_are_no_matrices_and_do_not_decay() -> None:

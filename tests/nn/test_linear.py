@@ -1,46 +1,15 @@
-"""The linear layer in all uses that a model may make of it."""
+"""Inputs, outputs and gradients of the linear layer: every shape, stride, dtype and use that a model may make of it."""
 
 import copy
-import io
-import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
+from linear_layers import RECIPES, each_recipe, gradients, layer, rand, same
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.nn import Linear
-from fp4train.nn.weights import PreparedWeights, WeightForm
-from fp4train.precision import BF16, FP16, FP32, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, autocast
-from fp4train.quantize.random import FPROP_W
-
-RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current(), FP8Row()]
-each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def layer(k: int = 32, n: int = 48, *, bias: bool = True, backend: str = "auto") -> Linear:
-    torch.manual_seed(1)
-    return Linear(k, n, bias, backend=backend)
-
-
-def gradients(module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None = 0) -> tuple[Tensor, ...]:
-    """y, dx and the parameters' gradients."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with autocast(recipe, step=step, token_offset=0):
-        y = module(x)
-    (y * rand(*y.shape, seed=9).to(y.dtype)).sum().backward()
-    assert x.grad is not None
-    return (y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None))
-
-
-def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+from fp4train.precision import FP16, FP32, NVFP4, Recipe, autocast
 
 
 @each_recipe
@@ -92,13 +61,6 @@ def test_no_grad_and_inference_mode_give_the_same_output(recipe: Recipe, mode: C
         y = module(x)
     assert not y.requires_grad
     assert torch.equal(y, gradients(module, x, recipe)[0]), "and what was prepared there serves training afterwards"
-
-
-def test_a_model_made_in_inference_mode_runs() -> None:
-    with torch.inference_mode():
-        module = layer()
-        with autocast(NVFP4(), step=0):
-            assert torch.equal(module(rand(4, 32)), module(rand(4, 32)))
 
 
 @each_recipe
@@ -252,186 +214,6 @@ def test_tied_weights_are_prepared_for_each_layer_and_share_a_gradient() -> None
     assert exact[0].weight is exact[1].weight
 
 
-# -- what is cached, and for how long ---------------------------------------------------------------------------------
-
-
-def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[bool] = []
-    real = PreparedWeights._prepare
-
-    def prepare(self: PreparedWeights, w: Tensor, form: WeightForm, *others: object) -> object:
-        prepared.append(form.operand == FPROP_W)
-        return real(self, w, form, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PreparedWeights, "_prepare", prepare)
-    module = layer()
-    for step in (0, 0, 1):
-        gradients(module, rand(8, 32), NVFP4(), step=step)
-    assert prepared == [True, True], "16×16 blocks serve both directions"
-    gradients(module, rand(8, 32), NVFP4(two_d_weights=False), step=1)
-    assert prepared[2:] == [True, False]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_optimizers_step_reaches_the_next_forward(fused: bool) -> None:
-    """A fused optimizer changes weights without incrementing torch's version counter: only the step shows it."""
-    for steps in ((0, 1), (None, None)):
-        module, x = layer(), rand(8, 32)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if not fused else None
-        optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=1.0, fused=True)
-        before = gradients(module, x, NVFP4(), step=steps[0])[0]
-        optimizer.step()
-        with autocast(NVFP4(), step=steps[1]):
-            found = module(x)
-        fresh = copy.deepcopy(module)
-        with autocast(NVFP4(), step=steps[1]):
-            assert torch.equal(found, fresh(x))
-        assert not torch.equal(found, before)
-
-
-def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
-    module, other, x = layer(), layer(), rand(8, 32)
-    with torch.no_grad():
-        other.weight.mul_(-3)
-    with autocast(NVFP4(), step=0):
-        expected = other(x)
-        module(x)
-        module.load_state_dict(other.state_dict())
-        assert torch.equal(module(x), expected)
-        for factor in (1.0, 2.0, 3.0):  # the next weight may get the memory of a freed one
-            module.weight = nn.Parameter(other.weight.detach() * factor)
-            assert torch.equal(module(x), copy.deepcopy(module)(x))
-
-
-def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 frees a weight's memory after the layer and fills other memory with the same values before backward."""
-    prepared: list[int] = []
-    real = PreparedWeights._prepare
-    monkeypatch.setattr(
-        PreparedWeights,
-        "_prepare",
-        lambda *a: (prepared.append(1), real(*a))[1],  # type: ignore[func-returns-value]
-    )
-    module, x = layer(bias=False), rand(8, 32)
-    values = module.weight.detach().clone()
-    with autocast(NVFP4(), step=0):
-        first = module(x)
-        storage = module.weight.untyped_storage()
-        storage.resize_(0)
-        storage.resize_(values.nbytes)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(module.weight):
-            module.weight.copy_(values)
-        assert torch.equal(module(x), first)
-    assert len(prepared) == 1
-
-
-def test_what_was_prepared_is_dropped_with_the_weight() -> None:
-    module = layer(bias=False)
-    with autocast(NVFP4(), step=0):
-        module(rand(8, 32))
-    (_, form), *_ = module.prepared(None)._forms
-    values = weakref.ref(form.values)
-    del form
-    module.weight = nn.Parameter(torch.zeros(48, 32))
-    assert values() is None
-
-
-def test_without_a_step_nothing_is_kept_and_bits_change_from_call_to_call() -> None:
-    module, x = layer(bias=False), rand(32, 32)
-    first, second = (gradients(module, x, NVFP4(), step=None)[1] for _ in range(2))
-    assert not torch.equal(first, second), "stochastic rounding draws anew"
-    assert torch.equal(*(gradients(module, x, NVFP4(stochastic_rounding=False), step=None)[1] for _ in range(2)))
-    with torch.no_grad(), autocast(NVFP4()):
-        module(x)
-    assert module._calls == 4, "evaluation does not advance the count"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "per_element"),
-    [(NVFP4(), 0.6), (MXFP8(), 1.05), (FP8Current(), 1.05)],
-    ids=lambda r: str(r)[:6],
-)
-def test_backward_keeps_packed_codes(recipe: Recipe, per_element: float) -> None:
-    module, x = layer(64, 48), rand(128, 64).bfloat16().requires_grad_()
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe, step=0):
-        module(x)
-    size = sum(t.untyped_storage().nbytes() for t in kept if t is not module.weight)
-    assert size <= per_element * x.numel() + 4
-
-
-def test_a_second_derivative_is_refused_instead_of_being_wrong() -> None:
-    module, x = layer(), rand(4, 32).requires_grad_()
-    with autocast(NVFP4(), step=0):
-        y = module(x)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
-def test_backward_twice_through_a_kept_graph_gives_the_same() -> None:
-    module, x = layer(), rand(8, 32).requires_grad_()
-    with autocast(NVFP4()):
-        y = module(x)
-    found = [torch.autograd.grad(y.sum(), (x, module.weight), retain_graph=True) for _ in range(2)]
-    assert same(*found)
-
-
-# -- as a module ------------------------------------------------------------------------------------------------------
-
-
-def test_the_state_dict_is_that_of_nn_linear() -> None:
-    module, plain = layer(), nn.Linear(32, 48)
-    with autocast(NVFP4(), step=0):
-        module(rand(4, 32))
-    assert list(module.state_dict()) == list(plain.state_dict())
-    plain.load_state_dict(module.state_dict())
-    module.load_state_dict(plain.state_dict())
-
-
-def test_copies_and_pickles_are_independent_and_leave_the_cache_behind() -> None:
-    module, x = layer(), rand(8, 32)
-    base = gradients(module, x, NVFP4())
-    module.zero_grad()
-    small = io.BytesIO()
-    torch.save(nn.Linear(32, 48), small)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    assert buffer.tell() < small.tell() + 6000, "no prepared weights inside"
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    for other in (copy.deepcopy(module), loaded):
-        assert same(gradients(other, x, NVFP4()), base)
-        with torch.no_grad():
-            other.weight.zero_()
-        with autocast(NVFP4(), step=0):
-            assert torch.equal(other(x), other.bias.bfloat16().float().expand(8, 48))
-    assert same(gradients(module, x, NVFP4()), base)
-
-
-def test_it_shows_its_backend() -> None:
-    assert "backend=reference" in repr(layer(backend="reference"))
-    with pytest.raises(ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"):
-        layer(backend="cuda")
-
-
-def test_a_layer_on_the_meta_device_can_be_materialised() -> None:
-    module = Linear(32, 48, device="meta")
-    with autocast(NVFP4(), step=0):
-        assert module(torch.empty(4, 32, device="meta")).shape == (4, 48)
-    module.to_empty(device="cpu")
-    module.load_state_dict(layer().state_dict())
-    assert same(gradients(module, rand(8, 32), NVFP4()), gradients(layer(), rand(8, 32), NVFP4()))
-    other = Linear(32, 48, device="meta")
-    other.load_state_dict(layer().state_dict(), assign=True)
-    assert same(gradients(other, rand(8, 32), NVFP4()), gradients(layer(), rand(8, 32), NVFP4()))
-
-
 def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
     module, x = layer(bias=False), rand(8, 32).half().requires_grad_()
     with autocast(FP16(), step=0):
@@ -439,34 +221,3 @@ def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
     y.backward(torch.full_like(y, 6e4))
     assert module.weight.grad is not None
     assert module.weight.grad.isinf().any(), "what a loss scaler looks for"
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_leaves_the_numbers_alone_in_every_context(backend: str) -> None:
-    """A graph compiled outside a context must not be reused inside one, or vice versa."""
-    torch._dynamo.reset()
-    model = f4.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
-    compiled, x = torch.compile(model, backend=backend), rand(8, 16)
-
-    def run(module: nn.Module, recipe: Recipe | None) -> tuple[Tensor, ...]:
-        model.zero_grad()
-        with autocast(recipe or BF16(), step=0, token_offset=0, enabled=recipe is not None):
-            y = module(x)
-        y.square().sum().backward()
-        return (y.detach(), *(p.grad.clone() for p in model.parameters()))  # type: ignore[union-attr]
-
-    for recipe in (None, NVFP4(), MXFP8(), None, NVFP4()):
-        assert same(run(compiled, recipe), run(model, recipe))
-    torch._dynamo.reset()
-
-
-def test_backend_te_without_a_gpu_is_refused_with_what_would_run() -> None:
-    module = layer(backend="te")
-    with (
-        autocast(NVFP4(), step=0),
-        pytest.raises(ValueError, match=r"needs an NVIDIA GPU, not cpu\. backend=auto would run it by emulate"),
-    ):
-        module(rand(4, 32))
-    with autocast(BF16(), step=0):
-        assert module(rand(4, 32)).isfinite().all(), "what is not quantised is torch's"

@@ -1,18 +1,10 @@
 """Fixtures of whole runs; see `command_line`."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Before, Cli, StopAt
-
-
-@pytest.fixture(autouse=True, scope="session")
-def signals_as_in_a_terminal() -> None:
-    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(monkeypatch:
     ("draw", "device", "waits"), [("counter", "cuda", True), ("torch", "cuda", False), ("counter", "cpu", False)]
 )
 def test_a_gpu_draws_by_counter_itself(draw: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion weights take a CPU a minute. `materialise` draws the same bits (tests/models/test_initialise.py)."""
+    """A billion weights take a CPU a minute. `materialise` draws the same bits (tests/models/common)."""
     built: list[str] = []
     monkeypatch.setattr(build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2))
     monkeypatch.setattr(build, "why_not_born", lambda model: None)

@@ -1,6 +1,7 @@
 """The path of a step: few frames from the loop to the model, nothing of what divides runs over ranks, and losses that
 leave the caller's gradients as they are."""
 
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from fp4train.parallel.pipeline import Microbatch
 from fp4train.run.step import losses
 
 PACKAGE = str(Path(fp4train.__file__).parent)
+LAYOUT = Path(PACKAGE).parent / "docs/layout.md"
 DIVIDING = (
     "shards.py",
     "nn/ranks.py",
@@ -95,5 +97,11 @@ def test_an_undivided_step_reaches_the_kernel_in_seven_files_and_calls_nothing_o
     before(4, lambda run: sys.setprofile(None))
     assert cli("run.name=a", "recipe=nvfp4", "train.steps=5", "phases=none", "policy=all").code == 0
     assert "run/step.py:step" in called
+    shown = re.findall(
+        r"`fp4train/([\w/.]+)`", LAYOUT.read_text(encoding="utf-8").partition("## The path of a step")[2]
+    )
+    files = {name.partition(":")[0] for name in called}
+    assert len(shown) > 6 and set(shown) <= files, "the path that docs/layout.md shows"
+    assert [name for name in shown if name in to_kernel] == [name for name in reversed(to_kernel) if name in shown]
     assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
     assert not {name for name in called if name.startswith(DIVIDING)}

@@ -15,6 +15,7 @@ from recorded_products import Recorder
 
 from fp4train.backends import native
 from fp4train.config import composition
+from fp4train.precision import BF16
 from fp4train.quantize import triton as kernels
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -207,7 +208,7 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
 
 def test_the_large_step_has_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the 257 ids of bytes a quarter of a step, the head, would not be measured."""
-    benchmark = load("benchmark")
+    benchmark, steps = load("benchmark"), load("benchmark_steps")
     asked: list[str] = []
 
     def measure(report: object, device: torch.device, overrides: list[str], name: str) -> None:
@@ -215,8 +216,8 @@ def test_the_large_step_has_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch, t
         tiny = ("model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=32")
         smaller = ("model.layers=1", "train.batch_size=1", "train.steps=2", "eval.every=0", "optim.clip=1")
         kept = [each for each in overrides if each.startswith("data")]
-        with benchmark.built_run(torch.device("cpu"), [*kept, *tiny, *smaller, "train.seq_len=16"]) as (run, step):
-            step(benchmark.BF16())
+        with steps.built_run(torch.device("cpu"), [*kept, *tiny, *smaller, "train.seq_len=16"]) as (run, step):
+            step(BF16())
             sizes.append(run.train_data.tokens.vocab_size)
 
     sizes: list[int] = []

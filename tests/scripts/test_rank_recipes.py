@@ -13,7 +13,8 @@ from command_line import TINY
 
 from fp4train.cli import main
 from fp4train.lab.studies.forks import open_checkpoint
-from fp4train.precision import FP32
+from fp4train.precision import FP32, Timeline
+from fp4train.run.build import build_plan
 from fp4train.run.evaluate import microbatch_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,9 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
         seen: list[torch.Tensor] = []
         layer = subject.run.model.get_submodule("blocks.0.mlp.up")
         layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(inputs[0].abs().amax()))
-        losses.append(fmean(microbatch_losses(subject.run, FP32())[0]))
+        own = subject.run
+        in_float32 = build_plan(own.config, own.layers, Timeline(recipe=FP32(), steps=1), own.plan.device)
+        losses.append(fmean(microbatch_losses(own, in_float32.stretches[0])[0]))
         largest.append(float(seen[0]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert largest[1] > 4 * largest[0]

@@ -225,17 +225,22 @@ print("trained")
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
-def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
+def started(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """A process that tracks a run into `folder`: it takes 2 seconds, and 16 were seen on a machine in use."""
     root = Path(fp4train.track.__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", KILLS_THE_SERVICE, str(tmp_path)],
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=180,  # for what hangs: it takes 2 seconds, and 16 were seen on a machine in use
+        timeout=180,
     )
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
+    child = started(KILLS_THE_SERVICE, tmp_path)
     assert child.returncode == 0 and "trained" in child.stdout
     assert child.stderr.count("WandbTracker failed and is switched off") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499
@@ -249,15 +254,7 @@ STOPS_THE_SERVICE = KILLS_THE_SERVICE.replace("SIGKILL", "SIGSTOP").replace(
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
 @pytest.mark.long
 def test_a_service_that_is_stopped_stalls_neither_the_steps_nor_the_end(tmp_path: Path) -> None:
-    root = Path(fp4train.track.__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", STOPS_THE_SERVICE, str(tmp_path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=180,  # for what hangs
-    )
+    child = started(STOPS_THE_SERVICE, tmp_path)
     assert child.returncode == 0 and "trained" in child.stdout, child.stderr
     assert float(child.stdout.split()[0]) < 60
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499

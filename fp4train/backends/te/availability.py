@@ -1,4 +1,4 @@
-"""Is Transformer Engine here, which version, and what can this GPU do? Every answer is None or a reason to print.
+"""Availability of Transformer Engine: its version here, and the formats of this GPU. Answers are None or a reason.
 
 NVFP4 with Hadamard transform or stochastic rounding needs compute capability 10.x: TE's check also passes on 12.x,
 where those kernels fail or return zero gradients (TE issues 3062 and 3281). MXFP8 needs 10.x; FP8 per tensor 8.9;

@@ -186,7 +186,7 @@ class _QuantisedInput:
 
 @dataclass
 class _Built:
-    """What one table needs in one layer."""
+    """TE's module and recipe for one table in one layer, and the codes that the module keeps."""
 
     table: Table
     te_recipe: Any

@@ -103,7 +103,8 @@ def forms(table: Table) -> dict[str, Forms]:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizerFactory:
-    """What TE's `CustomRecipe(qfactory=…)` calls for each tensor of a layer; equal tables make equal factories.
+    """Quantisers for TE's `CustomRecipe(qfactory=…)`, which calls this for each tensor of a layer; equal tables make
+    equal factories.
 
     Args:
         input, weight, grad_output: the forms of each tensor.

@@ -25,7 +25,7 @@ from fp4train.quantize import Hadamard, QuantSpec
 
 INSTEAD = "use backend=emulate, which runs any table"
 ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16}
-"""What TE's kernels ask of in and out features; tokens are padded by `TEExecutor`."""
+"""Recipe of TE → divisor of in and out features that its kernels need; tokens are padded by `TEExecutor`."""
 
 NEWEST = (2, 20)
 """The TE that a GPU on another machine is taken to have."""

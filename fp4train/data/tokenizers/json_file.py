@@ -86,7 +86,7 @@ class JsonTokenizer:
         return ids
 
     def lost_text(self) -> str | None:
-        """What a line of text with capitals, spaces and line breaks becomes when it is encoded and decoded; None: all
+        """A line of text with capitals, spaces and line breaks, as it comes back from encoding and decoding; None: all
         of it is kept."""
         found = self.decode(self.encode(_SAMPLE))
         return None if found == _SAMPLE else found

@@ -121,7 +121,7 @@ def measure_blocks(
 def _inputs(
     model: nn.Module, blocks: list[nn.Module], recipe: Recipe, sequences: int, seq_len: int
 ) -> dict[nn.Module, tuple[Any, ...]]:
-    """What the model calls each block with, every block passing its input on."""
+    """Arguments that the model calls each block with, where every block passes its input on."""
     seen: dict[nn.Module, tuple[Any, ...]] = {}
 
     def note(block: nn.Module, x: Tensor, *others: Any) -> Tensor:
@@ -223,7 +223,7 @@ class _StandIns:
 
     @staticmethod
     def _of_parts(x: Tensor, plan: LayerPlan) -> Tensor:
-        """What is kept of the parts of x; layers do not share it."""
+        """Codes or values that are kept of the parts of x, as bytes; layers do not share them."""
         size, tokens = 0.0, x.shape[:-1].numel()
         for part in plan.parts:
             spec, channels = part.wgrad.operands.second, part.layer.in_features

@@ -245,7 +245,7 @@ class ClusterCost:
         return self._form(whole, row) + self._form(whole, column)
 
     def _weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
-        """What it takes to gather some weights and to reduce their gradients; `kept`: from forward to backward."""
+        """Traffic of gathering weights and of reducing their gradients; `kept`: they stay from forward to backward."""
         wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
         repeats = self.workload.recomputed > 0
         backward = () if kept else weights

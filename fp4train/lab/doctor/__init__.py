@@ -1,4 +1,4 @@
-"""What this machine can do: its parts, what each recipe runs on here, and small computations that show it.
+"""Examination of a machine: its parts, the backend of each recipe, and small computations that show they are right.
 
 machine    GPU, driver, CUDA, versions, CPU, threads, disk, wandb
 recipes    each recipe: its backend here and why, its kernels and products against the reference

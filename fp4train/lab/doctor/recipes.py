@@ -1,4 +1,4 @@
-"""What each recipe runs on here, and small computations of it against the reference.
+"""Backend of each recipe on this machine, and small computations of it against the reference.
 
 A layer of 256 features takes 128 tokens forward and backward through what `precision.plan.resolve` decides, and each
 of the recipe's quantisers takes one tensor. The kernels' codes must equal the readable reference's to the bit; y, dx

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4train.lab.studies.intervals import Estimate, estimate, jackknife, paired
 from fp4train.lab.studies.parts import (
     BASELINE,
     CELL,
@@ -28,7 +29,6 @@ from fp4train.lab.studies.parts import (
     RecipeParts,
 )
 from fp4train.lab.studies.record import Values
-from fp4train.lab.studies.statistics import Estimate, estimate, jackknife, paired
 
 Gram = Sequence[Sequence[float]]
 """Inner products of the vectors of a group of batches."""

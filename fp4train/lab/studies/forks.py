@@ -228,7 +228,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
             ledger.add(step)
         ledger.settle()
         assert stretch is not None
-        highs, parts = microbatch_losses(run, stretch.recipe)
+        highs, parts = microbatch_losses(run, stretch)
         high, recipe = (sum(each) / len(each) for each in (highs, parts))
         check_evaluation(run, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
     except NonFiniteError as error:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train.lab.studies.candidates import FLOOR
 from fp4train.lab.studies.forks import Fork
+from fp4train.lab.studies.intervals import CONFIDENCE, Estimate, estimate, over_units, quantile, spikes
 from fp4train.lab.studies.results import VERDICTS
 from fp4train.lab.studies.sequential import ALPHA, Found, Pair, compare, groups, needed, share
-from fp4train.lab.studies.statistics import CONFIDENCE, Estimate, estimate, over_units, quantile, spikes
 from fp4train.text import columns, p_value, screen, tabulate
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.studies.findings import Finding
+from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
 from fp4train.lab.studies.sequential import ALPHA
-from fp4train.lab.studies.statistics import CONFIDENCE, Estimate
 from fp4train.lab.studies.subject import STUDIES
 from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import identity, unsealed

@@ -13,9 +13,9 @@ from typing import Any
 from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
+from fp4train.lab.studies.intervals import estimate
 from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
 from fp4train.lab.studies.record import Shown, StudyRecord, Values
-from fp4train.lab.studies.statistics import estimate
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
 from fp4train.text import check_least

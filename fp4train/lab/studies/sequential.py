@@ -42,8 +42,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4train.lab.studies.intervals import Estimate, estimate, holm, over_units
 from fp4train.lab.studies.record import StudyRecord
-from fp4train.lab.studies.statistics import Estimate, estimate, holm, over_units
 from fp4train.lab.studies.subject import digest
 
 ALPHA = 0.05

@@ -92,7 +92,7 @@ def modal_state(x_BTC: Tensor, log_poles_CN: Tensor, state_BCN: Tensor | None) -
 
 
 def modal_rest(state_BCN: Tensor, log_poles_CN: Tensor, residues_CN: Tensor, time: int) -> Tensor:
-    """What `time` tokens after the state still see of it, [B, T, C]."""
+    """Contribution of the state to the `time` tokens after it, [B, T, C]."""
     ages = torch.arange(1, time + 1, device=state_BCN.device, dtype=log_poles_CN.dtype)
     return torch.einsum("bcn,cnt->btc", state_BCN * residues_CN, (log_poles_CN[..., None] * ages).exp())
 

@@ -141,7 +141,7 @@ class Decoder(Fusible, nn.Module):
             self.head.weight = self.embed.weight
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What the blocks need to know of the positions of the tokens `first` to `end`, in `dtype`."""
+        """Arguments of the blocks that depend on positions (rotations), for the tokens `first` to `end`, in `dtype`."""
         return ()
 
     def forward(

@@ -86,7 +86,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """What keeps the load of the experts even; weights do not depend on it.
+    """Means that keep the load of the experts even; the set of weights does not depend on them.
 
     Args:
         loss: factor of the loss of balance of each layer; 0: there is none.

@@ -26,6 +26,20 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "compression_config": (None,),
     "auto_map": (None,),
 }
+ROTARY_KEYS = {
+    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types"),
+    *("use_sliding_window", "sliding_window", "max_window_layers"),
+}
+"""Keys that the families of rotary blocks read."""
+ROTARY_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+}
+"""Key → the values that the families of rotary blocks have."""
 _SHOWN = 160
 """Characters of a value in a message."""
 _ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -20,7 +20,7 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryShape(DecoderShape):
-    """What the shapes of these families have, beside what `DecoderShape` has.
+    """Shape of a family with rotary attention: the fields that these have beside those of `DecoderShape`.
 
     Args:
         layers: number of blocks.

@@ -81,7 +81,7 @@ def scan(
 
 
 class ScanState:
-    """What one Mamba-2 layer keeps of the tokens it has seen: its state, and the last inputs of its convolution."""
+    """Memory of one Mamba-2 layer of the tokens it has seen: its state, and the last inputs of its convolution."""
 
     def __init__(self) -> None:
         self.state_BHPN: Tensor | None = None
@@ -225,7 +225,7 @@ def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
 
 
 def scans_by(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
-    """What computes the scans of `model` on devices of this type, in words; empty where it has none."""
+    """Software that computes the scans of `model` on devices of this type, in words; empty where it has none."""
     mixers = [module for module in model.modules() if isinstance(module, Mamba2)]
     return list(dict.fromkeys(_scanned_by(each, device, deterministic) for each in mixers))
 

@@ -1,4 +1,4 @@
-"""What the blocks of StripedHyena 2 mix tokens with (arXiv:2503.01868): gated convolutions, and attention.
+"""Mixers of the blocks of StripedHyena 2 (arXiv:2503.01868): gated convolutions, and attention.
 
     q, k, v = featuriser(x·W_inᵀ)          a convolution of a few taps per channel; the rows of W_in alternate: q, k, v
     y = q ⊙ (h * (k ⊙ v) + d ⊙ k ⊙ v)      h * …: a causal convolution, each channel by itself
@@ -65,7 +65,7 @@ class FilterShape:
 
 
 class ConvolutionState:
-    """What one mixer keeps of the tokens it has seen: the last inputs of its convolutions, of a long one the state."""
+    """Memory of one mixer of the tokens it has seen: the last inputs of its convolutions, of a long one the state."""
 
     def __init__(self) -> None:
         self.features_BKC: Tensor | None = None

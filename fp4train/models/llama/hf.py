@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.models.common.hf import (
+    ROTARY_KEYS,
+    ROTARY_VALUES,
     check_attention,
     check_class,
     check_keys,
@@ -33,20 +35,7 @@ FREE = ("recompute", "draw", "max_positions", "rope_base", "rope_scaling")
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _LENGTHS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD = 128
-_READ = {
-    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
-    *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types"),
-    *("use_sliding_window", "sliding_window", "max_window_layers"),
-}
-_ONE_VALUE: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1,),
-    "use_mrope": (False, None),
-    "rope_interleaved": (False, None),
-}
+_ONE_VALUE = ROTARY_VALUES | {"use_mrope": (False, None), "rope_interleaved": (False, None)}
 
 
 def shape_of(config: Mapping[str, Any]) -> Llama:
@@ -141,7 +130,7 @@ def copies_of(shape: Llama) -> dict[str, str]:
 def _check(config: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError where a key or value means something that the model here does not have."""
     check_class(config, kind, _CLASSES[kind])
-    check_keys(config, kind, _READ, _ONE_VALUE)
+    check_keys(config, kind, ROTARY_KEYS, _ONE_VALUE)
     check_attention(config)
     if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
         window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)

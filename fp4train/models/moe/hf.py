@@ -15,6 +15,8 @@ from typing import Any
 
 from fp4train.models.common.experts import Balance, ExpertShape
 from fp4train.models.common.hf import (
+    ROTARY_KEYS,
+    ROTARY_VALUES,
     Stored,
     check_attention,
     check_class,
@@ -35,21 +37,13 @@ FREE = ("recompute", "max_positions", "rope_base", "rope_scaling", "balance")
 _CLASSES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "dots1": "Dots1ForCausalLM"}
 _LENGTHS = {"mixtral": 131072, "qwen3_moe": 32768, "dots1": 2048}
 _ROPE_BASES = {"mixtral": 1e6, "qwen3_moe": 1e4, "dots1": 1e4}
-_READ = {
-    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
-    *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types", "sliding_window"),
+_READ = ROTARY_KEYS | {
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "mlp_only_layers"),
-    *("max_window_layers", "use_sliding_window"),
     # of the loss of balance, which the forward pass does not have
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
 }
-_ONE_VALUE: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1,),
+_ONE_VALUE = ROTARY_VALUES | {
     "decoder_sparse_step": (1,),
     "router_jitter_noise": (0,),
     "n_group": (1, None),

@@ -98,8 +98,8 @@ class MixtureModel(RotaryDecoder):
         return super().initial_buffers() | {name: torch.zeros(len(b), device="cpu") for name, b in biases.items()}
 
     def fp4train_routed(self) -> Tensor:
-        """What the routers of this part of the model have seen since the last call: a row per block of the whole
-        model, zero where it has no router here; float64 [blocks, E + 3], see `Router.seen`."""
+        """Loads that the routers of this part of the model have counted since the last call: a row per block of the
+        whole model, zero where it has no router here; float64 [blocks, E + 3], see `Router.seen`."""
         device = next(self.parameters()).device
         table = torch.zeros(self.shape.layers, self.shape.experts.count + 3, dtype=torch.float64, device=device)
         for index, _, router in self._routers():

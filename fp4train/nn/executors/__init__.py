@@ -97,7 +97,7 @@ def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def join_states(layers: Iterable[PlannedLayer], ranks: DataRanks) -> None:
-    """After the last backward of a step: the states of all layers become those of the whole batch."""
+    """Join the layers' states over `ranks` after the last backward of a step: they become those of the whole batch."""
     layers = list(layers)
     for name, kind in _STATES.items():
         kind.join([layer.states[name] for layer in layers if name in layer.states], ranks)  # type: ignore[misc]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
 Saved = tuple[Quantized | Tensor | None, ...]
-"""What backward needs of x, for each part of its channels: q(xᵀ), x in high precision, or None."""
+"""Tensors of x that backward needs, for each part of its channels: q(xᵀ), x in high precision, or None."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]

@@ -30,9 +30,9 @@ from fp4train.run.supervise.rescue import refuse, report, save
 from fp4train.run.supervise.watch import Watch
 
 AT_ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""A second one of these acts as it would have outside."""
+"""Signals that ask for the end; a second one acts as it would have outside."""
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""These say that there is little time left; to repeat them takes none away."""
+"""Signals that little time is left; to repeat them takes none away."""
 
 _RANKS = 1 << 20
 """More than there are, so that one number holds an amount of memory and the rank that uses it."""

@@ -253,7 +253,7 @@ def worthless(run: Run) -> bool:
 
 
 def rise(run: Run, *, advice: bool = True) -> str:
-    """What the current rise is, and what to do."""
+    """Message about the current rise of the loss, with the advice what to do."""
     found = run.divergence
     assert found.since is not None
     base, since = _base(run), f"step {found.since + 1}"

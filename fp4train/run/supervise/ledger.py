@@ -213,7 +213,7 @@ class Progress:
         return self
 
     def advance(self, step: Step, loss: float) -> Values:
-        """One more step was done; returns its speed."""
+        """Count a step that is done; returns its speed."""
         recipe, at = step.recipe.name, step.numbers.at
         speed = self.tokens / (at - self.last)
         self.last = at

@@ -72,7 +72,7 @@ class Watch:
             self._thread.join(END_SECONDS)
 
     def advance(self, step: Step, loss: float) -> Values:
-        """One more step was done."""
+        """Receive a step that is done, and its loss."""
         self.loss = loss
         return {}
 
@@ -106,7 +106,7 @@ class Watch:
         self._round(running=False)
 
     def _tell_of_data(self) -> None:
-        """Once per step."""
+        """Log, once per step, how long it has waited for its tokens."""
         run, limit = self.run, self.run.config.train.step_timeout
         waits = run.feed.waiting()
         if waits is None or run.step == self._told or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):

@@ -11,7 +11,7 @@ from fp4train.backends.te import availability
 if (availability.version() or ()) < (2, 19):
     pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
 
-PROGRAM = pathlib.Path(__file__).with_name("te_products_on_cpu.py")
+PROGRAM = pathlib.Path(__file__).with_name("te_steps_on_cpu.py")
 
 
 @pytest.mark.parametrize("rows", ["4", "2", "1"])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fp4train.lab.studies.findings import judgement, share, systematic
+from fp4train.lab.studies.intervals import estimate
 from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE, RecipePart
-from fp4train.lab.studies.statistics import estimate
 from fp4train.precision import NVFP4
 from fp4train.precision.plan import PlannedStretch
 

@@ -8,8 +8,8 @@ import pytest
 import simulate_ranking as simulated
 from simulate_ranking import NOISE, Record, Way, draw, look, told_apart
 
+from fp4train.lab.studies.intervals import paired
 from fp4train.lab.studies.sequential import ALPHA, Pair, compare, corrected, groups, needed, share
-from fp4train.lab.studies.statistics import paired
 
 
 def at_most(rate: float, trials: int) -> float:

@@ -9,9 +9,9 @@ from subjects import subject_of
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
+from fp4train.lab.studies.intervals import Estimate
 from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, RecipeParts
 from fp4train.lab.studies.results import sensitivity_json
-from fp4train.lab.studies.statistics import Estimate
 from fp4train.lab.studies.summary import SensitivityReport
 from fp4train.lab.studies.tradeoff import Unit, as_policy, trade_off
 from fp4train.precision import NVFP4

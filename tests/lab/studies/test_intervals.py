@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fp4train.lab.studies.statistics import estimate, holm, jackknife, over_units, paired, quantile, spikes, two_sided
+from fp4train.lab.studies.intervals import estimate, holm, jackknife, over_units, paired, quantile, spikes, two_sided
 
 # t of a two-sided interval; a table that every textbook has.
 TABLE = {

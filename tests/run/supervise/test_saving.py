@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import (
-    STEADY,
-    Cli,
-    StopAt,
-    losses,
-    steps,
-)
+from command_line import STEADY, Cli, StopAt, events, losses, steps
 
 import fp4train.train as loop
 from fp4train import checkpoint
@@ -136,3 +130,27 @@ def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
     wrote = [at for at, name in enumerate(synced) if "state.json" in name]
     assert len(wrote) == 2 and all("metrics.jsonl" in synced[:at] for at in wrote)
     assert "metrics.jsonl" in synced[wrote[0] : wrote[1]], "the lines since the checkpoint before"
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.save
+
+    def save(folder: Path, step: int, *rest: Any, **options: Any) -> Path:
+        if step == 4:
+            raise CheckpointError("checkpoint of step 4 not written to runs/a: No space left on device.")
+        return original(folder, step, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    ended = cli("run.name=a", "checkpoint.every=2")
+    assert ended.code == 0 and "error: checkpoint of step 4 not written" in ended.err
+    assert "No space left" in events("runs/a", "checkpoint failed")[0]["reason"]
+    assert checkpoint.steps(Path("runs/a/checkpoints")) == [5, 6], "the one that failed was tried again"
+
+
+def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*rest: Any, **options: Any) -> Path:
+        raise CheckpointError("No space left on device.")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    ended = cli("run.name=a", "train.steps=2")
+    assert ended.code == 1 and "No space left" in ended.err and "not saved" in ended.out

@@ -1,0 +1,122 @@
+"""Measured ratios and their table, for scripts/benchmark.py: functions that take turns, rows, figure."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Report:
+    """Rows of the table: what, measured, target (None: information only)."""
+
+    seconds: float = 2.0
+    """That each function is measured for, at least; five times in any case."""
+    out: Path | None = None
+    """Written anew after each row: what ends the process early leaves those before."""
+    rows: list[dict[str, object]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(
+        self,
+        what: str,
+        values: float | list[float],
+        target: float | None = None,
+        *,
+        at_least: bool = False,
+        unit: str = "×",
+    ) -> None:
+        """A row: one figure, or those of several processes, of which the median counts."""
+        values = values if isinstance(values, list) else [values]
+        value = statistics.median(values)
+        met = None if target is None else (value >= target if at_least else value <= target)
+        self.rows.append(
+            {
+                "what": what,
+                "value": value,
+                "values": values,
+                "unit": unit,
+                "target": target,
+                "at_least": at_least,
+                "met": met,
+            }
+        )
+        goal = (
+            "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
+        )
+        print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
+        self.write({})
+
+    def write(self, machine: dict[str, str]) -> None:
+        if self.out is not None:
+            text = json.dumps({**machine, "rows": self.rows, "curves": self.curves}, indent=1)
+            self.out.with_suffix(".json").write_text(text + "\n")
+
+    def markdown(self, machine: str) -> str:
+        lines = [f"# Benchmarks: {machine}", "", "| what | median | range | target | |", "|---|---|---|---|---|"]
+        for row in self.rows:
+            goal = "" if row["target"] is None else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
+            state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
+            low, high = min(row["values"]), max(row["values"])  # type: ignore[call-overload]
+            span = "" if low == high else f"{low:.3f} – {high:.3f}"
+            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |")
+        return "\n".join(lines) + "\n"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float) -> dict[str, float]:
+    """Median seconds of each function; they take turns, so that a drift of the machine's speed hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+        function()
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5:
+        for name, function in functions.items():
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    flags = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in flags if line.startswith("model name")), platform.machine()
+    )
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def draw(report: Report, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in report.curves.items():
+        style = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
+        axes.plot([n for n, _ in points], [n / s / 1e9 for n, s in points], marker="o", label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("elements")
+    axes.set_ylabel("10⁹ elements a second")
+    axes.set_title("Quantise-dequantise of BF16, beside copying it (the roof)", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,141 @@
+"""Training steps that scripts/benchmark.py measures: the default run and larger ones, in every recipe."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from benchmark_report import Report, in_turn
+from omegaconf import DictConfig
+
+import fp4train as f4
+from fp4train.config import RECIPES
+from fp4train.config.composition import compose
+from fp4train.config.schema import to_config
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
+from fp4train.precision.plan import Plan
+from fp4train.run.begin import RunStart
+from fp4train.run.build import build, build_plan
+from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.run import Run
+from fp4train.train import train_step
+
+VOCABULARY = 128_256
+"""Of Llama 3 (arXiv:2407.21783, table 3)."""
+
+
+@contextmanager
+def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run, Callable[[Recipe], None]]]:
+    """A run ready to train, in a directory that is removed afterwards, and one step of it as `fp4train` makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
+        assert isinstance(cfg, DictConfig)
+        run = build(RunStart(config=to_config(cfg), cfg=cfg))
+        plans: dict[Recipe, Plan] = {}
+        with CollectorBetweenSteps() as collector:
+
+            def step(recipe: Recipe) -> None:
+                if recipe not in plans:
+                    timeline = Timeline(recipe=recipe, steps=run.config.train.steps)
+                    plans[recipe] = build_plan(run.config, run.layers, timeline, run.plan.device)
+                if (plan := plans[recipe]) is not run.plan:
+                    run.plan = plan
+                    run.apply(plan.stretches[0])
+                done = train_step(run, plan.stretches[0].recipe)
+                loss, norm = done.read()
+                run.step += 1
+                run.tracker.log(run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values)
+                collector.after(run.step)
+
+            try:
+                yield run, step
+            finally:
+                run.feed.close()
+                run.tracker.finish()
+
+
+def bench_step(report: Report, device: torch.device, overrides: list[str], name: str, target: float) -> None:
+    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop."""
+    bf16, nvfp4, mxfp8 = BF16(), NVFP4(), MXFP8()
+    with built_run(device, overrides) as (run, step):
+        config = run.config
+        torch.manual_seed(0)
+        model = config.model.build(vocab_size=257, seq_len=config.train.seq_len).to(device)
+        optimizer = config.optim.build(model)
+        batches = [run.train_data.batch(i) for i in range(8)]
+        steps = 0
+
+        def bare() -> None:
+            nonlocal steps
+            inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
+            # The first context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
+            with f4.autocast(BF16()), torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = model(inputs, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss.item()
+            steps += 1
+
+        functions: dict[str, Callable[[], object]] = {
+            "bf16": lambda: step(bf16),
+            "nvfp4": lambda: step(nvfp4),
+            "mxfp8": lambda: step(mxfp8),
+            "bare": bare,
+        }
+        times = in_turn(functions, device, seconds=3 * report.seconds)
+    report.add(f"{name}: a BF16 step", times["bf16"], unit="s")
+    report.add(f"{name}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], target)
+    report.add(f"{name}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
+    report.add(f"{name}: a BF16 step over the same model in a bare PyTorch loop", times["bf16"] / times["bare"], 1.02)
+
+
+def bench_recipes(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
+    """A training step in each file of `recipes/`, over one in NVFP4."""
+    recipes: dict[str, Recipe] = {}
+    for path in sorted(RECIPES.glob("*.yaml")):
+        cfg = compose([f"recipe={path.stem}"])
+        assert isinstance(cfg, DictConfig)
+        recipes[path.stem] = to_config(cfg).recipe
+    with built_run(device, overrides) as (_, step):
+        functions = {file: partial(step, recipe) for file, recipe in recipes.items()}
+        times = in_turn(functions, device, seconds=report.seconds)
+    for file, seconds in times.items():
+        target = None if file in ("nvfp4", "bf16", "fp16", "fp32") else 1.6
+        report.add(f"{name}: a step in recipe={file} over one in nvfp4", seconds / times["nvfp4"], target)
+
+
+@contextmanager
+def real_vocabulary(*, seq_len: int) -> Iterator[list[str]]:
+    """Keys of a configuration: random ids of a vocabulary of `VOCABULARY`, enough for a batch; the head of a model is a
+    quarter of its step then, and next to nothing with the 257 ids of bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ids.bin"
+        ids = torch.randint(VOCABULARY, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0))
+        path.write_bytes(ids.int().numpy().tobytes())
+        yield ["data=tokens", f"data.path={path}", f"data.vocab_size={VOCABULARY}", "data.dtype=int32", "data.val=0.2"]
+
+
+def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
+    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager and compiled."""
+    for compiled in (False, True):
+        how = f"{name}, {'compiled' if compiled else 'eager'}"
+        settings = [*overrides, f"train.compile={str(compiled).lower()}"]
+        with built_run(device, [*settings, "backend=emulate"]) as (run, step):
+            recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
+            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
+            peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
+        report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
+        if peak is not None:
+            report.add(f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit="")
+        report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
+        report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
+        with built_run(device, [*settings, "backend=auto"]) as (run, step):
+            recipes = {"bf16": BF16(), "fp8": FP8Current()}
+            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
+        report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)

@@ -1,0 +1,63 @@
+"""Model cards of exported runs: recipes by stretch, losses, results of tasks, and what is not known."""
+
+import re
+import shutil
+from pathlib import Path
+
+from hf_exports import Command, Train, last_evaluation
+
+from fp4train.exchange.huggingface import export_huggingface
+
+
+def test_the_model_card_says_how_the_model_was_trained(
+    train: Train, small_run: Path, command: Command, tmp_path: Path
+) -> None:
+    command("export", small_run, "to=hf", f"out={tmp_path / 'out'}")
+    card = (tmp_path / "out/README.md").read_text()
+    last = last_evaluation(small_run)
+    numbers = " | ".join(f"{last[key]:.4f}" for key in ("val/loss", "val/loss_recipe", "train/loss"))
+    assert f"| 6 | NVFP4 with fprop in BF16 | {numbers} |" in card
+    first, second = [line for line in card.splitlines() if line.startswith("| 0–") or line.startswith("| 5–")]
+    assert "NVFP4" in first and "E2M1·E2M1" in first and "fprop" in second and "cooldown" in second
+    assert "blocks.0.attention.wq" in card and "policy.last=0.15" in card
+    assert "fp4train 0." in card and "torch 2." in card and "The last 63 of 320 rows of the vocabulary" in card
+    assert not any(word in card for word in (str(small_run.parent), "data.path")), "no path of this machine"
+    import yaml
+
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["library_name"] == "transformers" and "nvfp4" in head["tags"]
+
+
+def test_a_run_that_ends_in_high_precision_has_the_losses_of_its_last_quantised_forward_pass(
+    train: Train, tmp_path: Path
+) -> None:
+    export_huggingface(train("eval.every=2"), tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    before, after = re.findall(r"^\| (\d) \| (NVFP4.*?) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
+    assert before[:2] == ("4", "NVFP4") and before[2] != before[3]
+    assert after[:2] == ("6", "NVFP4 with fprop in BF16") and after[2] == after[3]
+
+
+def test_results_of_tasks_are_in_the_card(small_run: Path, command: Command, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(small_run, tmp_path / "b"))
+    command("eval", run, "recipe=bf16,nvfp4")
+    command("export", run, "to=hf", f"out={tmp_path / 'out'}")
+    card = (tmp_path / "out/README.md").read_text()
+    held_out = [line for line in card.splitlines() if line.startswith("| held-out text |")]
+    assert len(held_out) == 2 and all("loss " in line for line in held_out)
+    assert "bf16" in held_out[0].lower() and "nvfp4" in held_out[1].lower()
+
+
+def test_a_run_without_evaluations_or_records_says_so_in_its_card(small_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(small_run, tmp_path / "b"))
+    (run / "metrics.jsonl").unlink()
+    (run / "history.jsonl").unlink()
+    export_huggingface(run, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "The run has no evaluation up to step 6." in card and card.count("has no record of what ran") == 2
+
+
+def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(small_run, tmp_path / "a <b>|`c"))
+    export_huggingface(run, tmp_path / "out")
+    assert "\n# a \\<b\\>\\|\\`c\n" in (tmp_path / "out/README.md").read_text()

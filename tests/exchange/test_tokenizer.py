@@ -1,0 +1,102 @@
+"""Tokenizers and chat templates of exported runs: `transformers` gives the token ids of the run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hf_exports import FILES, Command, Train, theirs
+
+from fp4train.config import to_config
+from fp4train.data.template import kept_template
+from fp4train.exchange.tokenizer import stored_tokenizer
+from fp4train.run.record import directory as run_directory
+
+ODD = (
+    'def f(x):\n\treturn "é漢🙂"  # ok\r\n',
+    "  two  spaces\u00a0and a no-break one, ﬁ ligature, e\u0301 composed, \u200d joiner, \ufeff mark",
+    "👩‍👩‍👧‍👦 ��� \x00\x01\x1f\x7f \u2028\u2029 ١٢٣ ₿ ß ſ İ i̇",
+    "",
+    "1234567890 don't we'LL  \n\n\n   x",
+)
+TOKENIZERS = {
+    "bytes": (),
+    "bpe": ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300"),
+    "pretrained": ("data/tokenizer=pretrained", "data.tokenizer.name={file}"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_transformers_gives_the_token_ids_of_the_run(
+    train: Train, command: Command, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    import transformers
+
+    file = tmp_path_factory.getbasetemp() / "with_additions.json"
+    file.write_text(with_additions(train(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json"))
+    run = train(*(word.format(file=file) for word in TOKENIZERS[kind]), "train.steps=2")
+    told = command("export", run, "to=hf", f"out={tmp_path / 'out'}")
+    ours = stored_tokenizer(to_config(run_directory.read_config(run)), run)
+    assert ours is not None
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ODD:
+        ids = hf(text)["input_ids"]
+        assert ids == ours.encode(text) and hf.decode(ids) == ours.decode(ids), text
+    assert hf.eos_token_id == ours.end_of_document and hf.model_max_length == 32
+    assert kind != "bytes" or hf("é")["input_ids"] == list("é".encode())
+    adds = "tokenizer.json adds `<|endoftext|>` to a text. Training did not, so that rule is left out here."
+    assert (adds in told) == (kind == "pretrained") == (adds in (tmp_path / "out/README.md").read_text())
+
+
+def test_conversations_are_the_text_that_the_run_was_trained_on(train: Train, command: Command, tmp_path: Path) -> None:
+    import transformers
+
+    messages = [{"role": "user", "content": "2+2 é?"}, {"role": "assistant", "content": "4"}]
+    chat, template = tmp_path / "chat.jsonl", tmp_path / "own.jinja"
+    chat.write_text(f"{json.dumps({'messages': messages})}\n" * 200)
+    template.write_text("{% for m in messages %}\n  [{{ m.role }}]{{ m['content'] }}\n{% endfor %}\n")
+    for number, words in enumerate(((), (f"data.template={template}",))):
+        run, out = (
+            train("data=chat", f"data.path={chat}", "train.steps=1", "train.seq_len=128", *words),
+            tmp_path / str(number),
+        )
+        command("export", run, "to=hf", f"out={out}")
+        ours, hf = kept_template(run), transformers.AutoTokenizer.from_pretrained(out)
+        assert ours is not None and hf.apply_chat_template(messages, tokenize=False) == ours.render(messages)
+        assert hf.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == ours.render(
+            messages[:1], prompt=True
+        )
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_origin.json"])
+def test_a_run_that_has_lost_its_tokenizer_is_refused(
+    train: Train, command: Command, tmp_path: Path, name: str
+) -> None:
+    """Nothing is read where the configuration says that the tokenizer came from."""
+    run = Path(shutil.copytree(train(*TOKENIZERS["bpe"], "train.steps=2"), tmp_path / "b"))
+    (run / name).unlink()
+    said = command("export", run, "to=hf", f"out={tmp_path / 'out'}", code=1)
+    assert f"has lost its {name}: put it back" in said and os.listdir(tmp_path) == ["b"]
+
+
+def with_additions(file: Path) -> str:
+    """A tokenizer that begins each text with a special token, as many do."""
+    table = json.loads(file.read_text())
+    token = {"id": "<|endoftext|>", "type_id": 0}
+    table["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": token}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    return json.dumps(table)
+
+
+def test_a_run_on_token_ids_has_no_tokenizer_and_says_so(train: Train, command: Command, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.bin"
+    ids.write_bytes(bytes(range(200)) * 60)
+    run = train("data=tokens", f"data.path={ids}", "data.dtype=uint8", "data.vocab_size=256", "train.steps=1")
+    told = command("export", run, "to=hf", f"out={tmp_path / 'out'}")
+    assert "trained on token ids: the folder has no tokenizer" in told
+    assert set(os.listdir(tmp_path / "out")) == FILES and theirs(tmp_path / "out").config.eos_token_id is None

@@ -1,0 +1,141 @@
+"""The page of a report says what the runs are, how they compare, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity
+from omegaconf import OmegaConf
+from report_page import links, report
+
+from fp4train.config import plain, to_config
+from fp4train.config.composition import compose
+from fp4train.data.source import planned_vocab_size
+from fp4train.hardware import Device, find_gpu
+from fp4train.lab.analysis.figure import VARIABLES
+from fp4train.lab.costs.estimate import estimate, time_text
+from fp4train.lab.report import page
+from fp4train.lab.report.page import write_report
+from fp4train.precision.layers import find_layers
+from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.sealed import sealed, unsealed
+from fp4train.track import STATISTICS, MetricsLog
+
+
+def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", seed=0, errors=True)
+    write_ranking(a)
+    write_sensitivity(a)
+    b = write_run(tmp_path / "b", 3.03, seed=0, settings={"batch_size": 8})
+    page = report(tmp_path, a, b)
+    for word in ("Results", "Curves", "Ranking", "Sensitivity", "Quantisation errors", "Configuration", "Environment"):
+        assert f"{word}" in page.text
+    assert "+1.00 %" in page.text, "3.03 is 1 % above 3.00"
+    assert "told apart" in page.text and "+0.00200 ± 0.00020" in page.text
+    assert f"Policy: keep {LAYERS[0]}, 50.0%" in page.text and "train.batch_size" in page.text
+    assert "E2M1·E2M1 50.0%, BF16·BF16 50.0%" in page.text and "ran to 40" in page.text, "ten steps are planned"
+    assert "2.13.0" in page.text and "20.5 k" in page.text, "the version of torch, 40 · 512 tokens"
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links(page))
+    targets = {attributes.get("id") for _, attributes in page.found}
+    assert {link[1:] for link in links(page) if link.startswith("#")} <= targets, "no link within the page is dead"
+
+
+def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
+    for run in runs:
+        write_ranking(run, runs=("runs/a", "runs/b"), spikes=["runs/b, step 30, seed 3"])
+    page = report(tmp_path, *runs)
+    assert page.text.count("2 checkpoints: 6 forks of 24 steps for each candidate at each") == 1
+    assert "runs/a, step 30, trained in NVFP4; runs/b, step 30, trained in NVFP4" in page.text
+    assert "mxfp8 spikes at runs/b, step 30, seed 3" in page.text
+    alone = report(tmp_path, write_ranking(write_run(tmp_path / "c", seed=0)).parents[2])
+    assert "One checkpoint: all of this holds for it alone." in alone.text
+
+
+def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", seed=0)
+    path = write_ranking(run)
+    body, _ = unsealed(path.read_bytes())
+    del body["checkpoints"]
+    path.write_bytes(sealed(body))
+    assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
+
+
+def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> None:
+    """A field of NVFP4 in a run of BF16: it is listed for the runs that have it."""
+    a = write_run(tmp_path / "a", seed=0, settings={"hadamard": True, "depth": 4})
+    b = write_run(tmp_path / "b", 3.03, seed=0, settings={"depth": 8})
+    text = report(tmp_path, a, b).text.partition("The 2 keys that differ")[2].partition("Environment")[0]
+    assert "train.hadamardtrue 1" in text and "train.depth4 18 2" in text and "null" not in text
+
+
+def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> None:
+    page = report(tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0))
+    cells = [attributes for tag, attributes in page.found if tag == "td"]
+    assert {"gap", "best val loss", "train loss"} <= {each.get("data-label") for each in cells}
+
+
+def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert "None of the runs measured them" in report(tmp_path, run).text
+    (run / STATISTICS).write_bytes(b"torn")
+    assert "None of the runs measured them" in report(tmp_path, run).text
+
+
+def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    log = MetricsLog(run / "metrics.jsonl")
+    for step, ratio in ((50, 1.8), (60, 1.7), (70, 1.6)):
+        log.log(step, {"error/gradient_to_noise": ratio})
+    log.finish()
+    text = report(tmp_path, run).text
+    assert "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text and "2 of 3 measured" in text
+
+
+def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=0, data="other")
+    assert "trained on different data" in report(tmp_path, a, b).text
+    c = write_run(tmp_path / "c", seed=0, settings={"seq_len": 256})
+    assert "differ in train.seq_len" in report(tmp_path, a, c).text
+    assert "different data" not in report(tmp_path, a, write_run(tmp_path / "d", seed=1)).text
+
+
+def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", steps=5)
+    b = write_run(tmp_path / "b", steps=5, first=101)
+    assert "share no step with a loss" in report(tmp_path, a, b).text
+
+
+def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run-{i}", 3 + i / 100, steps=1000, seed=i, recipe=f"R{i}") for i in range(24)]
+    page = report(tmp_path, *runs)
+    assert "23 run-22" in page.text and "24 run-23" in page.text
+    assert (tmp_path / "report.html").stat().st_size < 4e6
+
+
+def test_the_styles_know_every_colour_of_the_figures() -> None:
+    light, _, dark = (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")
+    for variable in VARIABLES.values():
+        assert f"{variable}:" in light and f"{variable}:" in dark
+
+
+def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(tmp_path: Path) -> None:
+    cfg = plain(compose(["run.name=a", "recipe=nvfp4", "model=llama_30m"]))
+    config = to_config(OmegaConf.create(cfg))
+    run, other = write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=1)
+    write_history(run, {**cfg, "data": {"path": "text"}}, 300, "NVFP4")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
+    problems = write_report([run, other], tmp_path / "r.html", find_gpu("B200"))
+    assert len(problems) == 1 and problems[0].startswith("b: its time on B200 is not estimated: ")
+    plan = build_plan(
+        config,
+        find_layers(build_model(config, planned_vocab_size(config.data), torch.device("meta"))),
+        build_timeline(config),
+        Device.elsewhere(find_gpu("B200")),
+    )
+    cost = estimate(plan, find_gpu("B200"))
+    page = (tmp_path / "r.html").read_text()
+    shown = page.partition("Predicted time of the linear layers on B200")[2].partition("</table>")[0]
+    assert time_text(cost.total / 300) in shown and f"{cost.total / cost.bf16:.2f}" in shown
+    assert "Predicted time" not in report(tmp_path, run).text

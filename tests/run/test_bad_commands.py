@@ -1,0 +1,91 @@
+"""Commands that are no commands end with one message that says which is meant."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fp4train", "plan"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0 and ended.stderr == ""
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pln"], "unknown verb 'pln'; did you mean 'plan'?"),
+        (["compare", "runs/a"], "compare needs two or more run directories"),
+        (["compare", "runs/a", "runs/b"], "runs/a is not a run directory"),
+        (["formats", "e2m1"], "formats takes no arguments"),
+        (["plan", "model=llama_9b"], "there is no such model; did you mean 'llama_8b'?"),
+        (["plan", "data=text"], "data.path must be given: data.path=…"),
+        (["plan", "data=tokens", "data.path=x"], "data.vocab_size must be given"),
+        (["plan", "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
+        (
+            ["plan", "data/tokenizer=bpe", "data.tokenizer.vocab=9"],
+            "did you mean 'data.tokenizer.vocab_size'?",
+        ),
+        (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
+        (["experiment=techniqes"], "did you mean 'techniques'?"),
+        (["recipe@x=bf16"], "'recipe@x=bf16': a group has one place in the configuration, without @: recipe=bf16"),
+        (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
+        (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
+        (["resume="], "resume= names no run"),
+        (["--recipe=bf16"], "--recipe=bf16: keys are written without dashes, recipe=bf16"),
+        (["--recipe", "bf16"], "--recipe: keys are written without dashes, recipe=…"),
+        (["-train.steps=5"], "keys are written without dashes, train.steps=5"),
+        (["--config-name", "foo"], "--config-name: fp4train has one configuration"),
+        (["--config-path", "foo"], "--config-path: fp4train has one configuration"),
+        (["-x"], "unknown flag -x"),
+        (["--steps", "5"], "unknown flag --steps; keys are written without dashes: train.steps=…"),
+        (["track.foo=1"], "did you mean 'track.mode'?"),
+        (["--cfg", "job", "resume=runs/a"], "runs/a/config.yaml is the configuration of the run"),
+        (["recipe", "=", "bf16"], "unknown verb 'recipe'"),
+        (["train", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values: -m sweeps over them"),
+        (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
+        (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
+        (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
+        (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
+        (["train.grad_accum=4"], "'train.grad_accum'; did you mean 'train.microbatch'? (sequences per forward pass"),
+        (["learning_rate=1e-3"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        (["--learning-rate=1e-3"], "unknown flag --learning-rate; did you mean 'optim.lr'?"),
+        (["model.dropout=0.1"], "unknown key 'model.dropout': the models here have no dropout (known: width"),
+        (["recipe=fp8"], "did you mean fp8_block, fp8_current, fp8_delayed or fp8_row?"),
+        (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.dtype'? (known: hadamard"),
+        (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
+        (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
+        (["plan", "--config-dir"], "--config-dir needs a folder"),
+        (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
+        (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
+        (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
+        (["compare", "runs/a", "runs/b", "out="], "out=: the name must end in .png or .csv or .json"),
+        (["compare", "runs/a", "runs/b", "out=gap.pdf"], "out=gap.pdf: the name must end in .png or .csv or .json"),
+    ],
+)
+def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) -> None:
+    ended = cli.raw(*arguments)
+    assert ended.code == 1 and message in ended.message
+
+
+def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    below = "runs/a/checkpoints/step_00000001"
+    assert cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
+    assert "no key=value; a run goes on with resume=runs/a" in cli.raw("train", "runs/a").message
+    said = cli.raw("compare", "runs/a", "runs/aa").message
+    assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
+    assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+
+
+def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=2")
+    assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0
+    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["a", "b-recipe=bf16", "b-recipe=mxfp8"]
