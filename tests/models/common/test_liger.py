@@ -163,6 +163,7 @@ print(json.dumps([float((p - q).abs().max()) for p, q in zip(ours, theirs)]))
 """
 
 
+@pytest.mark.long
 def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter() -> None:
     """Its package imports transformers where that is installed, and so all that belongs to it."""
     if not THERE:
