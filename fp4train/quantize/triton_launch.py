@@ -125,7 +125,7 @@ class BothPlan(NamedTuple):
     """Quantising both forms of one kind of tensor to codes."""
 
     amax: Launch | None
-    """What measures both amaxes; None: those that are needed, if any, are that of x."""
+    """The kernel of both amaxes; None: those that are needed, if any, are that of x."""
     needs: tuple[bool, bool]
     """Whether each form needs an amax."""
     launch: Launch
