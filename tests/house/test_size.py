@@ -8,6 +8,8 @@ import fp4train
 
 BUDGET = {
     "one scale for fused weights": (160, 1),
+    "CUDA graphs per block": (362, 2),
+    "kernels that a plan names": (22, 1),
     "Transformer Engine over microbatches and shards": (80, 0),
     "one quantised input for layers on Transformer Engine": (72, 0),
     "Liger's kernels": (140, 1),

@@ -29,7 +29,8 @@ from fp4train.parallel.world import World
 from fp4train.precision import FP32, NVFP4, Recipe
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import find_blocks
-from fp4train.run.build import _fuse, _unborn
+from fp4train.run.build import _unborn
+from fp4train.run.fuse import fuse
 
 THERE = importlib.util.find_spec("liger_kernel") is not None
 SHAPE = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False}
@@ -138,10 +139,22 @@ def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: py
     """One that was made for another Triton, say: only who names the kernels is stopped."""
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     built, settings = model(), TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
-    _fuse(built, settings, "cuda")
+    fuse(built, settings, "cuda")
     assert built.liger is None
     with pytest.raises(UserError, match=r"train\.kernels=liger: liger-kernel cannot be imported: .*; train\.ker"):
-        _fuse(built, replace(settings, kernels="liger"), "cuda")
+        fuse(built, replace(settings, kernels="liger"), "cuda")
+
+
+def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = "Norms, gates, rotations and the loss run in"
+    said = cli("plan").out
+    assert f"{what} torch's operators, not in liger's kernels: they are for GPUs, and the model is on the cpu" in said
+    assert f"{what} torch's operators: train.kernels=torch asks for them." in cli("plan", "train.kernels=torch").out
+    assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
+    monkeypatch.setattr(liger, "why_not", lambda device: None)
+    assert f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
+    compiled = cli("plan", "train.compile=true").out
+    assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
@@ -181,11 +194,11 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
 ) -> None:
     built = model()
-    _fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
+    fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
     assert (built.liger is not None) is used and (built.blocks[0].mlp.liger is not None) is used
     monkeypatch.setattr(liger, "_version", lambda: None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
-        _fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")
+        fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")
 
 
 PROGRAM = """
