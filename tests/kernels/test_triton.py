@@ -28,6 +28,7 @@ def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 @needs_triton
 def test_the_kernels_of_the_default_recipe_equal_the_reference_in_the_interpreter() -> None:
     code = f"""
@@ -57,6 +58,7 @@ def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_pat
     assert run.returncode == 0
 
 
+@pytest.mark.long
 @needs_triton
 def test_kernels_read_the_step_of_a_recorded_graph_from_memory_in_the_interpreter() -> None:
     """One launch, of a key whose own step is another; each kernel that draws random bits, its codes and its values."""
@@ -206,6 +208,7 @@ def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: 
     assert made == ["plan_quantize"], "values are another launch than codes; a given amax is not measured"
 
 
+@pytest.mark.long
 @needs_triton
 def test_codes_of_both_forms_take_one_kernel_beside_that_of_the_amaxes_in_the_interpreter() -> None:
     """For layers whose GEMMs multiply codes, also where ranks give the amaxes; NaN and odd sizes included."""
@@ -335,6 +338,7 @@ def one_scale() -> Any:
     return json.loads(run.stdout)
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.parametrize("recipe", ["FP8Current", "FP8Delayed"])
 def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(one_scale: Any, recipe: str) -> None:

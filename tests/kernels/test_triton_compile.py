@@ -70,6 +70,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "capability"), [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS)])
 def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
     name: str, capability: int, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -128,6 +129,7 @@ def test_a_product_and_a_sum_are_not_contracted() -> None:
     assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
 
 
+@pytest.mark.long
 def test_random_words_are_drawn_where_they_are_used() -> None:
     """A layout conversion would send every word through shared memory: 4 KB are for turning the codes over, no more."""
     _, launch = launches_of(lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY))

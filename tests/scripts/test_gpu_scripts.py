@@ -83,6 +83,7 @@ def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.long
 def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
     script = load("gpu_kernels")
     few, full = (script.all_cases("cuda", sanitize=False, full=full) for full in (False, True))
