@@ -40,6 +40,7 @@ from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.device import choose_device
+from fp4train.run.fuse import kernels_of
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
@@ -166,6 +167,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
     check_oscillation(config, plan)
+    kernels = "" if gpu is not None else kernels_of(config.train, device.type)[1]
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
     if as_data:
@@ -177,8 +179,10 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
-    for line in scans_by(model, device.type, deterministic=config.train.deterministic) if gpu is None else ():
-        print(line)
+    if gpu is None:
+        print(kernels)
+        for line in scans_by(model, device.type, deterministic=config.train.deterministic):
+            print(line)
     if gpu is not None:
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)

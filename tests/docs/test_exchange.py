@@ -70,6 +70,7 @@ def test_the_table_of_what_is_read_has_every_model_type() -> None:
     assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == known
 
 
+@pytest.mark.long
 def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> None:
     commands = way(README)
     assert len(commands) == 3 and [words[0] for words in commands] == ["fp4train", "fp4train", "python"]
@@ -77,6 +78,7 @@ def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> No
         called(words, text)
 
 
+@pytest.mark.long
 def test_the_four_commands_of_page_and_readme_lead_to_packed_nvfp4(text: Path) -> None:
     commands = way(README, PACKED)
     assert commands == way(PAGE, PACKED)

@@ -52,6 +52,7 @@ def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> 
     assert found[8][0] < found[1][0] - 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_resumes_in_every_bit(cli: Cli, family: str) -> None:
     options = (*FAMILIES[family], "recipe=nvfp4", "phases=none")
@@ -86,6 +87,7 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     assert sum(p.numel() for p in matrices.values()) == sum(layer.weights for layer in layers.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
 def test_a_family_goes_to_transformers_and_comes_back(cli: Cli, family: str) -> None:
     """Text from it, the exported folder, and a run that begins with it."""
