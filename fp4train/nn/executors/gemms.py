@@ -39,7 +39,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
 Heads = list[tuple[Any, ...] | None]
-"""What is no tensor of each quantised x; None: x is a tensor, or is not saved."""
+"""The rest of each quantised x, without its tensors; None: x is a tensor, or is not saved."""
 
 
 def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:

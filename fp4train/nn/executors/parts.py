@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class NewCalls(Protocol):
-    """What makes the calls of a layer in a context, at least one."""
+    """Maker of the calls of a layer in a context, at least one."""
 
     def __call__(self, context: Context, *, training: bool) -> list[Call]: ...
 
