@@ -21,7 +21,7 @@ BUDGET = {
     "codes of both forms by one kernel": (140, 1),
     "recipes tried at once by doctor": (20, 0),
     "where a step on one GPU goes": (75, 1),
-    "training": (23_244, 232),
+    "training": (23_252, 232),
     "Hugging Face families": (312, 2),
     "start from Hugging Face folders": (304, 3),
     "text from a model": (424, 5),
