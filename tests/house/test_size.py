@@ -22,7 +22,7 @@ BUDGET = {
     "deterministic runs that GPUs do not refuse": (19, 0),
     "recipes tried at once by doctor": (20, 0),
     "where a step on one GPU goes": (75, 1),
-    "training": (23_251, 232),
+    "training": (23_244, 232),
     "Hugging Face families": (312, 2),
     "start from Hugging Face folders": (304, 3),
     "text from a model": (424, 5),
