@@ -12,7 +12,7 @@ from command_line import TINY
 
 from fp4train.cli import main
 from fp4train.cli.export import TARGETS
-from fp4train.models.hf import FAMILIES
+from fp4train.models.hf import families
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_the_commands_and_the_python_of_the_page_run(text: Path, capsys: pytest.
 
 def test_the_table_of_what_is_read_has_every_model_type() -> None:
     table = PAGE.partition("\n| `model_type` |")[2].partition("\n\n")[0]
-    known = tuple(kind for family in FAMILIES for kind in family.MODEL_TYPES)
+    known = tuple(kind for family in families() for kind in family.MODEL_TYPES)
     assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == known
 
 
