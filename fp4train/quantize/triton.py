@@ -135,12 +135,15 @@ def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[TritonQuant
     """
     if not codes or not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
         return None
-    widths, scales = (row.spec.block[1], column.spec.block[1]), (row.spec.global_scale, column.spec.global_scale)
-    if row.spec.block[0] != 1 or column.spec.block[0] != 1 or row.spec.hadamard is not None:
-        return None
-    if any(width not in triton_launch.COLUMN_BLOCKS for width in widths) or "row" in scales:
-        return None
-    return row, column
+    return (row, column) if read_together(row.spec, column.spec) else None
+
+
+def read_together(row: QuantSpec, column: QuantSpec) -> bool:
+    """Whether one kernel makes the codes of x by `row` and those of x.T by `column`; each has a kernel of its own."""
+    widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
+    if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
+        return False
+    return all(width in triton_launch.COLUMN_BLOCKS for width in widths)
 
 
 def make(spec: QuantSpec) -> TritonQuantizer:
