@@ -150,8 +150,9 @@ class TritonQuantizer(Quantizer):
         if why_not_tensor(x_RC) is not None:
             return super().codes(x_RC, key, amax)
         with _on(x_RC):
-            codes, scales, amax, _ = self._quantize(x_RC, key, amax, values=False)
-        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax)
+            codes, scales, amax, factor = self._quantize(x_RC, key, amax, values=False)
+        factor = None if self._whole else factor
+        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, factor)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Saved = tuple[Quantized | Tensor | None, ...]
 """Tensors of x that backward needs, for each part of its channels: q(xᵀ), x in high precision, or None."""
+SAVED = len(Quantized._fields) - 2
+"""Tensors of a `Quantized`."""
+NO_CODES = (None,) * (SAVED - 1)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
@@ -174,9 +177,8 @@ class GemmsFunction(torch.autograd.Function):
         tensors: list[Tensor | None] = [None if call.gradients.x is None else w_NK]
         ctx.quantised = []
         for x in saved:
-            is_codes = isinstance(x, Quantized)
-            tensors += x[2:] if is_codes else (x, None, None)
-            ctx.quantised.append(x[:2] if is_codes else None)
+            tensors += x[2:] if isinstance(x, Quantized) else (x, *NO_CODES)
+            ctx.quantised.append(x[:2] if isinstance(x, Quantized) else None)
         ctx.save_for_backward(*tensors)
         ctx.call = call
         return y_MN
@@ -188,7 +190,7 @@ class GemmsFunction(torch.autograd.Function):
         w_NK, *tensors = ctx.saved_tensors
         saved = []
         for number, head in enumerate(ctx.quantised):
-            x = tensors[3 * number : 3 * number + 3]
+            x = tensors[SAVED * number : SAVED * (number + 1)]
             saved.append(x[0] if head is None else Quantized(*head, *x))
         if not torch_autocasts(call.executor.device):
             return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, without_torchs_autocast
+from fp4train.nn.executors.gemms import NO_CODES, SAVED, Gemms, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import TorchLayer
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
@@ -78,9 +78,8 @@ class GroupFunction(torch.autograd.Function):
             part, (x,) = executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
             if products is None:
                 y_MN[rows] = part
-            is_codes = isinstance(x, Quantized)
-            tensors += x[2:] if is_codes else (x, None, None)
-            ctx.heads.append(x[:2] if is_codes else None)
+            tensors += x[2:] if isinstance(x, Quantized) else (x, *NO_CODES)
+            ctx.heads.append(x[:2] if isinstance(x, Quantized) else None)
         _put_all(y_MN, products, calls, counts)
         ctx.save_for_backward(*tensors)
         ctx.calls, ctx.counts, ctx.gradients, ctx.shapes = calls, counts, gradients, (x_MK.shape, w_ENK.shape)
@@ -103,7 +102,7 @@ class GroupFunction(torch.autograd.Function):
         executor, products = _together(ctx.calls[0].executor, "dgrad")
         with without_torchs_autocast(dy_MN.device.type):
             for number, (call, rows) in enumerate(_used(ctx.calls, ctx.counts)):
-                x, head = tensors[3 * number : 3 * number + 3], ctx.heads[number]
+                x, head = tensors[SAVED * number : SAVED * (number + 1)], ctx.heads[number]
                 saved = (x[0] if head is None else Quantized(*head, *x),)
                 w_NK = None if w_ENK is None else w_ENK[call.member]
                 dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
