@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,10 +27,6 @@ from fp4train.config.overrides import Option, read_options, truth
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs.estimate import estimate
-from fp4train.lab.costs.screen import cluster_json, render_candidates, render_cluster
-from fp4train.lab.costs.search import MeshPlan, distinct
-from fp4train.lab.costs.step import render_step, step_costs
 from fp4train.models.common.scan import scans_by
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
@@ -46,6 +43,9 @@ from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
 from fp4train.text import columns, tabulate
+
+if TYPE_CHECKING:
+    from fp4train.lab.costs.search import MeshPlan
 
 _log = logging.getLogger("fp4train")
 
@@ -161,6 +161,8 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
+        from fp4train.lab.costs.search import MeshPlan  # with gpu= alone: a plan of this machine begins without it
+
         mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
         return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
@@ -184,6 +186,10 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         for line in scans_by(model, device.type, deterministic=config.train.deterministic):
             print(line)
     if gpu is not None:
+        from fp4train.lab.costs.estimate import estimate
+        from fp4train.lab.costs.search import MeshPlan
+        from fp4train.lab.costs.step import render_step, step_costs
+
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
         print("", render_step(step_costs(one, plan)), sep="\n")
@@ -211,8 +217,10 @@ def _rows(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
+def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
+    from fp4train.lab.costs.screen import cluster_json, render_cluster
+
     plan, costs = mesh_plan.costs()
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
@@ -225,11 +233,16 @@ def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     return 0
 
 
-def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
+def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
+    from fp4train.lab.costs.screen import cluster_json, render_candidates
+    from fp4train.lab.costs.search import distinct
+
     found, batch = mesh_plan.search()
     fitting = distinct([each for each in found if each.cost.fits], 6)
-    others = distinct([each for each in found if not each.cost.fits], 3 if fitting else 6)
+    others = distinct([each for each in found if not each.cost.fits], 3)
+    if not fitting:
+        others = distinct(sorted(found, key=lambda each: each.cost.memory.total), 6)
     kept = [
         a for a in command if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
     ]

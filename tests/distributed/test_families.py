@@ -7,6 +7,8 @@ import pytest
 from patches import DIES_AT_4
 from shown import write_shown
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 HYBRID = (
     *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
@@ -29,11 +31,10 @@ HYENA = (
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
 CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0")}
-LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["nvfp4", *(pytest.param(name, marks=LONG) for name in ("mxfp8", "fp8_delayed"))])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
 def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) -> None:
     """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
     options = (*FAMILIES[family], f"recipe={recipe}", "policy=all")
@@ -43,7 +44,6 @@ def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) 
         ranks.same(reference, key)
 
 
-@LONG
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(ranks: Ranks, family: str) -> None:
     options = (*FAMILIES[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0")
@@ -80,7 +80,6 @@ def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(ranks: R
     close(ranks, ranks.reference(*options), "two", 2e-4, 2e-2)
 
 
-@LONG
 @pytest.mark.parametrize("family", CUT)
 def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(ranks: Ranks, family: str) -> None:
     """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
@@ -93,7 +92,6 @@ def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(ranks: Ranks,
     close(ranks, ranks.reference(*options, "train.steps=8"), "parts", 1e-6, 1e-5)
 
 
-@LONG
 @pytest.mark.parametrize("family", CUT)
 def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str) -> None:
     options = (*CUT[family], "recipe=nvfp4", "train.steps=3", "train.microbatch=1", "parallel.tp=2")

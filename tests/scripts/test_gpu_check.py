@@ -173,6 +173,7 @@ def test_every_program_of_every_part_is_there(tmp_path: Path) -> None:
             assert all(Path(word).is_file() for word in scripts)
 
 
+@pytest.mark.long
 def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "first.py"
     program.write_text(

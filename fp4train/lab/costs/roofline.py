@@ -22,6 +22,7 @@ from typing import Final
 from fp4train.backends.te.quantizers import family
 from fp4train.hardware import Gpu, rate_name, stored_bytes
 from fp4train.quantize import QuantSpec
+from fp4train.quantize.triton import read_together
 
 COPY: Final = 0.90
 """Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
@@ -74,8 +75,11 @@ def half_size(gpu: Gpu, rate: str) -> float:
     return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
 
 
-def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
+def gemm_seconds(gpu: Gpu, elements: str, m: float, n: float, k: float, *, products: int = 1) -> float:
     """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
+
+    Args:
+        products: how many of this size one call makes; their tiles fill the GPU together.
 
     Raises:
         ValueError: the GPU has no such rate.
@@ -85,11 +89,11 @@ def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
         raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
     first, _, second = elements.upper().partition("·")
     achievable = gpu.peaks[rate] * gemm_share(gpu, rate)
-    size = math.cbrt(m * n * k)
-    compute = 2 * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
+    size = math.cbrt(products * m * n * k)
+    compute = 2 * products * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
     out = 4 if rate in ("FP32", "TF32") else 2
     moved = m * k * stored_bytes(first) + n * k * stored_bytes(second or first) + m * n * out
-    return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
+    return max(compute, products * moved / (gpu.bandwidth * COPY)) + LAUNCH
 
 
 def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
@@ -129,7 +133,8 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
 
 
 def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
-    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself.
+    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself; codes
+    of narrow blocks are written for both forms after one read and one amax pass.
 
     The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
     where they do the same.
@@ -142,12 +147,14 @@ def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec |
     forms = [spec for spec in (row, column) if spec is not None]
     if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
         forms = forms[:1]
-    seconds = 0.0
-    for spec in forms:
-        seconds += move_seconds(gpu, 2 * count, COPY) if needs_amax(spec) else 0.0
-        written = stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec)
-        seconds += move_seconds(gpu, (2 + written) * count, share)
-    return seconds
+    written = [
+        stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
+    ]
+    amaxes = sum(map(needs_amax, forms))
+    if codes and len(forms) == 2 and read_together(*forms):
+        amaxes, written = min(amaxes, 1), [sum(written)]
+    passes = sum(move_seconds(gpu, (2 + each) * count, share) for each in written)
+    return amaxes * move_seconds(gpu, 2 * count, COPY) + passes
 
 
 def decoded_width(spec: QuantSpec) -> int:

@@ -13,7 +13,7 @@ For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,31 @@ Saved = tuple[Quantized | Tensor | None, ...]
 """Tensors of x that backward needs, for each part of its channels: q(xᵀ), x in high precision, or None."""
 SAVED = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
-NO_CODES = (None,) * (SAVED - 1)
+_NO_CODES = (None,) * (SAVED - 1)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
+Heads = list[tuple[Any, ...] | None]
+"""The rest of each quantised x, without its tensors; None: x is a tensor, or is not saved."""
+
+
+def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
+    """(`SAVED` tensors for each x, what is none): autograd saves tensors alone."""
+    tensors: list[Tensor | None] = []
+    heads: Heads = []
+    for x in saved:
+        tensors += x[2:] if isinstance(x, Quantized) else (x, *_NO_CODES)
+        heads.append(x[:2] if isinstance(x, Quantized) else None)
+    return tensors, heads
+
+
+def put_together(tensors: Sequence[Any], heads: Heads) -> Saved:
+    """The argument of `taken_apart`."""
+    saved: list[Any] = []
+    for number, head in enumerate(heads):  # no generator, whose every step is one more call of Python's
+        x = tensors[SAVED * number : SAVED * (number + 1)]
+        saved.append(x[0] if head is None else Quantized(*head, *x))
+    return tuple(saved)
 
 
 def torch_autocasts(device: str) -> bool:
@@ -174,12 +195,8 @@ class GemmsFunction(torch.autograd.Function):
         call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
         y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call)
-        tensors: list[Tensor | None] = [None if call.gradients.x is None else w_NK]
-        ctx.quantised = []
-        for x in saved:
-            tensors += x[2:] if isinstance(x, Quantized) else (x, *NO_CODES)
-            ctx.quantised.append(x[:2] if isinstance(x, Quantized) else None)
-        ctx.save_for_backward(*tensors)
+        tensors, ctx.heads = taken_apart(saved)
+        ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
         return y_MN
 
@@ -188,11 +205,8 @@ class GemmsFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
-        saved = []
-        for number, head in enumerate(ctx.quantised):
-            x = tensors[SAVED * number : SAVED * (number + 1)]
-            saved.append(x[0] if head is None else Quantized(*head, *x))
+        saved = put_together(tensors, ctx.heads)
         if not torch_autocasts(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
         with without_torchs_autocast(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
