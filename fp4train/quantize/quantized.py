@@ -35,7 +35,7 @@ class Quantized(NamedTuple):
         for rows, [1, 1] for the tensor.
     amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales, or [R, ceil(C/128)]
         for those of outer blocks; None if all scales are per block.
-    factor: S_dec, where it was computed for all products of the operand; None: it follows from the amax.
+    factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
     """
 
     spec: QuantSpec

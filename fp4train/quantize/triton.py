@@ -28,7 +28,6 @@ from fp4train.quantize import triton_launch
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.quantizer import Quantizer, check_input, own_memory
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.scaling import element_range, global_scales
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
 
@@ -170,8 +169,8 @@ class TritonQuantizer(Quantizer):
         if why_not_tensor(x_RC) is not None:
             return super().codes(x_RC, key, amax)
         with _on(x_RC):
-            codes, scales, amax, _ = self._quantize(x_RC, key, amax, values=False)
-        factor = None if self._whole or amax is None else global_scales(amax, self.spec)[1]
+            codes, scales, amax, factor = self._quantize(x_RC, key, amax, values=False)
+        factor = None if self._whole else factor
         return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, factor)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
@@ -244,21 +243,23 @@ class TritonQuantizer(Quantizer):
             stored = (row.view(plan.words[0]), row_scales, turned.view(plan.words[1]), turned_scales)
             plan.launch(x_MK, row_scales if amaxes is None else amaxes, *stored, words=words)
         rows, columns = x_MK.shape
-        first, second = _with_factors(amaxes, plan.needs, self.spec, column.spec)
+        first, second = (
+            (amaxes[i], amaxes[2 + i]) if amaxes is not None and plan.needs[i] else (None,) for i in (0, 1)
+        )
         return (
             Quantized(self.spec, (rows, columns), row, row_scales, *first),
             Quantized(column.spec, (columns, rows), turned, turned_scales, *second),
         )
 
     def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:
-        """The amaxes of both forms, float32 [2], or the one of x, 0-d."""
-        given = [amax.to(torch.float32).reshape(()) for amax in given]
-        if plan.amax is None:
-            return given[0] if given else self._amax(x_MK, False)
+        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32 [4]."""
+        out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
         if given:
-            return torch.stack((given[0], given[-1]))
-        out = torch.zeros(2, dtype=torch.float32, device=x_MK.device)
-        plan.amax(x_MK, out.view(torch.int32))
+            out[:2] = torch.stack([amax.reshape(()) for amax in (given[0], given[-1])])
+        elif plan.amax is not None:
+            plan.amax(x_MK, out.view(torch.int32))
+        else:
+            out[:2] = self._amax(x_MK, False)
         return out
 
     def _amax(self, x_RC: Tensor, per_row: bool) -> Tensor:
@@ -304,26 +305,6 @@ class TritonQuantizer(Quantizer):
                 self._plans.clear()
             found = self._plans[kind] = plan(self.spec, *arguments)
         return found
-
-
-def _with_factors(
-    amaxes: Tensor | None, needs: tuple[bool, bool], *specs: QuantSpec
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    """(Amax, S_dec) of both forms, float32 0-d; None where one has none. S_dec of both in the same operators, since
-    each is a launch on a GPU.
-
-    Args:
-        amaxes: of both, float32 [2], or one for both, 0-d.
-    """
-    if amaxes is None:
-        return [(None, None)] * 2
-    scales = [(spec.global_bound, element_range(spec)) for spec, needed in zip(specs, needs, strict=True) if needed]
-    factors = global_scales(amaxes, specs[not needs[0]])[1].view(-1) if len(set(scales)) == 1 else None
-    each = amaxes.view(-1)
-    return [
-        (each[i], global_scales(each[i], spec)[1] if factors is None else factors[i]) if needed else (None, None)
-        for i, spec, needed in zip((0, -1), specs, needs, strict=True)
-    ]
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ BUDGET = {
     "one scale for fused weights": (160, 1),
     "CUDA graphs per block": (362, 2),
     "kernels that a plan names": (22, 1),
-    "one decoding factor for all products of an operand": (15, 0),
+    "decoding factors from kernels": (3, 0),
     "Transformer Engine over microbatches and shards": (80, 0),
     "one quantised input for layers on Transformer Engine": (72, 0),
     "Liger's kernels": (140, 1),
