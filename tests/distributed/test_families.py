@@ -28,7 +28,8 @@ HYENA = (
     *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
-CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0")}
+CUT_MOE = (*MOE, "model.dense=1", "model.kv_heads=2", "model.experts.shared=1", "policy=all", "schedule.warmup=0")
+CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0"), "moe": CUT_MOE}
 LONG = pytest.mark.long
 
 

@@ -205,9 +205,12 @@ class ClusterCost:
 
         Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones; backward gathers their
         dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
-        the sums are all-reduced and nothing else is sent.
+        the sums are all-reduced and nothing else is sent. Of routed experts the input of the router, dy, and both sums
+        are sent, once for all layers; their operands are not quantised before.
         """
         mesh, group = self.mesh, self._groups["tensor"]
+        routed = any(p.layer.experts for p in plans)
+        plans = [p for p in plans if not p.layer.experts]
         rows = [p for p in plans if p.layer.name in self.workload.row_wise]
         columns = [p for p in plans if p.layer.name not in self.workload.row_wise]
         if mesh.tensor == 1 or not rows:
@@ -220,11 +223,13 @@ class ClusterCost:
             dy = [self._forms(whole, p.dgrad.operands.first, p.wgrad.operands.first) for p in rows]
             again = [self._form(whole, p.wgrad.operands.second) for p in split]
             sizes = ([*gathered, *[sums] * len(rows)], [*dy, *again, *[sums] * len(split)])
+            more = [whole, 2 * whole] * routed
         else:
             sizes = ([sums] * 2 * len(rows), [sums] * 2 * len(split))
+            more = [2 * whole] * 2 * routed
         operands = ([p.fprop.operands.first for p in plans], [p.dgrad.operands.first for p in plans])
         for seconds, sent, quantised in zip((forward, backward), sizes, operands, strict=True):
-            alone = seconds.collectives[TENSOR] = sum(map(group.gather, sent), Traffic())
+            alone = seconds.collectives[TENSOR] = sum(map(group.gather, [*sent, *more]), Traffic())
             seconds[TENSOR] = max(0.0, alone.seconds - seconds[GEMM]) if mesh.hides_tensor else alone.seconds
             # The scale of an operand may need the amax of the whole tensor, over all ranks that share it.
             amaxes = sum(spec is not None and needs_amax(spec) for spec in quantised)
@@ -334,11 +339,15 @@ class ClusterCost:
         share = FUSED if load.compiled else 1.0
         each = [
             share * OPERATION * kind.cost.operations
-            + sum(max(1, p.layer.experts) * max(HOST[g.backend] for q in p.parts for g in q.gemms) for p in kind.plans)
+            + sum(self._queued(p) * max(HOST[g.backend] for q in p.parts for g in q.gemms) for p in kind.plans)
             for kind in load.kinds
         ]
         stages = (sum(number * each[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
         return passes * max(stages, default=0.0)
+
+    def _queued(self, plan: LayerPlan) -> int:
+        """How many layers a layer is to the host."""
+        return max(1, math.ceil(plan.layer.experts / self.mesh.tensor))
 
     def _head(self) -> tuple[float, float]:
         """Seconds of the layers outside the blocks, and of the loss, one microbatch."""

@@ -175,7 +175,7 @@ def layer_costs(
         return [row for rows in parts for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    rows = tokens * layer.per_token
+    rows = layer.rows(tokens)
     counts = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
     for tensor, forms in FORMS.items():
         times = weight_passes if tensor == "w" else microbatches

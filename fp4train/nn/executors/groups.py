@@ -41,7 +41,7 @@ class GroupGemms(Executor):
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
         kind = Gemms if plan.quantised and device != "meta" else TorchLayer
-        self.member: Gemms | TorchLayer = kind(plan, device, shard, sums=sums)
+        self.member: Gemms | TorchLayer = kind(plan, device, sums=sums)  # a rank has each of its weights whole
         self.states = self.member.states
 
     @staticmethod
