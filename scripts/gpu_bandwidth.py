@@ -39,6 +39,12 @@ def timings(x: Tensor) -> list[Timing]:
     nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)
     mxfp8, tensor8 = (kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3"))
     saved4, saved8 = nvfp4.codes(x, None, amax), mxfp8.codes(x)
+
+    random = stochastic, had_stochastic
+
+    def both(row: kernels.TritonQuantizer, column: kernels.TritonQuantizer, given: Tensor | None) -> object:
+        return row.with_columns(column, x, key, given, key, given, True, True)
+
     return [
         Timing("amax", lambda: nvfp4.amax(x), plain),
         Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
@@ -61,6 +67,10 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("mxfp8 values", lambda: mxfp8.values(x), 2 * plain),
         Timing("mxfp8 codes, columns", lambda: mxfp8.codes(x.T), plain + codes8),
         Timing("mxfp8 decode", lambda: mxfp8.decode(saved8), plain + codes8),
+        Timing("nvfp4 codes of both forms", lambda: both(nvfp4, had, amax), plain + 2 * codes4),
+        Timing("nvfp4 stochastic codes of both forms", lambda: both(*random, amax), plain + 2 * codes4),
+        Timing("nvfp4 codes of both forms, and amaxes", lambda: both(nvfp4, had, None), 2 * plain + 2 * codes4),
+        Timing("mxfp8 codes of both forms", lambda: both(mxfp8, mxfp8, None), plain + 2 * codes8),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
     ]

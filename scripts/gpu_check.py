@@ -47,11 +47,11 @@ EVERY = 30.0
 PARTS = {
     "first": "a minute: kernels, liger's too, each `scaled_mm`, steps, capture, compile, deterministic, recompute",
     "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
-    "te": "Transformer Engine's kernels and its reference modules against the emulation",
-    "native": "`fp4train doctor`, and `scaled_mm` against the emulation",
+    "te": "Transformer Engine's kernels, of experts too, and its reference modules against the emulation",
+    "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against the emulation",
     "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
     "state": "resumed and recomputed runs against straight ones to the bit; the time of a checkpoint",
-    "steps": "times of quantisers, linear layers and training steps; recorded steps against eager ones",
+    "steps": "times of quantisers, linear layers and training steps; recorded steps and blocks against eager ones",
     "runs": "short runs, compared",
     "hours": "writes the commands of training comparisons that need hours, and starts none",
     "sanitize": "the kernels under compute-sanitizer, only where it is asked for",
@@ -104,11 +104,17 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
             yield Step(name="te install", asks=asks, words=words, dry=None)
         asks = "y, dx and dw of 18 recipes on Transformer Engine's kernels, its reference modules, and their times"
         yield Step(name="te", asks=asks, words=("te_selfcheck.py", *results("te.json")))
+        asks = "y, dx and dw of eight experts on Transformer Engine's GroupedLinear in 6 recipes, and their times"
+        words = ("gpu_experts.py", "--backend", "te", *results("experts-te.json"))
+        yield Step(name="te experts", asks=asks, words=words)
     elif part == "native":
         asks = "what each recipe runs on here, and its codes and products beside the reference's"
         yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=None)
         asks = "y, dx and dw of 13 recipes through torch's scaled products, and their times"
         yield Step(name="native", asks=asks, words=("gpu_native.py", *results("native.json")))
+        asks = "y, dx and dw of eight experts, where one call of scaled_grouped_mm multiplies all, and their times"
+        words = ("gpu_experts.py", "--backend", "native", *results("experts.json"))
+        yield Step(name="native experts", asks=asks, words=words)
     elif part == "profile":
         yield Step(name="profile", asks=PARTS["profile"], words=("gpu_profile.py", *results("profile.json")))
     elif part == "state":
@@ -122,7 +128,7 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         for each in ("quantize", "scaling", "linear", "step"):
             words = ("benchmark.py", each, "--processes", "1", *results(each))
             yield Step(name=f"steps {each}", asks=f"the rows of benchmarks/ for `{each}`", words=words)
-        asks = "losses of recorded steps equal to those of eager ones, and the time of both, in 5 recipes"
+        asks = "losses of recorded steps and of recorded blocks equal to those of eager ones, and the time of all"
         yield Step(name="steps graph", asks=asks, words=("gpu_graph.py", *results("graph.json")))
     elif part == "runs":
         yield from run_steps(out)

@@ -3,7 +3,8 @@
     python scripts/gpu_first.py --out NAME-first.json [--dry-run]
 
 A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
-training steps per recipe; a run whose steps are recorded, one compiled, one deterministic, one with recomputation. Each
+training steps per recipe; a run whose steps are recorded, one whose blocks are, recomputed, one compiled, one
+deterministic, one with recomputation. Each
 is a process of its own, all at once, since a crash of one must not end the others, and one that hangs is ended. Rows
 are written as they come. Exit code 0: all are well; 1: one is not; 3: there is no GPU.
 """
@@ -34,6 +35,7 @@ SHORT = (
 )
 MODES = {
     "capture": ("recipe=bf16", "train.cuda_graph=true", "train.steps=5"),
+    "capture blocks": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "model.recompute=true"),
     "compile": ("recipe=bf16", "train.compile=true"),
     "deterministic": ("recipe=nvfp4", "train.deterministic=true"),
     "recompute": ("recipe=nvfp4", "model.recompute=true"),
@@ -123,9 +125,10 @@ def steps(words: tuple[str, ...], dry: bool) -> str:
     """A short run; `words` come after SHORT."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         options = list(words)
-        if dry and "train.cuda_graph=true" in words:
-            stack.enter_context(gpu_stand_ins.graphs())
-            options.remove("train.cuda_graph=true")
+        for recorded in (True, "block") if dry else ():
+            if (option := f"train.cuda_graph={str(recorded).lower()}") in words:
+                stack.enter_context(gpu_stand_ins.graphs(recorded=recorded))
+                options.remove(option)
         if dry and "train.compile=true" in words:
             stack.enter_context(gpu_stand_ins.compiler())
         lines = gpu_runs.train(Path(folder) / "run", [*SHORT, *options], dry=dry)

@@ -36,7 +36,7 @@ import gpu_stand_ins
 import torch
 from torch import Tensor
 
-from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, reference
+from fp4train.quantize import Delayed, Hadamard, Quantized, QuantSpec, RandomKey, reference
 from fp4train.quantize import triton as kernels
 
 KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
@@ -86,16 +86,28 @@ SPECS: dict[str, QuantSpec] = {
     "fp8 128x128": fp8("e4m3", (128, 128)),
 }
 
+PAIRS = (
+    ("nvfp4", "nvfp4 hadamard"),
+    ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", "mxfp8 e4m3"),
+    ("mxfp8 e4m3", "nvfp4 hadamard stochastic"),
+    ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
+    ("mxfp4 even", "mxfp4 hadamard 32"),
+)
+"""Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor under one spec."""
+    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`."""
 
     name: str
     x: Tensor
     spec: QuantSpec
     key: RandomKey | None
     amax: Tensor | None
+    column: QuantSpec | None = None
 
 
 def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
@@ -141,6 +153,13 @@ def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch
                 amax = torch.tensor(3.0) if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0) else None
                 label = f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
                 yield Case(label, x, spec, key, amax)
+    for row, column in PAIRS:
+        for rows, cols in shapes:
+            kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+            count += 1
+            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(dtype)
+            label = f"{row}, and {column} of x.T | {rows}x{cols} {kind} {str(dtype).removeprefix('torch.')}"
+            yield Case(label, x, SPECS[row], KEY, None, SPECS[column])
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -171,6 +190,8 @@ def check(case: Case, device: str) -> dict[str, str]:
     x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
+    if case.column is not None:
+        return check_both(case, x, case.column)
     quantizer = kernels.TritonQuantizer(case.spec)
     quantized, decoded = quantizer.codes(x, case.key, amax), quantizer.values(x, case.key, amax)
     wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
@@ -184,6 +205,22 @@ def check(case: Case, device: str) -> dict[str, str]:
     }
     pairs["decoded"] = (quantizer.decode(quantized).values, wanted_decoded.values)
     found = {what: difference(*pair) for what, pair in pairs.items()}
+    return {what: text for what, text in found.items() if text is not None}
+
+
+def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
+    """Differences between the codes of both forms that one kernel makes, and those of the reference."""
+    pair = kernels.pair(kernels.TritonQuantizer(case.spec), kernels.TritonQuantizer(column), codes=True)
+    turned = replace(KEY, operand=4, row_offset=16, col_offset=8)
+    made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, None, turned, None, True, True)
+    if made is None:
+        return {"why_not": "no kernel for both forms"}
+    wanted = reference.quantize(case.x, case.spec, key=KEY), reference.quantize(case.x.T, column, key=turned)
+    found: dict[str, str | None] = {}
+    for form, ours, theirs in zip(("rows", "columns"), made, wanted, strict=True):
+        assert isinstance(ours, Quantized)
+        for what in ("codes", "scales", "amax"):
+            found[f"{what} of {form}"] = difference(getattr(ours, what), getattr(theirs, what))
     return {what: text for what, text in found.items() if text is not None}
 
 

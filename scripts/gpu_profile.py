@@ -2,7 +2,8 @@
 
     python scripts/gpu_profile.py --out NAME-profile.json [--dry-run]
 
-For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in eight microbatches:
+For BF16, FP8 and NVFP4, each eager, compiled, recorded, and with recorded blocks, with 16,384 tokens in one and in
+eight microbatches:
 
     step ms           median of steps that are waited for
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host
@@ -38,7 +39,12 @@ from fp4train.run.step_graph import WARM_UP
 from fp4train.train import enter_stretch, train_step
 
 RECIPES = ("bf16", "fp8_current", "nvfp4")
-MODES = {"eager": (), "compiled": ("train.compile=true",), "recorded": ("train.cuda_graph=true",)}
+MODES = {
+    "eager": (),
+    "compiled": ("train.compile=true",),
+    "recorded": ("train.cuda_graph=true",),
+    "blocks recorded": ("train.cuda_graph=block",),
+}
 MICROBATCHES = (1, 8)
 MODEL = ("model=llama_1b", "train.batch_size=8", "train.seq_len=2048", "phases=none", "policy=all", "eval.every=0")
 TINY = (

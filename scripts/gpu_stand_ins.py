@@ -47,8 +47,23 @@ def scaled_products() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
-    """CUDA graphs of training steps; gives what recorded them. Not `recorded`: the same steps without."""
+def grouped_products() -> Iterator[list[Any]]:
+    """torch's scaled products of several experts in one call, and of one; gives the calls of the first."""
+    helpers()
+    from recorded_products import GroupRecorder
+
+    from fp4train.backends import grouped
+
+    announce("scaled_grouped_mm is checked as torch checks it for CUDA, recorded, and computed in float64")
+    recorder = GroupRecorder()
+    with scaled_products(), patch.object(grouped.F, "scaled_grouped_mm", recorder):
+        yield recorder.calls
+
+
+@contextmanager
+def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
+    """CUDA graphs of training steps, or of blocks (recorded="block"); gives what recorded them. Not `recorded`: the
+    same steps without."""
     helpers()
     import torch
     from recorder_on_cpu import RecorderOnCpu
@@ -56,10 +71,11 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
     from fp4train.quantize import cpu
     from fp4train.quantize.quantizer import quantizer
     from fp4train.run import build
+    from fp4train.run.block_graph import RecordedBlocks
     from fp4train.run.step_graph import RecordedSteps
 
     if recorded:
-        announce("a recorder of torch's operators on the CPU repeats a step in the place of a CUDA graph")
+        announce("a recorder of torch's operators on the CPU repeats them in the place of a CUDA graph")
     made: list[Any] = []
     assemble = build.assemble
 
@@ -70,7 +86,7 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
     def assembled(*args: Any, **options: Any) -> Any:
         run = assemble(*args, **options)
         if recorded:
-            run.runner = RecordedSteps(run, recorder)
+            run.runner = (RecordedBlocks if recorded == "block" else RecordedSteps)(run, recorder)
         return run
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.

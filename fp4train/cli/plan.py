@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,10 +27,6 @@ from fp4train.config.overrides import Option, read_options, truth
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs.estimate import estimate
-from fp4train.lab.costs.screen import cluster_json, render_candidates, render_cluster
-from fp4train.lab.costs.search import MeshPlan, distinct
-from fp4train.lab.costs.step import render_step, step_costs
 from fp4train.models.common.scan import scans_by
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
@@ -40,11 +37,15 @@ from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.device import choose_device
+from fp4train.run.fuse import kernels_of
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
 from fp4train.text import columns, tabulate
+
+if TYPE_CHECKING:
+    from fp4train.lab.costs.search import MeshPlan
 
 _log = logging.getLogger("fp4train")
 
@@ -160,12 +161,15 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
+        from fp4train.lab.costs.search import MeshPlan  # with gpu= alone: a plan of this machine begins without it
+
         mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
         return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
     device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
     check_oscillation(config, plan)
+    kernels = "" if gpu is not None else kernels_of(config.train, device.type)[1]
     for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
         _log.warning("%s", warning)
     if as_data:
@@ -177,9 +181,15 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
-    for line in scans_by(model, device.type, deterministic=config.train.deterministic) if gpu is None else ():
-        print(line)
+    if gpu is None:
+        print(kernels)
+        for line in scans_by(model, device.type, deterministic=config.train.deterministic):
+            print(line)
     if gpu is not None:
+        from fp4train.lab.costs.estimate import estimate
+        from fp4train.lab.costs.search import MeshPlan
+        from fp4train.lab.costs.step import render_step, step_costs
+
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
         print("", render_step(step_costs(one, plan)), sep="\n")
@@ -207,8 +217,10 @@ def _rows(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
+def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
+    from fp4train.lab.costs.screen import cluster_json, render_cluster
+
     plan, costs = mesh_plan.costs()
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
@@ -221,8 +233,11 @@ def _on_mesh(mesh_plan: MeshPlan, *, full: bool, as_data: bool) -> int:
     return 0
 
 
-def _search(mesh_plan: MeshPlan, command: list[str], as_data: bool) -> int:
+def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
+    from fp4train.lab.costs.screen import cluster_json, render_candidates
+    from fp4train.lab.costs.search import distinct
+
     found, batch = mesh_plan.search()
     fitting = distinct([each for each in found if each.cost.fits], 6)
     others = distinct([each for each in found if not each.cost.fits], 3 if fitting else 6)

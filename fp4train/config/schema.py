@@ -7,7 +7,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,9 +75,11 @@ class TrainSettings:
             standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
         deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/device.py`); CPUs
             always do. Attention may be slower.
-        cuda_graph: record a step of each stretch of the plan as a CUDA graph and replay it (`run/step_graph.py`). Small
-            models no longer wait for the host. Refused where a step depends on the host: on a CPU, on several ranks,
-            with train.compile, recomputation, FP16's loss scale, or TE's delayed scaling.
+        cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
+            (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:
+            on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling. "block" records
+            the passes of each block by itself (`run/block_graph.py`), on several ranks, too, and with train.compile;
+            not over tensor-parallel ranks, and not with delayed scaling.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`). Losses differ in the
             last digits. With train.compile the compiler has the blocks, and liger's what lies outside of them.
@@ -96,7 +98,7 @@ class TrainSettings:
     compile: bool = False
     step_timeout: float = 0.0
     deterministic: bool = False
-    cuda_graph: bool = False
+    cuda_graph: bool | Literal["block"] = False
     kernels: str = "auto"
     document_mask: bool = False
     on_divergence: str = "warn"
@@ -118,6 +120,13 @@ class TrainSettings:
             raise ValueError(f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63")
         if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
             raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
+
+    @property
+    def whole_weights(self) -> str | None:
+        """The option for which blocks take float32 weights, whatever `parallel.gather` says; None: none does."""
+        if self.cuda_graph == "block":
+            return "train.cuda_graph=block"
+        return "train.compile" if self.compile else None
 
     def rows(self, ranks: int) -> int:
         """Sequences of a forward pass of each of so many data ranks."""

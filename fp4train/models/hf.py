@@ -1,20 +1,17 @@
 """Families of models that also exist as Hugging Face's `transformers` classes: names of parameters, configurations.
 
-A family declares it in its `hf.py`, a module with what `HuggingFaceFamily` lists, and is named in `FAMILIES` here. A
+A family declares it in its `hf.py`, a module with what `HuggingFaceFamily` lists, and is named in `families` here. A
 class of a user's own has such a module, or an object like it, as its attribute `hugging_face`, and its plugin names
 that in `FAMILIES` too, so that folders are read (`config.plugins.families`). Nothing in it needs the
 package transformers: a `config.json` is a table of plain values.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Protocol
 
 from fp4train.models import Architecture
 from fp4train.models.common.hf import Stored
-from fp4train.models.hybrid import hf as hybrid
-from fp4train.models.hyena import hf as hyena
-from fp4train.models.llama import hf as llama
-from fp4train.models.moe import hf as moe
 
 
 class HuggingFaceFamily(Protocol):
@@ -66,19 +63,27 @@ class HuggingFaceFamily(Protocol):
         """Tensors that a folder may store although they are tied → the name of the weight that each must equal."""
 
 
-FAMILIES: tuple[HuggingFaceFamily, ...] = (llama, hybrid, hyena, moe)
+@cache
+def families() -> tuple[HuggingFaceFamily, ...]:
+    """The families of the package. Most runs have no folder of Hugging Face and import none of them."""
+    from fp4train.models.hybrid import hf as hybrid
+    from fp4train.models.hyena import hf as hyena
+    from fp4train.models.llama import hf as llama
+    from fp4train.models.moe import hf as moe
+
+    return llama, hybrid, hyena, moe
 
 
 def family_of(shape: Architecture) -> HuggingFaceFamily:
-    """The family of a `model=…`: what its class names as `hugging_face`, or one of `FAMILIES`.
+    """The family of a `model=…`: what its class names as `hugging_face`, or one of `families()`.
 
     Raises:
         ValueError: it has no form in `transformers`.
     """
     own: HuggingFaceFamily | None = getattr(shape, "hugging_face", None)
-    found = own or next((family for family in FAMILIES if type(shape) is family.ARCHITECTURE), None)
+    found = own or next((family for family in families() if type(shape) is family.ARCHITECTURE), None)
     if found is None:
-        known = ", ".join(family.ARCHITECTURE.__name__ for family in FAMILIES)
+        known = ", ".join(family.ARCHITECTURE.__name__ for family in families())
         raise ValueError(f"{type(shape).__name__} has no form in transformers; these have one: {known}")
     return found
 
@@ -87,15 +92,15 @@ def family_for(config: Mapping[str, Any], own: Iterable[HuggingFaceFamily] = ())
     """The family that reads a `config.json`.
 
     Args:
-        own: the user's, beside `FAMILIES`.
+        own: the user's, beside `families()`.
 
     Raises:
         ValueError: its `model_type` is missing or of no family.
     """
     kind = config.get("model_type")
-    families = (*FAMILIES, *own)
-    found = next((family for family in families if kind in family.MODEL_TYPES), None)
+    known = (*families(), *own)
+    found = next((family for family in known if kind in family.MODEL_TYPES), None)
     if found is None:
-        known = ", ".join(name for family in families for name in family.MODEL_TYPES)
-        raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
+        names = ", ".join(name for family in known for name in family.MODEL_TYPES)
+        raise ValueError(f"model_type={kind!r} is not supported; supported are {names}")
     return found

@@ -189,9 +189,10 @@ class Experts(PlannedLayer):
         """The coming calls of `executor`, one for each expert; inside a recomputed region, those of the first pass."""
         context = now.context
         assert context is not None
-        return once(self, lambda: self._new_calls(context, executor, counts, training=torch.is_grad_enabled()))
+        return once(self, lambda: self.new_calls(executor, counts, context, training=torch.is_grad_enabled()))
 
-    def _new_calls(self, context: Context, executor: Executor, counts: Sequence[int], *, training: bool) -> list[Call]:
+    def new_calls(self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool) -> list[Call]:
+        """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         whole = self.new_call(context, executor, 0, training=training)
         scaling, position = self.states.get(DelayedScaling.name), (whole.seed, whole.step)
         calls, parameter, members = [], self.weight, self.members

@@ -138,21 +138,21 @@ class PreparedWeights:
         """Copies and pickles start empty: the forms belong to the original tensor."""
         return PreparedWeights, (self._keep,)
 
-    def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
-        """The weight in the given form, cached within a step."""
-        rounded = group = None
+    def form(
+        self, w_NK: Tensor, form: WeightForm, call: Call, group: Tensor | None = None, rounded: bool = False
+    ) -> Prepared:
+        """The weight in the given form, cached within a step.
+
+        Args:
+            group: the amax that fused weights share; None: it is measured here where `form.fused` names them.
+            rounded: whether w is what `form.spec.requantises` gave.
+        """
         if isinstance(w_NK, Gathered):
-            sent = w_NK.source.form(form, call)
-            if sent is not None:
-                return sent
-            if form.spec is not None and form.spec.requantises is not None and form.operand == DGRAD_W:
-                rounded = w_NK.source.rounded(form.spec.requantises, call)
-            group = w_NK.source.fused_amax(call) if form.fused else None
-            w_NK = values_of(w_NK, w_NK.dtype) if rounded is None else rounded
+            return self._of_gathered(w_NK, form, call)
         own = w_NK if call.parameter is None else call.parameter
         if (call.seed, call.step) != self._position:
             self._begin(call)
-        fused = call.fused.of(form.fused, call.member) if form.fused and group is None and rounded is None else ()
+        fused = call.fused.of(form.fused, call.member) if form.fused and group is None and not rounded else ()
         version = tuple(map(_version, fused or (own,)))
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
@@ -173,10 +173,20 @@ class PreparedWeights:
                 prepared = found
                 break
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded is not None)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded)
             if self._keep:
                 self._forms.append((form.key, prepared))
         return form.finish(prepared) if form.transposed else prepared
+
+    def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: Call) -> Prepared:
+        """A form of a gathered weight: from the codes that came, or as `form` makes it of the values that came."""
+        source, before = w_NK.source, None if form.spec is None else form.spec.requantises
+        if (sent := source.form(form, call)) is not None:
+            return sent
+        rounded = source.rounded(before, call) if before is not None and form.operand == DGRAD_W else None
+        group = source.fused_amax(call) if form.fused else None
+        values = source.values(w_NK.dtype) if rounded is None else rounded
+        return self.form(values, form, call, group, rounded is not None)
 
     def _begin(self, call: Call) -> None:
         """Forget what belongs to another step than that of `call`."""
@@ -186,15 +196,9 @@ class PreparedWeights:
         self._amax, self._entered = None, False
 
     def _prepare(
-        self,
-        w_NK: Tensor,
-        form: WeightForm,
-        call: Call,
-        amax: Tensor | None,
-        group: Tensor | None = None,
-        rounded: bool = False,
+        self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, group: Tensor | None, rounded: bool
     ) -> Prepared:
-        """`group`: the amax that fused weights share; `rounded`: w is what `form.spec.requantises` gave."""
+        """The weight in the given form; `group` and `rounded` as for `form`."""
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         for made, found in self._forms:

@@ -21,7 +21,7 @@ from fp4train.nn.ranks import Ranks
 from fp4train.shards import RowOrder
 
 _COUNTED = {None: "rows", "out": "out_features", "in": "in_features", "experts": "experts"}
-"""What a cut divides."""
+"""Units that a cut divides, by the features along which it runs."""
 
 
 def cut_tensors(

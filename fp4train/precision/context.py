@@ -223,7 +223,8 @@ def autocast(
             the first tokens and are not counted. 0 in each call repeats the bits; ranks with data of their own need
             offsets of their own.
         counters: `step` on the device, for a pass that is recorded as a CUDA graph and replayed with other steps
-            (`quantize.random.write_step_counters`).
+            (`quantize.random.write_step_counters`). Regions that are recomputed must draw nothing from torch's
+            generator then (dropout), whose state no graph can read.
 
     Raises:
         TypeError: `recipe` is not a Recipe object, or `policy` is not a LayerPolicy object.
@@ -283,9 +284,15 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
 
 
 def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """`recompute` outside torch.compile."""
+    """`recompute` outside torch.compile.
+
+    With `counters` the state of torch's generator, which the host would read, is left alone: see `autocast`.
+    """
     from torch.utils.checkpoint import checkpoint
 
-    result = checkpoint(function, *args, use_reentrant=False, context_fn=recompute_contexts)
+    context = current()
+    kept = context is None or context.counters is None
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": recompute_contexts, "preserve_rng_state": kept}
+    result = checkpoint(function, *args, **options)
     assert isinstance(result, torch.Tensor)
     return result

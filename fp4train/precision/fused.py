@@ -11,7 +11,7 @@ A model says which layers form a group (`fp4train_fused`); the policy must keep 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp4train.backends import LAYER_BACKENDS
@@ -37,14 +37,14 @@ def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
     return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share a scale"
 
 
-def input_note(layer: Layer, recipe: Recipe, gemm: str, backend: str, device: Device) -> str:
+def input_note(readers: Sequence[str], recipe: Recipe, gemm: str, backend: str, device: Device) -> str:
     """Note on a GEMM whose x a backend quantises once for all layers that read it, behind its reason in a plan; "": it
     does not, or no other layer reads x. (Backends of single GEMMs share every x whose bits do not depend on the layer.)
     """
     together = LAYER_BACKENDS.get(backend)
-    if together is None or gemm == "dgrad" or len(layer.fused) < 2 or not together.shares_input(recipe.table(), device):
+    if together is None or gemm == "dgrad" or len(readers) < 2 or not together.shares_input(recipe.table(), device):
         return ""
-    return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share one quantised x"
+    return f"; {', '.join(name.rpartition('.')[2] for name in readers)} share one quantised x"
 
 
 def shared_spec(plan: LayerPlan) -> QuantSpec | None:

@@ -63,10 +63,10 @@ class WireForm(NamedTuple):
         return sum(values if spec is None else packed_bytes(spec, rows, columns) for spec, _ in sent)
 
 
-def effective(gather: str, *, compiled: bool, blocks: bool = True) -> str:
-    """One of `GATHERS`, the effective one where `gather` is configured: graphs of torch.compile take float32 weights,
-    and so does a model without blocks, which is gathered once and stays whole."""
-    return gather if blocks and not compiled else "fp32"
+def effective(gather: str, *, whole: bool, blocks: bool = True) -> str:
+    """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile and of CUDA, take
+    float32 weights (`whole`), and so does a model without blocks, which is gathered once and stays whole."""
+    return gather if blocks and not whole else "fp32"
 
 
 def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:

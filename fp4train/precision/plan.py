@@ -1,8 +1,8 @@
 """The plan: recipe × policy × phases × backends resolved for a real model, once, before anything is trained.
 
-Only `resolve` decides what a layer runs: the two operands of each GEMM, the backend, and the reason. A plan holds its
-results for every stretch of a run as data. The trainer applies them to the model at the start of each stretch; tables
-and cost estimates read them. In other training loops `autocast` calls the same function.
+Only `resolve` decides what a layer runs: operands, backend and reason of each GEMM. A plan holds its results for every
+stretch of a run as data. The trainer applies them to the model at the start of each stretch; tables and cost estimates
+read them. In other training loops `autocast` calls the same function.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LayerPlan:
         layer: its place in the model.
         recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
-        outliers: what its outlier channels run, as a layer of so many in features; the GEMMs above are then those of
-            the other channels. None: all channels are multiplied together.
+        outliers: what its outlier channels run, as a layer of so many in features, apart from the GEMMs above.
+        readers: the layers that quantise the same x alike, this one included, as the model says (`fp4train_fused`).
     """
 
     layer: Layer
@@ -69,6 +69,7 @@ class LayerPlan:
     dgrad: Gemm
     wgrad: Gemm
     outliers: LayerPlan | None = None
+    readers: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def why_split(self) -> str | None:
@@ -151,24 +152,23 @@ def resolve(
         reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, the named backend cannot run the recipe, or the recipe has
-            outlier channels, and the layer is a shard or has experts.
+        ValueError: a pattern of the policy matches no layer, or the named backend or a layer cannot run the recipe.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
     own.check_splits(layer)
+    alike = layer.fused if policy is None else policy.readers(layer, recipe)
     divided = misaligned(layer, own.table())
     own = own.with_high_precision(*divided) if divided else own
     table = own.table()
-    unconverted = layer.unconverted
-    if unconverted is not None:
+    if (unconverted := layer.unconverted) is not None:
         own = own.with_high_precision(*GEMMS)
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
         cut, fused = layer.cut in ("in", "out"), shares_scale(layer, own)
         choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
-    gemms = {}
+    gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
         kept = policy.why(layer, name) if policy is not None and recipe.quantised else None
@@ -176,11 +176,11 @@ def resolve(
             why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        why += fused_note(layer, own, name) + input_note(layer, own, name, chosen, device)
+        why += fused_note(layer, own, name) + input_note(alike, own, name, chosen, device)
         why += sums_note(operands, name, chosen, device)
         marks = {"divided": name in divided, "grouped": grouped}
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
-    return LayerPlan(layer=layer, recipe=own, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
+    return LayerPlan(layer=layer, recipe=own, readers=alike, **gemms)
 
 
 def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = ()) -> LayerPlan:

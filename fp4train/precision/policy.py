@@ -135,6 +135,12 @@ class LayerPolicy:
         kept = BF16() if layer.block is None else self.recipe_for_kept
         return _with_exceptions_of(recipe, kept)
 
+    def readers(self, layer: Layer, recipe: Recipe) -> tuple[str, ...]:
+        """The layers of the group of `layer` (`Layer.fused`), itself included, that run in its recipe: they quantise
+        alike the x that all of the group read."""
+        own = self.recipe_for(layer, recipe)
+        return tuple(name for name in layer.fused if self.recipe_for(replace(layer, name=name), recipe) == own)
+
     def check(self, names: Iterable[str]) -> None:
         """Raise ValueError for a pattern that matches none of these layers; it would have no effect.
 

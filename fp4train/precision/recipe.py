@@ -126,20 +126,11 @@ class Recipe:
         return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
     def check_splits(self, layer: Layer) -> None:
-        """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels of a part of it, or
-        for weights that see other tokens each."""
-        if not self.splits:
-            return
-        if layer.cut is not None:
+        """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels of a part of it."""
+        if self.splits and layer.cut is not None:
             raise ValueError(
                 f"{self.name} has outlier channels, which are chosen among all input channels of a layer, and "
                 f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
-            )
-        if layer.experts:
-            raise ValueError(
-                f"{self.name} has outlier channels, which are chosen by the tokens that a weight sees, and "
-                f"{layer.name} has {layer.experts} experts with other tokens each: keep them by policy.keep, or take "
-                "recipe.outliers=null"
             )
 
     @property

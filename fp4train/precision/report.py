@@ -46,7 +46,7 @@ def render(plan: Plan, *, full: bool = False) -> str:
 
 
 def gathers(
-    layers: Iterable[LayerPlan], shards: int, gather: str, *, compiled: bool = False, blocks: bool = True
+    layers: Iterable[LayerPlan], shards: int, gather: str, *, whole: str | None = None, blocks: bool = True
 ) -> str:
     """A sentence: in which form ranks send each other the weights of the blocks, in how many bytes per weight, and why.
 
@@ -54,13 +54,13 @@ def gathers(
         layers: the plans of this rank's parts of the layers, in every stretch of a run.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
-        compiled: whether torch.compile has the blocks; blocks: whether there are any.
+        whole: the option for which blocks take plain weights; None: none. blocks: whether there are any.
     """
-    sent = effective(gather, compiled=compiled, blocks=blocks)
+    sent = effective(gather, whole=whole is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
         asked = "parallel.gather=fp32 asks for it" if sent == gather else ""
-        reason = asked or ("train.compile takes plain weights" if compiled else "the model has no blocks")
+        reason = asked or (f"{whole} takes plain weights" if whole else "the model has no blocks")
         return f"{start} in float32 (4 B per weight), because {reason}"
     found: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
     inner = [plan for plan in layers if plan.layer.block is not None]

@@ -354,8 +354,8 @@ class CpuRequantizer(Quantizer):
         return (values if scale is None else values * scale).to(torch.bfloat16).T
 
 
-def pair(row: Quantizer, column: Quantizer) -> tuple[CpuQuantizer, CpuQuantizer] | None:
-    """Both quantizers as CPU ones if one read of a tensor can give both forms, else None."""
+def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[CpuQuantizer, CpuQuantizer] | None:
+    """Both quantizers as CPU ones if one read of a tensor can give both forms, as codes or not; else None."""
     if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer) and row.reads_with(column):
         return row, column
     return None

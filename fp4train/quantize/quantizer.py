@@ -11,7 +11,7 @@ import math
 import warnings
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, transform
 from fp4train.text import check_choice
-
-if TYPE_CHECKING:
-    from fp4train.quantize.cpu import CpuQuantizer
 
 KERNELS: Final = ("auto", "reference", "cpu", "triton")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -161,8 +158,9 @@ class PairQuantizer:
     """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
     One read of x gives both if the kernels support it and it pays (`PAIR_BYTES`), else each form reads x: the results
-    are the same. On a GPU the column-wise codes of a tensor with one scale are the transposed row-wise ones: x is read
-    twice, for amax and codes, and three bytes of codes are moved, which is 7 bytes per element of BF16 instead of 14.
+    are the same. On a GPU one kernel makes the codes of narrow blocks of both forms (kernels/triton/both.py), and the
+    column-wise codes of a tensor with one scale are the transposed row-wise ones: x is read twice, for amax and codes,
+    and three bytes of codes are moved, which is 7 bytes per element of BF16 instead of 14.
     """
 
     def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
@@ -172,11 +170,10 @@ class PairQuantizer:
         self._row = row.codes if row_codes else row.values
         self._column = column.codes if column_codes else column.values
         self._turns = row_codes and column_codes and turns(row, column)
-        self._together: tuple[CpuQuantizer, CpuQuantizer] | None = None
-        if row.kernel == column.kernel == "cpu":
-            from fp4train.quantize.cpu import pair
-
-            self._together = pair(row, column)
+        self._together: tuple[Any, Any] | None = None
+        if row.kernel == column.kernel != "reference":
+            module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
+            self._together = module.pair(row, column, codes=row_codes and column_codes)
 
     def __call__(
         self,
@@ -187,9 +184,9 @@ class PairQuantizer:
         column_amax: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
         """(row-wise form, column-wise form)."""
-        if self._together is not None and x_MK.nbytes >= PAIR_BYTES:
+        if self._together is not None and (self.row.kernel == "triton" or x_MK.nbytes >= PAIR_BYTES):
             row, column = self._together
-            both = row.with_columns(
+            both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
                 column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes
             )
             if both is not None:

@@ -6,6 +6,7 @@
 | (1, 16) or (1, 32) along a strided axis (x.T), or with a Hadamard transform | columns: no transposed copy |
 | (N, N) blocks | squares |
 | one scale per tensor or row | whole |
+| codes of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
 
 Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
 Equal to `quantize.reference` to the bit. Triton is imported on first use.
@@ -127,6 +128,24 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[TritonQuantizer, TritonQuantizer] | None:
+    """Both quantizers if one kernel makes both forms of a tensor, else None.
+
+    codes: whether both are wanted as codes.
+    """
+    if not codes or not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
+        return None
+    return (row, column) if read_together(row.spec, column.spec) else None
+
+
+def read_together(row: QuantSpec, column: QuantSpec) -> bool:
+    """Whether one kernel makes the codes of x by `row` and those of x.T by `column`; each has a kernel of its own."""
+    widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
+    if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
+        return False
+    return all(width in triton_launch.COLUMN_BLOCKS for width in widths)
+
+
 def make(spec: QuantSpec) -> TritonQuantizer:
     """The quantizer of a spec that `why_not` has nothing against."""
     return TritonQuantizer(spec)
@@ -186,6 +205,59 @@ class TritonQuantizer(Quantizer):
             return super().amax(x_RC, key, per_row=per_row)
         with _on(x_RC):
             return self._amax(x_RC, per_row)
+
+    def with_columns(
+        self,
+        column: TritonQuantizer,
+        x_MK: Tensor,
+        row_key: RandomKey | None,
+        row_amax: Tensor | None,
+        column_key: RandomKey | None,
+        column_amax: Tensor | None,
+        row_codes: bool,
+        column_codes: bool,
+    ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
+        """Codes of x and `column`'s codes of x.T from one read (two if an amax must be measured); None if x or the
+        arguments do not allow it."""
+        x_MK = check_input(x_MK, self.spec, row_key, row_amax)
+        check_input(x_MK.T, column.spec, column_key, column_amax)
+        if why_not_tensor(x_MK) is not None or x_MK.stride(1) != 1:
+            return None
+        words = triton_launch.words_of_both(row_key, column_key)
+        kind = ("both", column.spec, x_MK.dtype, x_MK.shape, x_MK.stride(), x_MK.device)
+        plan: triton_launch.BothPlan = self._planned(kind, triton_launch.plan_both, column.spec, x_MK)
+        wanted = [amax for amax, needed in zip((row_amax, column_amax), plan.needs, strict=True) if needed]
+        given = [amax for amax in wanted if amax is not None]
+        # The kernel reads one amax where no transform lies between the forms.
+        if words is None or len(given) not in (0, len(wanted)) or (plan.amax is None and len(given) > 1):
+            return None
+        with _on(x_MK):
+            amaxes = self._both_amaxes(x_MK, plan, given) if wanted else None
+            made = [
+                torch.empty(shape, dtype=dtype, device=x_MK.device)
+                for i, scale in enumerate((self._scale_dtype, column._scale_dtype))
+                for shape, dtype in ((plan.codes[i], torch.uint8), (plan.scales[i], scale))
+            ]
+            row, row_scales, turned, turned_scales = made
+            stored = (row.view(plan.words[0]), row_scales, turned.view(plan.words[1]), turned_scales)
+            plan.launch(x_MK, row_scales if amaxes is None else amaxes, *stored, words=words)
+        first, second = (amaxes.view(-1)[i] if amaxes is not None and plan.needs[i] else None for i in (0, -1))
+        rows, columns = x_MK.shape
+        return (
+            Quantized(self.spec, (rows, columns), row, row_scales, first),
+            Quantized(column.spec, (columns, rows), turned, turned_scales, second),
+        )
+
+    def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:
+        """The amaxes of both forms, float32 [2], or the one of x, 0-d."""
+        given = [amax.to(torch.float32).reshape(()) for amax in given]
+        if plan.amax is None:
+            return given[0] if given else self._amax(x_MK, False)
+        if given:
+            return torch.stack((given[0], given[-1]))
+        out = torch.zeros(2, dtype=torch.float32, device=x_MK.device)
+        plan.amax(x_MK, out.view(torch.int32))
+        return out
 
     def _amax(self, x_RC: Tensor, per_row: bool) -> Tensor:
         kind = ("amax", per_row, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)

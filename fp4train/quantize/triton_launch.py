@@ -121,6 +121,21 @@ class AmaxPlan(NamedTuple):
     results: tuple[int, ...]
 
 
+class BothPlan(NamedTuple):
+    """Quantising both forms of one kind of tensor to codes."""
+
+    amax: Launch | None
+    """The kernel of both amaxes; None: those that are needed, if any, are that of x."""
+    needs: tuple[bool, bool]
+    """Whether each form needs an amax."""
+    launch: Launch
+    codes: tuple[tuple[int, int], tuple[int, int]]
+    """Shapes of the codes of the row-wise and of the column-wise form; so the rest."""
+    words: tuple[torch.dtype, torch.dtype]
+    """Dtypes in which the kernel stores codes."""
+    scales: tuple[tuple[int, int], tuple[int, int]]
+
+
 def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> QuantizePlan:
     """given: whether the amax of a float32 scale came from elsewhere."""
     from fp4train.kernels.triton.quantize import quantize
@@ -158,19 +173,46 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
         wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
         words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (None, 1)
         stored = (shape[1] // per_word, 1)
-    made = _variant(
-        n,
-        (tile_rows, tile_blocks),
-        **(_elements(spec) | _hadamard(spec) | _scales(spec, x_RC.dtype)),
-        blocks=blocks,
-        output="values" if values else "packed" if packed else "codes",
-        given=given,
-    )
+    output = "values" if values else "packed" if packed else "codes"
+    made = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), blocks=blocks, output=output, given=given)
     tiles, strips = _cdiv(groups, tile_blocks), _cdiv(n_rows, tile_rows)
     sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
     launch = Launch(quantize, tiles * strips, sizes, {"V": made}, warps)
     return QuantizePlan(
         launch, contiguous, shape, transposed, values_dtype(spec) if values else torch.uint8, words, scales
+    )
+
+
+def plan_both(row: QuantSpec, column: QuantSpec, x_MK: Tensor) -> BothPlan:
+    """x with contiguous rows; specs as `triton.pair` takes them."""
+    from fp4train.kernels.triton.both import amax_both, quantize_both
+
+    tokens, features = x_MK.shape
+    n, m = row.block[1] or LANES, column.block[1] or LANES
+    tile_rows, tile_blocks = place = column_tile(m, column)
+    programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
+    groups = _cdiv(features, n), _cdiv(tokens, m)
+    packed = [spec.element == "e2m1" for spec in (row, column)]
+    blocks = "rows16" if packed[0] and n == 16 else "rows"
+    outputs = ["packed" if each else "codes" for each in packed]
+    by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, output=outputs[0])
+    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", output=outputs[1])
+    warps = tile_rows * tile_blocks * m // 1024
+    constants = {"R": by_rows, "C": by_columns}
+    launch = Launch(quantize_both, programs, (tokens, features, x_MK.stride(0)), constants, warps)
+    needs = row.global_scale is not None, column.global_scale is not None
+    measure = None
+    if needs[1] and column.hadamard is not None:
+        amaxes = _variant(m, place, **_hadamard(column))
+        sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
+        measure = Launch(amax_both, programs, sizes, {"V": amaxes})
+    return BothPlan(
+        measure,
+        needs,
+        launch,
+        ((tokens, groups[0] * n // (1 + packed[0])), (features, groups[1] * m // (1 + packed[1]))),
+        (torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8, torch.int64),
+        ((tokens, groups[0]), (features, groups[1])),
     )
 
 
@@ -225,6 +267,11 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
 def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
     """A variant of blocks of `n` columns; place: rows, and blocks of each, of a program."""
     return Variant(n=n, tile_rows=place[0], tile_blocks=place[1], hardware=not interpreted(), **its)
+
+
+def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **its: Any) -> Variant:
+    """A variant that quantises x of `dtype`."""
+    return _variant(spec.block[1] or LANES, place, **(_elements(spec) | _hadamard(spec) | _scales(spec, dtype)), **its)
 
 
 def values_dtype(spec: QuantSpec) -> torch.dtype:
@@ -298,6 +345,15 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
     if key.counters is None:
         return tuple(signed)
     return (*signed[:2], key.counters[key.operand], *signed[3:])
+
+
+def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
+    """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
+    not the same."""
+    first, second = random_words(row or column), random_words(column or row)
+    if (first[:2], first[3]) != (second[:2], second[3]):
+        return None
+    return (*first[:2], first[3], first[2], *first[4:], second[2], *second[4:])
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:

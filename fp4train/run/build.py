@@ -1,6 +1,5 @@
 """Building of a run from its configuration: data, model, plan, optimizer, checkpoint, tracker, run directory."""
 
-import importlib
 import logging
 import secrets
 import time
@@ -17,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from fp4train.config import Config
-from fp4train.config.schema import TrainSettings
 from fp4train.data import Loader
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
-from fp4train.models.common import liger
 from fp4train.models.common.cut import StageCut
 from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.nn import convert
@@ -35,18 +32,19 @@ from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
-from fp4train.precision.layers import Layer, find_blocks, find_layers
+from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import checks
 from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
 from fp4train.run.device import choose_device
+from fp4train.run.fuse import compile_blocks, fuse
+from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import read_swaps
 from fp4train.run.record.trust import check_belongs, config_text, identity_of
 from fp4train.run.run import Run
-from fp4train.run.step_graph import RecordedSteps, check_graph, check_plan
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.teacher import load_teacher
 from fp4train.track import NullTracker
@@ -55,10 +53,6 @@ _log = logging.getLogger(__name__)
 
 EVERY = 10.0
 """Seconds between two messages of what takes long to build."""
-
-COMPILED_VARIANTS = 64
-"""Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
-
 
 VALIDATION_SEED = 0
 """Chooses the validation sequences of every run, whatever its run.seed."""
@@ -85,28 +79,9 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     with _logging_progress("converting its linear layers", config.model, vocab_size):
         model = convert(model.to(device), backend=config.backend)
     if device.type != "meta":
-        _fuse(model, config.train, device.type)
-        if config.train.compile:
-            _compile(model, device)
+        fuse(model, config.train, device.type)
+        compile_blocks(model, config.train, device)
     return model
-
-
-def _fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
-    """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses.
-
-    Raises:
-        UserError: it names them, and they do not run.
-    """
-    if train.kernels == "torch":
-        return
-    reason = liger.why_not(device)
-    if reason is None:
-        liger.use_liger(model, apart=find_blocks(model) if train.compile else [])
-        _log.info("train.kernels=%s: norms, gates, rotations and the loss run in liger's kernels", train.kernels)
-    elif train.kernels == "liger":
-        raise UserError(f"train.kernels=liger: {reason}; train.kernels=torch needs no other package")
-    elif device == "cuda":
-        _log.info("train.kernels=auto: torch's operators, because %s", reason)
 
 
 @contextmanager
@@ -136,25 +111,6 @@ def _logging_progress(doing: str, shape: object, vocab_size: int) -> Iterator[No
         yield
     finally:
         handle.remove()
-
-
-def _compile(model: nn.Module, device: torch.device) -> None:
-    """Let torch.compile have the blocks, each by itself: those that are alike share a graph."""
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise UserError(
-                "train.compile=true needs a C++ compiler on a CPU, and none is found (CXX, PATH)"
-            ) from error
-    # As an option of `compile` it is new in torch 2.12.
-    dynamo: Any = importlib.import_module("torch._dynamo.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
-    for block in find_blocks(model):
-        block.compile()
 
 
 def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
@@ -205,7 +161,7 @@ def build_plan(
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
         plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
-            check_plan(plan)
+            check_plan(plan, config.train.cuda_graph)
         return plan
 
 
@@ -255,8 +211,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
         run = assemble(config, place, timeline, world, drawn=init is None)
         with world.together():
             if config.train.cuda_graph:
-                check_graph(run)
-                run.runner = RecordedSteps(run)
+                run.runner = recorded(run)
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
@@ -320,7 +275,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
     if pipeline is not None:
         model = pipeline.model
-    gather = effective(config.parallel.gather, compiled=config.train.compile)
+    gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)
     for part in (model,) if pipeline is None else pipeline.stages.values():
         distribute(part, world, gather, config.parallel.reduce)
     if born:
@@ -380,9 +335,8 @@ def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple
             checks.check_memory(config.model, vocab_size)
         model = build_model(config, vocab_size, torch.device("meta"))
         if (reason := why_not_born(model)) is None:
-            _fuse(model, config.train, world.device.type)
-            if config.train.compile:
-                _compile(model, world.device)
+            fuse(model, config.train, world.device.type)
+            compile_blocks(model, config.train, world.device)
             return model, True
         if world.size > 1:
             _log.warning("every rank draws the whole model in main memory first: %s", reason)

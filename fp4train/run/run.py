@@ -154,7 +154,7 @@ class Run:
             return []
         blocks = find_blocks(self.model) != [self.model]
         layers = (layer for stretch in self.plan.stretches for layer in stretch.layers.values())
-        return [gathers(layers, shards, config.parallel.gather, compiled=config.train.compile, blocks=blocks)]
+        return [gathers(layers, shards, config.parallel.gather, whole=config.train.whole_weights, blocks=blocks)]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""

@@ -13,25 +13,25 @@ therefore lie in device memory, and is written there before each replay:
     an earlier failure     the flag that holds the optimizer back
     delayed scaling        histories at fixed addresses, into which the recorded step writes the new ones
 
-`why_not` gives the reason where a step depends on the host in another way. Where the plan changes (a phase, a swap),
-the graph is dropped, and recorded again after `WARM_UP` steps: these compile kernels and fill caches. Measured steps,
-evaluations and checkpoints run outside of the graph, on the same weights and moments.
+`graphs.why_not` gives the reason where a step depends on the host in another way. Where the plan changes (a phase, a
+swap), the graph is dropped, and recorded again after `WARM_UP` steps: these compile kernels and fill caches. Measured
+steps, evaluations and checkpoints run outside of the graph, on the same weights and moments.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train.data.loader import Rows
 from fp4train.errors import UserError
-from fp4train.nn.executors import why_no_graph
 from fp4train.precision import Recipe
-from fp4train.precision.plan import Plan, PlannedStretch
+from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import write_step_counters
 from fp4train.run.step import EagerSteps, Queued, Scaling
 from fp4train.text import first_line
@@ -60,13 +60,31 @@ class Recorder(Protocol):
         """Queue what was recorded."""
         ...
 
+    def another(self) -> Recorder:
+        """A recorder of one more graph with the same pool of memory: what is freed between two recordings is used
+        again, so that graphs must be replayed in the order in which they were recorded."""
+        ...
+
+    def address(self, tensor: Tensor) -> Tensor:
+        """The memory of a `tensor` that was made while a graph was recorded, which may be freed and used again."""
+        ...
+
+    def allocate(self, tensor: Tensor) -> None:
+        """While a graph is recorded: give a tensor memory in the pool again."""
+        ...
+
+    def free(self, tensor: Tensor) -> None:
+        """Give the memory of a tensor back to the pool."""
+        ...
+
 
 class CudaRecorder:
-    """`torch.cuda.CUDAGraph`, with a memory pool of its own."""
+    """`torch.cuda.CUDAGraph`, with a memory pool of its own or with that of `beside`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, beside: CudaRecorder | None = None) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(device) if beside is None else beside._stream  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], T]) -> T:
@@ -80,11 +98,34 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], T]) -> T:
         # "thread_local": other threads page-lock rows and copy checkpoints meanwhile, which "global" takes for errors.
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, self._pool, self._stream, "thread_local"):
             return work()
 
     def replay(self) -> None:
         self._graph.replay()
+
+    def another(self) -> CudaRecorder:
+        return CudaRecorder(self._device, self)
+
+    def address(self, tensor: Tensor) -> Tensor:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (last + 1) * tensor.element_size()
+        whole = torch.as_tensor(_Address(tensor.data_ptr(), nbytes), device=tensor.device).view(tensor.dtype)
+        assert whole.data_ptr() == tensor.data_ptr()
+        return whole.as_strided(tensor.shape, tensor.stride())
+
+    def allocate(self, tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def free(self, tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(0)
+
+
+class _Address:
+    """Memory on a GPU that something else owns, as torch reads it (CUDA array interface, version 2)."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
 
 
 class _Recorded(NamedTuple):
@@ -98,21 +139,66 @@ class _Recorded(NamedTuple):
     failed: Tensor
 
 
-class RecordedSteps:
-    """Queues the steps of `run`: eagerly at first, then recorded.
+class GraphSteps(ABC):
+    """Queues the steps of `run`: eagerly at first, then what is recorded of them.
 
     Args:
-        recorder: makes the recorder of a graph; another than `CudaRecorder` emulates one in tests.
+        recorder: makes the first recorder of a stretch; another than `CudaRecorder` emulates one in tests.
     """
+
+    mode: str
+    """Value of `train.cuda_graph`."""
 
     def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
         self.run, self._eager, self._make = run, EagerSteps(run), recorder
         self._of: PlannedStretch | None = None
         self._recorder: Recorder | None = None
         self._warm = 0
+        self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
+
+    @abstractmethod
+    def scaling(self) -> Scaling:
+        """See `StepRunner`."""
+
+    @abstractmethod
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """See `StepRunner`."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget what is recorded and free its memory; the next steps warm up for another recording."""
+
+    def _begin(self) -> Recorder:
+        """The recorder of the stretch that `run.step` is in; what belongs to the step is written to the device."""
+        stretch = self.run.plan.at(self.run.step)
+        before, self._of = self._of, stretch
+        if before is not None and (before.recipe, before.layers) != (stretch.recipe, stretch.layers):
+            self.drop()
+        if self._recorder is None:
+            self._recorder = self._make(self.run.device)
+        write_step_counters(self._counters, self.run.step)
+        return self._recorder
+
+    def _refused(self, error: Exception) -> Exception:
+        """The exception where recording raised `error`: nothing has run, and nothing stays recorded."""
+        self.drop()
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        return UserError(
+            f"train.cuda_graph={self.mode}: step {self.run.step} cannot be recorded: {first_line(error).rstrip('.')}. "
+            "Go on with train.cuda_graph=false"
+        )
+
+
+class RecordedSteps(GraphSteps):
+    """Records whole steps."""
+
+    mode = "true"
+
+    def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+        super().__init__(run, recorder)
         self._recorded: _Recorded | None = None
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
-        self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
 
     def scaling(self) -> Scaling:
         return _copy_of(self.run.scaling())  # a recorded step writes into the tensors themselves
@@ -123,31 +209,21 @@ class RecordedSteps:
         Raises:
             UserError: the step cannot be recorded. The weights are as they were before it then.
         """
-        self._follow(self.run.plan.at(self.run.step))
-        if self._recorder is None:
-            self._recorder = self._make(self.run.device)
+        recorder = self._begin()
         self._lr.fill_(self.run.optimizer.param_groups[0]["lr"])
-        write_step_counters(self._counters, self.run.step)
         if self._recorded is None and self._warm < WARM_UP:
             self._warm += 1
-            with self._on_the_device():  # so that the kernels which read these numbers are compiled and loaded
-                return self._recorder.warm_up(lambda: self._eager.step(recipe, rows))
+            # So that the kernels which read these numbers are compiled and loaded.
+            with self._on_the_device(), nothing_drawn(self.run, self.mode):
+                return recorder.warm_up(lambda: self._eager.step(recipe, rows))
         batch = list(rows)
         if self._recorded is None:
-            self._recorded = self._record(self._recorder, recipe, batch)
+            self._recorded = self._record(recorder, recipe, batch)
         return self._replay(self._recorded, batch)
 
     def drop(self) -> None:
-        """Forget the graph and free its memory; the next steps warm up for another one."""
         self._recorded = self._recorder = None
         self._warm = 0
-
-    def _follow(self, stretch: PlannedStretch) -> None:
-        before, self._of = self._of, stretch
-        if before is None or before is stretch:
-            return
-        if (before.recipe, before.layers) != (stretch.recipe, stretch.layers):
-            self.drop()
 
     def _record(self, recorder: Recorder, recipe: Recipe, batch: list[Rows]) -> _Recorded:
         run = self.run
@@ -168,14 +244,8 @@ class RecordedSteps:
             with self._on_the_device():
                 queued, failed_after = recorder.record(step)
         except RuntimeError as error:
-            self.drop()
             run.mid_update, run.failed = False, failed  # nothing has run
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            said = first_line(error).rstrip(".")
-            raise UserError(
-                f"train.cuda_graph=true: step {run.step} cannot be recorded: {said}. Go on with train.cuda_graph=false"
-            ) from error
+            raise self._refused(error) from error
         run.failed = failed
         run.load_scaling(scaling)  # and prepared weights lie in the graph's memory now
         return _Recorded(recorder, inputs, failed_before, scaling, queued, failed_after)
@@ -226,54 +296,27 @@ def _write(source: Scaling, target: Scaling) -> None:
                 target[layer][name].copy_(each)
 
 
-def check_graph(run: Run) -> None:
-    """Whether `train.cuda_graph=true` is possible for `run`, whatever its recipes.
+@contextmanager
+def nothing_drawn(run: Run, mode: str) -> Iterator[None]:
+    """Around a step that runs before one is recorded: of a model that recomputes activations, whether it draws random
+    numbers of its own (dropout). Recomputation would have to read the state of torch's generator on the host to draw
+    them again, so that it leaves the state alone in such steps (`precision.recompute`).
 
     Raises:
-        UserError: it is not; the message says why, and what to do instead.
+        UserError: it draws some.
     """
-    config, optimizer = run.config, run.optimizer
-    reason = None
-    if run.device.type != "cuda":
-        reason = f"it records the work of a GPU, and the run is on device={run.device.type}"
-    elif run.world.size > 1:
-        reason = f"steps of {run.world.size} ranks are not recorded: their collectives wait for each other on the host"
-    elif run.teacher is not None:
-        reason = "a teacher runs beside the model in every microbatch, and its passes are not recorded"
-    elif run.train_data.tokens.scored is not None:
-        reason = "the loss is divided by the answers of each batch, which the host counts"
-    elif config.train.compile:
-        reason = "train.compile=true queues blocks in graphs of its own; choose one of the two"
-    elif getattr(config.model, "recompute", False):
-        reason = (
-            "model.recompute=true reads the state of torch's random generator on the host in every block; choose "
-            "smaller microbatches instead of recomputation"
+    state = torch.cuda.get_rng_state if run.device.type == "cuda" else lambda _: torch.get_rng_state()
+    recomputed = bool(recomputing(run.model))
+    before = state(run.device) if recomputed else None
+    yield
+    if before is not None and not torch.equal(before, state(run.device)):
+        raise UserError(
+            f"train.cuda_graph={mode} with model.recompute=true: the model draws random numbers (dropout), whose "
+            "generator the host would read in every recomputed block; choose smaller microbatches instead of "
+            "recomputation"
         )
-    elif not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
-        group.get("fused") and "capturable" in group for group in optimizer.param_groups
-    ):
-        reason = f"{type(config.optim).__name__} decides on the host; torch's fused optimizers (optim=adamw) do not"
-    if reason is not None:
-        raise UserError(f"train.cuda_graph=true: {reason}. Or use train.cuda_graph=false")
 
 
-def check_plan(plan: Plan) -> None:
-    """Whether the steps of all stretches can be recorded.
-
-    Raises:
-        ValueError: one cannot; the message names recipe, layer and operand.
-    """
-    for stretch in plan.stretches:
-        if reason := why_not(stretch):
-            routed = any(each.layer.experts for each in stretch.layers.values())
-            other = " whatever the recipe; a model without experts can be recorded" if routed else ", or another recipe"
-            raise ValueError(
-                f"train.cuda_graph=true cannot record {stretch.title}: {reason}. Use train.cuda_graph=false{other}"
-            )
-
-
-def why_not(stretch: PlannedStretch) -> str | None:
-    """Why a step of `stretch` depends on the host; None if it can be recorded."""
-    if stretch.recipe.loss_scaling is not None:
-        return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    return next(filter(None, map(why_no_graph, stretch.layers.values())), None)
+def recomputing(model: nn.Module) -> list[Any]:
+    """The parts of a model that recompute the activations of their blocks."""
+    return [each for each in model.modules() if getattr(each, "recomputes", False)]

@@ -25,6 +25,7 @@ def test_the_tree_has_no_links() -> None:
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []
 
 
+@pytest.mark.long
 def test_every_recipe_is_an_option_of_the_group() -> None:
     for path in RECIPES.glob("*.yaml"):
         found = plain(composition.compose([f"recipe={path.stem}", "run.name=x"]))["recipe"]

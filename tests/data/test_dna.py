@@ -160,6 +160,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_a_record(tmp_path: Path) -> None:
     """48 MB of bases in one record; the mapped tokens, which are read once to be checked, count too."""
     line = b"ACGTTGCA" * 10 + b"\n"

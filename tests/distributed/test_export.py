@@ -10,6 +10,8 @@ import pytest
 from fp4train import checkpoint
 from fp4train.exchange.huggingface import export_huggingface
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 NVFP4 = ("recipe=nvfp4", "policy=all")
 CUTS = {
@@ -34,7 +36,6 @@ def test_two_ranks_export_what_one_rank_does(ranks: Ranks, tmp_path: Path, cut: 
     assert found.step == 5 and "2 ranks" in (tmp_path / "two/README.md").read_text()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "options"),
     [

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 
 WIDE = (
@@ -54,7 +56,6 @@ WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128
 """Of a block's linear layers; beside them it has two norms of 64."""
 
 
-LONG = pytest.mark.long
 BYTES = {
     **{"nvfp4": 0.5 + 1 / 256, "nvfp4_four_over_six": 0.5 + 1 / 256, "mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32},
     **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
@@ -66,7 +67,7 @@ BYTES = {
 
 @pytest.mark.parametrize(
     ("recipe", "hidden"),
-    [("nvfp4", 128), pytest.param("nvfp4", 80, marks=LONG), pytest.param("quartet_ii", 128, marks=LONG)],
+    [("nvfp4", 128), ("nvfp4", 80), ("quartet_ii", 128)],
 )
 def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(ranks: Ranks, recipe: str, hidden: int) -> None:
     """From shards that are whole blocks, and from those that are not (40 rows), of which the masters are sent."""
@@ -80,7 +81,7 @@ def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(ranks: Rank
 
 @pytest.mark.parametrize(
     "recipe",
-    [each if each in ("nvfp4", "fp8_delayed", "quartet_ii") else pytest.param(each, marks=LONG) for each in BYTES],
+    BYTES,
 )
 def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     """And a weight costs so many bytes per gather, counted in the collectives themselves."""
@@ -107,14 +108,14 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     ("recipe", "options"),
     [
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
-        pytest.param("fp8_delayed", ("train.microbatch=1", "policy=last15"), marks=LONG),
-        pytest.param("nvfp4", ("phases=cooldown_fprop",), marks=LONG),
-        pytest.param("nvfp4_forward_mxfp8_backward", (), marks=LONG),
-        pytest.param("bf16_forward_nvfp4_backward", ("model.recompute=true",), marks=LONG),
-        pytest.param("fp8_row", (), marks=LONG),
-        pytest.param("nvfp4_plain", (), marks=LONG),
-        pytest.param("quartet_ii", ("model.recompute=true", "train.microbatch=1"), marks=LONG),
-        pytest.param("tetrajet_v2", ("train.microbatch=1", "phases=cooldown_fprop"), marks=LONG),
+        ("fp8_delayed", ("train.microbatch=1", "policy=last15")),
+        ("nvfp4", ("phases=cooldown_fprop",)),
+        ("nvfp4_forward_mxfp8_backward", ()),
+        ("bf16_forward_nvfp4_backward", ("model.recompute=true",)),
+        ("fp8_row", ()),
+        ("nvfp4_plain", ()),
+        ("quartet_ii", ("model.recompute=true", "train.microbatch=1")),
+        ("tetrajet_v2", ("train.microbatch=1", "phases=cooldown_fprop")),
     ],
 )
 def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
@@ -133,12 +134,12 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
     ("recipe", "options"),
     [
         ("nvfp4", ()),
-        pytest.param("mxfp8", ("model.recompute=true", "train.microbatch=1"), marks=LONG),
-        pytest.param("nvfp4", ("parallel.amax=local", "parallel.sp=false"), marks=LONG),
-        pytest.param("fp8_row", (), marks=LONG),
-        pytest.param("fp8_delayed", (), marks=LONG),
-        pytest.param("quartet_ii", ("model.width=256", "model.hidden=256"), marks=LONG),
-        pytest.param("tetrajet_v2", ("model.width=256", "model.hidden=256"), marks=LONG),
+        ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
+        ("nvfp4", ("parallel.amax=local", "parallel.sp=false")),
+        ("fp8_row", ()),
+        ("fp8_delayed", ()),
+        ("quartet_ii", ("model.width=256", "model.hidden=256")),
+        ("tetrajet_v2", ("model.width=256", "model.hidden=256")),
     ],
 )
 def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
@@ -160,9 +161,9 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: s
 @pytest.mark.parametrize(
     ("recipe", "schedule"),
     [
-        pytest.param("nvfp4", "1f1b", marks=LONG),
+        ("nvfp4", "1f1b"),
         ("mxfp8", "interleaved"),
-        pytest.param("quartet_ii", "interleaved", marks=LONG),
+        ("quartet_ii", "interleaved"),
     ],
 )
 def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule: str) -> None:
@@ -178,7 +179,6 @@ def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule:
     assert sorted(blocks) == [(bytes_, False)] * 4 + [(bytes_, True)] * 4
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
 def test_four_ranks(ranks: Ranks, cut: str) -> None:
     options = (*WIDE, "recipe=nvfp4", cut)
@@ -200,7 +200,6 @@ def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: R
     ]
 
 
-@pytest.mark.long
 def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     """It is in every step what one rank gives whose masters are rounded."""
     for recipe in ("bf16", "nvfp4"):
@@ -217,7 +216,6 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
 
 
-@pytest.mark.long
 def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> None:
     """Rounded once and summed in float32; microbatches are summed before."""
     options = (*WIDE, *SHORT, "recipe=nvfp4", "train.microbatch=1")
@@ -231,7 +229,6 @@ def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> 
     assert b[1]["train/loss"] == pytest.approx(a[1]["train/loss"], rel=1e-3)
 
 
-@pytest.mark.long
 def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks) -> None:
     ranks.train(2, "whole", *WIDE, "recipe=fp8_delayed", "checkpoint.every=3", "checkpoint.keep=2")
     ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")

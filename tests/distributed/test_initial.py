@@ -8,6 +8,8 @@ import pytest
 
 from fp4train.exchange.huggingface import export_huggingface
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 SHAPE = ("model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.hidden=96")
 """That of the folders, which the tests' usual shape would contradict."""
@@ -39,15 +41,15 @@ def same(ranks: Ranks, one: Path, other: str) -> None:
     [
         ("qwen2", "parallel.tp=2"),
         ("qwen3", "parallel.tp=2"),
-        pytest.param("qwen2", "parallel.tp=2 parallel.sp=false", marks=pytest.mark.long),
-        pytest.param("qwen3", "parallel.tp=2 parallel.sp=false", marks=pytest.mark.long),
-        pytest.param("llama-3", "parallel.tp=2", marks=pytest.mark.long),
+        ("qwen2", "parallel.tp=2 parallel.sp=false"),
+        ("qwen3", "parallel.tp=2 parallel.sp=false"),
+        ("llama-3", "parallel.tp=2"),
         ("llama-3", "parallel.dp_shard=2"),
         ("qwen2", "parallel.pp=2 train.microbatch=1"),
-        pytest.param("qwen3", "parallel.pp=2 train.microbatch=1", marks=pytest.mark.long),
-        pytest.param("qwen3", "parallel.dp_replicate=2", marks=pytest.mark.long),
-        pytest.param("qwen3", "parallel.tp=2 train.compile=true", marks=pytest.mark.long),
-        pytest.param("qwen2", "parallel.dp_shard=2 train.compile=true", marks=pytest.mark.long),
+        ("qwen3", "parallel.pp=2 train.microbatch=1"),
+        ("qwen3", "parallel.dp_replicate=2"),
+        ("qwen3", "parallel.tp=2 train.compile=true"),
+        ("qwen2", "parallel.dp_shard=2 train.compile=true"),
     ],
 )
 def test_two_ranks_that_begin_with_a_folder_train_as_one(
@@ -58,7 +60,6 @@ def test_two_ranks_that_begin_with_a_folder_train_as_one(
     same(ranks, ranks.reference(*begin, *(each for each in mesh.split() if each.startswith("train.microbatch"))), "two")
 
 
-@pytest.mark.long
 def test_tensor_parallel_stages_that_begin_with_a_folder_train_as_one_rank(
     ranks: Ranks, folders: dict[str, Path]
 ) -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 OPTIONS = (
     *("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8"),

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.exchange.verify import verify
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 WIDE = ("model.width=64", "model.hidden=128", "model.kv_heads=2", "train.steps=3")
 
@@ -25,7 +27,7 @@ MOE = (
     [
         (*WIDE, "recipe.fused_scales=false"),
         (*WIDE, "recipe.fused_scales=true"),
-        pytest.param(MOE, marks=pytest.mark.long),
+        MOE,
     ],
     ids=["apart", "fused", "experts"],
 )
@@ -41,7 +43,6 @@ def test_two_ranks_export_the_codes_of_one(ranks: Ranks, tmp_path: Path, options
             assert one.read_bytes() == two.read_bytes(), file
 
 
-@pytest.mark.long
 def test_what_tensor_parallelism_kept_in_high_precision_has_no_codes(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks cut 48 features in halves, which are not whole blocks: the journal says so, and the folder too."""
     ranks.train(2, "cut", "model.kv_heads=2", "model.hidden=48", "train.steps=3", "parallel.tp=2", "policy=all")

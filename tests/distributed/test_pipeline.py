@@ -5,20 +5,21 @@ from typing import Any
 import pytest
 from patches import ASKS_FOR_MXFP8, DIES_AT_4
 
+pytestmark = pytest.mark.long
+
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 SMALL = ("model.layers=4", "train.microbatch=1")
 Ranks = Any
 Cut = tuple[str, ...]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
     options = (*SMALL, f"recipe={recipe}", "policy=all")
     ranks.train(2, "two", "parallel.pp=2", *options)
     ranks.same(ranks.reference(*options), "two")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "options"),
     [
@@ -39,7 +40,6 @@ def test_schedules_and_four_stages_are_one_stage(ranks: Ranks, count: int, optio
     ranks.same(reference, "several")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -55,7 +55,6 @@ def test_stages_on_data_ranks_are_data_ranks(ranks: Ranks, recipe: str, options:
     ranks.same("data", "both")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
     [
@@ -72,7 +71,6 @@ def test_a_run_goes_on_with_any_number_of_stages(ranks: Ranks, recipe: str, befo
     ranks.same(ranks.reference(*options), "moved")
 
 
-@pytest.mark.long
 def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
     taken = (*SMALL, "recipe=nvfp4", f"init={ranks.reference(*SMALL, 'recipe=nvfp4')}")
     ranks.train(1, "one", *taken)
@@ -80,7 +78,6 @@ def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
     ranks.same("one", "two")
 
 
-@pytest.mark.long
 def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
     options = (*SMALL, "phases=none")
     ranks.train(2, "asked", *options, "parallel.pp=2", patch=ASKS_FOR_MXFP8)
@@ -91,7 +88,6 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
     assert plans[0] == plans[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("stage", "block"), [(0, 1), (1, 3)])
 def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, stage: int, block: int) -> None:
     poison = f"""
@@ -109,7 +105,6 @@ loop.train_step = step
     assert "A checkpoint from before this step is saved" in said
 
 
-@pytest.mark.long
 def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(ranks: Ranks) -> None:
     killed = """
 import os, fp4train.train as loop
@@ -179,7 +174,6 @@ def test_what_no_pipeline_can_run_is_one_message(
     assert said in ranks(count, "run.name=a", *base, *arguments, patch=patch).message
 
 
-@pytest.mark.long
 def test_compiled_stages_are_one_compiled_stage(ranks: Ranks) -> None:
     options = (*SMALL, "train.compile=true", "model.layers=2", "train.steps=2")
     ranks.train(2, "two", *options, "parallel.pp=2")

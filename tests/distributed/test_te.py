@@ -8,6 +8,8 @@ import pytest
 
 from fp4train.backends.te import availability
 
+pytestmark = pytest.mark.long
+
 if (availability.version() or ()) < (2, 19):
     pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
 
@@ -49,9 +51,7 @@ def test_two_ranks_are_two_microbatches_and_keep_no_codes_of_the_weights_that_th
     ranks.same("one", "two")
 
 
-@pytest.mark.parametrize(
-    "gather", ["parallel.gather=recipe", pytest.param("parallel.gather=fp32", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("gather", ["parallel.gather=recipe", "parallel.gather=fp32"])
 def test_microbatches_of_shards_and_recomputed_blocks_have_the_same_bits(ranks: Ranks, gather: str) -> None:
     options = ("backend=te", "recipe=mxfp8", "policy=all", "train.steps=3", "train.batch_size=8", gather)
     ranks.train(2, "kept", "train.microbatch=2", *options, patch=ON_TE)
@@ -77,7 +77,6 @@ import te_experts_on_cpu
 @pytest.mark.skipif(
     (availability.version() or ()) < (2, 20), reason="needs the transformer_engine wheel, 2.20 or newer"
 )
-@pytest.mark.long
 def test_experts_on_shards_are_those_of_one_rank(ranks: Ranks) -> None:
     """On TE's GroupedLinear, whose weights are gathered for each pass; dw is summed in float32 either way."""
     mixture = ("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4")

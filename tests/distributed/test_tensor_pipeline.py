@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 TP = "parallel.tp=2"
 BOTH = (TP, "parallel.pp=2")
@@ -15,11 +17,7 @@ SMALL = ("model.layers=4", "model.kv_heads=2", "train.microbatch=1", "policy=all
     ("options", "schedule"),
     [
         (("recipe=nvfp4",), "1f1b"),
-        pytest.param(
-            ("recipe=fp8_delayed", "parallel.sp=false", "model.tied=false", "model.recompute=true"),
-            "interleaved",
-            marks=pytest.mark.long,
-        ),
+        (("recipe=fp8_delayed", "parallel.sp=false", "model.tied=false", "model.recompute=true"), "interleaved"),
     ],
     ids=["tokens are shared, tied head", "interleaved, recomputed"],
 )
@@ -29,7 +27,6 @@ def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, options: tu
     ranks.same("one", "two")
 
 
-@pytest.mark.long
 def test_a_run_of_one_rank_goes_on_over_both_and_then_on_one_again(ranks: Ranks) -> None:
     """As it does over tensor-parallel ranks alone: no tensor of the checkpoint is lost or lies elsewhere."""
     runs = ranks.folder / "runs"

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 Ranks = Any
 BASE = ("model.kv_heads=2", "policy=all", "schedule.warmup=0")
 
@@ -18,21 +20,18 @@ def close(ranks: Ranks, one: Path, other: str, first: float, later: float) -> No
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=first if number == 0 else later), number
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("sequence", ["true", "false"])
 def test_two_tensor_parallel_ranks_give_the_losses_of_one_in_fp32(ranks: Ranks, sequence: str) -> None:
     ranks.train(2, "two", "recipe=fp32", *BASE, "parallel.tp=2", f"parallel.sp={sequence}")
     close(ranks, ranks.reference("recipe=fp32", *BASE), "two", 1e-6, 1e-5)
 
 
-@pytest.mark.long
 def test_two_tensor_parallel_ranks_give_the_first_loss_of_one_in_nvfp4(ranks: Ranks) -> None:
     """The codes are equal; a few BF16 roundings of sums in another order spread from there."""
     ranks.train(2, "two", "recipe=nvfp4", *BASE, "parallel.tp=2")
     close(ranks, ranks.reference("recipe=nvfp4", *BASE), "two", 2e-4, 2e-2)
 
 
-@pytest.mark.long
 def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: Ranks) -> None:
     """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
     constant = ("recipe=fp32", *BASE, "schedule=constant", "phases=none")

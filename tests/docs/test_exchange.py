@@ -12,7 +12,7 @@ from command_line import TINY
 
 from fp4train.cli import main
 from fp4train.cli.export import TARGETS
-from fp4train.models.hf import FAMILIES
+from fp4train.models.hf import families
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
@@ -66,10 +66,11 @@ def test_the_commands_and_the_python_of_the_page_run(text: Path, capsys: pytest.
 
 def test_the_table_of_what_is_read_has_every_model_type() -> None:
     table = PAGE.partition("\n| `model_type` |")[2].partition("\n\n")[0]
-    known = tuple(kind for family in FAMILIES for kind in family.MODEL_TYPES)
+    known = tuple(kind for family in families() for kind in family.MODEL_TYPES)
     assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == known
 
 
+@pytest.mark.long
 def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> None:
     commands = way(README)
     assert len(commands) == 3 and [words[0] for words in commands] == ["fp4train", "fp4train", "python"]
@@ -77,6 +78,7 @@ def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> No
         called(words, text)
 
 
+@pytest.mark.long
 def test_the_four_commands_of_page_and_readme_lead_to_packed_nvfp4(text: Path) -> None:
     commands = way(README, PACKED)
     assert commands == way(PAGE, PACKED)

@@ -10,6 +10,7 @@ from family_pages import check_commands, listed_keys
 from fp4train.models.hybrid import Hybrid, ScanShape
 
 
+@pytest.mark.long
 def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")

@@ -9,6 +9,7 @@ from family_pages import check_commands, listed_keys
 from fp4train.models.hyena import FilterShape, Hyena
 
 
+@pytest.mark.long
 def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("genome.fa").write_text(">a\n" + "ACGTTGCA" * 400 + "\n")

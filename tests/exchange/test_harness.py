@@ -155,6 +155,7 @@ def test_tasks_from_local_files_in_two_recipes(trained: TrainedModel, local: lis
     assert found["choice", "fp32"]["acc"] == 1.0 and found["choice", "fp32"]["documents"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_tasks_that_are_not_there_are_refused(trained: TrainedModel, local: list[str], tmp_path: Path) -> None:
     from fp4train.exchange.harness import tasks

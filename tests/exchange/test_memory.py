@@ -55,6 +55,7 @@ def held(act: Callable[[], object]) -> None:
     assert grown < 2**16, f"{grown} kB more"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "shape", "layout"),
     [

@@ -83,6 +83,7 @@ def exported(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_row"])
 def test_compressed_tensors_dequantises_every_expert_to_our_bits(
     train: Train, exported: Callable[..., tuple[Path, Path]], recipe: str
@@ -130,6 +131,7 @@ def test_transformers_has_those_experts_once_compressed_tensors_has_converted_th
         assert torch.equal(experts.down_proj[expert], wanted[f"{expert}.down"])
 
 
+@pytest.mark.long
 def test_modelopts_own_quantiser_gives_the_same_bytes(
     exported: Callable[..., tuple[Path, Path]], modelopt: ModuleType
 ) -> None:

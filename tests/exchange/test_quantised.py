@@ -66,6 +66,7 @@ def module_of(run: Path, layer: str) -> str:
 # -- compressed-tensors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -151,6 +152,7 @@ def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path:
 # -- ModelOpt --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_modelopts_own_quantiser_gives_the_same_bytes(train: Train, modelopt: ModuleType, tmp_path: Path) -> None:
     """Codes, block scales, and weight_scale_2 to the last bit."""
     run = train(*SHORT, "recipe=nvfp4_1d_weights")

@@ -51,6 +51,7 @@ def test_a_run_goes_on_after_an_evaluation_as_without(cli: Cli, small_run: Path)
     read_metrics(runs[0] / "metrics.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_that_trains_records_the_results_itself(cli: Cli, tmp_path: Path) -> None:
     words = ("run.name=a", "train.steps=100000", "checkpoint.every=2", "eval.every=0")
     process = cli.start(*words)

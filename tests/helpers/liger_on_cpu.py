@@ -9,11 +9,15 @@ It overwrites what the real one overwrites, which is what a caller can get wrong
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from fp4train.models.common import liger
 
 calls: list[tuple[str, tuple[int, ...]]] = []
 """Name and shape of the first tensor of each call, forward and backward."""
@@ -145,3 +149,10 @@ def modules() -> dict[str, ModuleType]:
     vars(loss)["liger_cross_entropy_kernel"] = Kernel()
     calls.clear()
     return {module.__name__: module for module in (package, ops, loss)}
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in takes the place of the package, in the version that fp4train needs."""
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(liger, "_version", lambda: (0, 8, 5))

@@ -6,7 +6,7 @@ What a CUDA graph does and this does, too:
 - A replay repeats each operator on the same memory with the same host numbers. A number of the host that changes from
   step to step is therefore the one of the recorded step in every replay, and the losses show it.
 - Memory of the graph holds nothing between replays: it is filled with NaN before each, so that reading what no
-  operator wrote shows, too.
+  operator wrote shows, too. Memory that no operator of the graph writes is an input, which is filled before a replay.
 - Reading a number on the host, and tensors made from host numbers, fail while a step is recorded.
 """
 
@@ -34,11 +34,15 @@ REFUSED = {
 }
 
 
+EMPTY = ("empty", "new_empty")
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: dict[int, Tensor] = {}
+        self.written: set[int] = set()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,6 +52,7 @@ class _Recording(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}: {REFUSED[name]}")
         for written in _written(func, args, kwargs):
             storage = written.untyped_storage()
+            self.written.add(storage.data_ptr())
             if storage.data_ptr() not in self.made and storage.data_ptr() not in self.before:
                 whole = written.as_strided((storage.nbytes() // written.element_size(),), (1,), 0)
                 self.before[storage.data_ptr()] = (whole, whole.clone())
@@ -57,6 +62,8 @@ class _Recording(TorchDispatchMode):
         fresh = [] if aliases else results
         for each in fresh:
             self.made[each.untyped_storage().data_ptr()] = each.detach()
+            if not name.startswith(EMPTY):
+                self.written.add(each.untyped_storage().data_ptr())
         # Detached: a recording must hold memory, and no autograd graph.
         held = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
         self.calls.append((func, *held, [each.detach() for each in fresh]))
@@ -77,6 +84,7 @@ class RecorderOnCpu:
         assert device.type == "cpu"
         self.recorded: _Recording | None = None
         self.replays = 0
+        self.others: list[RecorderOnCpu] = []
 
     def warm_up(self, work: Callable[[], T]) -> T:
         return work()
@@ -95,12 +103,27 @@ class RecorderOnCpu:
         assert self.recorded is not None
         self.replays += 1
         with torch.no_grad():
-            for tensor in self.recorded.made.values():
-                tensor.fill_(math.nan if tensor.is_floating_point() else 85)
+            for storage, tensor in self.recorded.made.items():
+                if storage in self.recorded.written:
+                    tensor.fill_(math.nan if tensor.is_floating_point() else 85)
             for func, args, kwargs, results in self.recorded.calls:
                 found = func(*args, **kwargs)
-                if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+                if func.overloadpacket.__name__.startswith(EMPTY):
                     continue
                 new = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
                 for into, value in zip(results, new if results else [], strict=True):
                     into.copy_(value)
+
+    def another(self) -> RecorderOnCpu:
+        """Its memory is its own: nothing that is freed is used again, as it is in a pool of CUDA graphs."""
+        self.others.append(RecorderOnCpu(torch.device("cpu")))
+        return self.others[-1]
+
+    def address(self, tensor: Tensor) -> Tensor:
+        return tensor.data  # as an address has, a version of its own
+
+    def allocate(self, tensor: Tensor) -> None:
+        """It was never freed."""
+
+    def free(self, tensor: Tensor) -> None:
+        """Recorded operators read it in each replay."""

@@ -205,11 +205,13 @@ RULES: dict[Rule, Source] = {  # and what breaks each
 EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     addresses: {
         "shards.py": "finds tensors that share memory while all of them are alive; nothing is kept",
+        "run/step_graph.py": "what a CUDA graph reads and writes are addresses of a pool of its own",
+        "run/block_graph.py": "what a CUDA graph reads and writes are addresses of a pool of its own",
     },
     small_files: {
         "cli/compare.py": "a verb of the command line",
         "cli/formats.py": "a verb of the command line",
-        "models/llama/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
+        "models/moe/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
         "optim/sgd.py": "an optimizer; saved configurations name its module",
         "paths.py": "which texts name files: below all packages that ask",
         "precision/recipes/high.py": "the recipes that quantise nothing, beside the files of other recipes",

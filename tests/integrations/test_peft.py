@@ -68,6 +68,7 @@ def test_adapters_are_called_in_high_precision_beside_a_quantised_layer() -> Non
             assert torch.equal(model(**batch).logits, plain)
 
 
+@pytest.mark.long
 def test_peft_and_the_trainer_import_beside_transformer_engine_without_kernels() -> None:
     """In a process of its own, whose environment stays as it was."""
     check = "assert 'NVTE_PROJECT_BUILDING' not in os.environ"

@@ -1,13 +1,16 @@
 """The kernels compiled for GPUs that are not there: what exactness and speed rest on is still in the machine code."""
 
 import re
+import subprocess
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey
+from fp4train.kernels import triton as kernels
+from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -17,6 +20,8 @@ from compile_triton import compile_launch, launches_of  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
 
+CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
+"""It comes with Triton, as ptxas does."""
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
 RECORDED = RandomKey(seed=1, step=7, layer=5, operand=3, counters=torch.zeros(8, dtype=torch.int32))
 NVFP4 = QuantSpec()
@@ -31,6 +36,19 @@ def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(256, 1024, dtype=dtype)
 
 
+def both(row: QuantSpec, column: QuantSpec) -> object:
+    quantizers = TritonQuantizer(row), TritonQuantizer(column)
+    return PairQuantizer(*quantizers, row_codes=True, column_codes=True)(_x(), KEY, None, KEY, None)
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    found = subprocess.run([CUOBJDUMP, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", found)}
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes": lambda: TritonQuantizer(NVFP4).codes(_x()),
     "nvfp4 stochastic values": lambda: TritonQuantizer(STOCHASTIC).values(_x(), KEY),
@@ -41,6 +59,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "mxfp8 codes": lambda: TritonQuantizer(MXFP8).codes(_x()),
     "mxfp8 codes, columns": lambda: TritonQuantizer(MXFP8).codes(_x(torch.float16).T),
     "fp8": lambda: TritonQuantizer(FP8).codes(_x()),
+    "nvfp4 codes of both forms": lambda: both(NVFP4, QuantSpec(hadamard=Hadamard())),
+    "gradients: nvfp4 codes of both forms": lambda: both(STOCHASTIC, WGRAD),
+    "mxfp8 codes of both forms": lambda: both(MXFP8, MXFP8),
 }
 
 
@@ -49,13 +70,48 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "capability"), [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS)])
-def test_compiles_and_keeps_subnormals_and_ieee_division(name: str, capability: int) -> None:
+def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
+    name: str, capability: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     for launch in launches_of(CALLS[name]):
-        ptx = compile_launch(launch, capability).asm["ptx"]
+        compiled = compile_launch(launch, capability)
+        kernel, found = launch.launch.kernel.__name__, resources(compiled.asm["cubin"], tmp_path)
+        record_property(f"{kernel}, SM {capability}", f"{found['REG']} registers, {found['STACK']} bytes spilled")
+        assert found["STACK"] == found["LOCAL"] == 0, f"{kernel} spills registers: {found}"
+        assert found["REG"] * 32 * launch.launch.warps <= 1 << 15, "two programs lie on a multiprocessor at least"
+        ptx = compiled.asm["ptx"]
         assert ".ftz" not in ptx, "a flushed subnormal would change codes"
         assert not re.search(r"div\.(full|approx)|rcp\.approx", ptx), "an approximate division would change scales"
         assert "cvt.rn.satfinite" not in ptx, "SM 8.0 has no FP8 or FP4 cast"
+
+
+def test_kernels_and_their_functions_have_few_parameters() -> None:
+    """What a launch passes is looked at by Triton in Python, one parameter after the other."""
+    folder = Path(kernels.__file__).parent
+    modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
+    found = {n: len(each.arg_names) for m in modules for n, each in vars(m).items() if hasattr(each, "arg_names")}
+    assert {"quantize", "quantize_both", "decode_blocks", "amax_tensor", "amax_rows", "amax_columns"} <= found.keys()
+    assert max(found.values()) <= 20, found
+
+
+@pytest.mark.parametrize(
+    ("specs", "least"),
+    [
+        ((NVFP4, QuantSpec(hadamard=Hadamard())), 2 + 2 + 2 * (1 / 2 + 1 / 16)),
+        ((STOCHASTIC, WGRAD), 2 + 2 + 2 * (1 / 2 + 1 / 16)),
+        ((MXFP8, MXFP8), 2 + 2 * (1 + 1 / 32)),
+    ],
+    ids=["nvfp4", "gradients in nvfp4", "mxfp8"],
+)
+def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
+    specs: tuple[QuantSpec, QuantSpec], least: float
+) -> None:
+    """Bytes per element: x once for its amaxes, once for its codes, and the codes. A launch moves each tensor once."""
+    arguments = [each for launch in launches_of(lambda: both(*specs)) for each in launch.arguments]
+    moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
+    assert moved <= 1.15 * least * _x().numel()
 
 
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
@@ -73,6 +129,7 @@ def test_a_product_and_a_sum_are_not_contracted() -> None:
     assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
 
 
+@pytest.mark.long
 def test_random_words_are_drawn_where_they_are_used() -> None:
     """A layout conversion would send every word through shared memory: 4 KB are for turning the codes over, no more."""
     _, launch = launches_of(lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY))

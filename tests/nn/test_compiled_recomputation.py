@@ -57,6 +57,7 @@ def test_a_layer_recomputed_by_a_graph_that_called_it_twice_is_refused() -> None
         step(compiled, model, NVFP4(), torch.ones(8, 16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
 def test_compiled_blocks_inside_of_recomputed_regions_draw_what_the_first_pass_drew(recipe: Recipe) -> None:
     """Without a step each call draws its own bits and enters its amax: recomputing must repeat the call."""

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys, torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_delayed_scaling_takes_the_largest_amax_of_all_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
     ranks = [
         subprocess.Popen(

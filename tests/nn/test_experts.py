@@ -19,7 +19,7 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
 from fp4train.models.common.cut import TensorCut
-from fp4train.nn import Experts
+from fp4train.nn import Experts, Linear
 from fp4train.nn.executors import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
@@ -31,12 +31,12 @@ ROWS = sum(COUNTS) + 6
 
 @cache
 def recipe_of(name: str) -> Recipe:
+    """A recipe by its name; outlier channels are chosen in the first step, a few of the K."""
     recipe = bind(OmegaConf.to_container(compose([f"recipe={name}"]).recipe, resolve=True), Recipe, "recipe")
     assert isinstance(recipe, Recipe)
-    return recipe
-
-
-RECIPES = [name for name in groups()["recipe"] if recipe_of(name).outliers is None]
+    if recipe.outliers is None:
+        return recipe
+    return replace(recipe, outliers=replace(recipe.outliers, start=0, steps=1, multiple=8))
 
 
 class Loop(nn.Module):
@@ -76,11 +76,20 @@ def x_with_a_tail() -> Tensor:
     return x
 
 
-def two_steps(model: nn.Module, recipe: Recipe, counts: Sequence[int] = COUNTS) -> list[Tensor]:
-    """Outputs and gradients of two microbatches in each of two steps."""
+def two_steps(
+    model: nn.Module, recipe: Recipe, counts: Sequence[int] = COUNTS, choice: Experts | None = None
+) -> list[Tensor]:
+    """Outputs and gradients of two microbatches in each of two steps.
+
+    Args:
+        choice: whose outlier channels the layers take from the second step on; None: their own.
+    """
     found = []
     for step in range(2):
         model.zero_grad()
+        if step and choice is not None:
+            for layer in model.up:  # type: ignore[union-attr]
+                layer.load_scaling_state(choice.scaling_state())  # type: ignore[operator]
         for _ in range(2):
             x = x_with_a_tail().requires_grad_()
             with autocast(recipe, seed=3, step=step):
@@ -94,13 +103,17 @@ def two_steps(model: nn.Module, recipe: Recipe, counts: Sequence[int] = COUNTS) 
 
 
 @pytest.mark.parametrize(
-    ("name", "sums"), [*((name, True) for name in RECIPES), ("bf16", False), ("nvfp4", False), ("fp16", False)]
+    ("name", "sums"),
+    [*((name, True) for name in groups()["recipe"]), ("bf16", False), ("nvfp4", False), ("fp16", False)],
 )
 def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(name: str, sums: bool) -> None:
     experts, loop = pair(bias=True)
     for layer in (experts, *loop.up):
         layer.sum_gradients(sums)  # type: ignore[operator, union-attr]
-    found, expected = (two_steps(model, recipe_of(name)) for model in (experts, loop))
+    recipe = recipe_of(name)
+    found = two_steps(experts, recipe)
+    expected = two_steps(loop, recipe, choice=None if recipe.outliers is None else experts)
+    assert (experts.channels is None) == (recipe.outliers is None)
     assert len(found) == len(expected)
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
@@ -169,9 +182,33 @@ def test_sizes_that_make_no_group_are_refused() -> None:
         Experts(4, K, N, per_token=5)
 
 
-def test_outlier_channels_of_experts_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"up has 4 experts with other tokens each: keep them by policy\.keep"):
-        two_steps(pair()[0], recipe_of("tetrajet_v2_outliers"))
+def test_outlier_channels_of_experts_are_those_of_a_layer_with_the_rows_of_all() -> None:
+    """Rows after those of the experts count for nothing, an expert without rows neither."""
+    experts, alone = pair()[0], f4.convert(nn.Linear(K, N))
+    assert isinstance(alone, Linear)
+    recipe = recipe_of("tetrajet_v2_outliers")
+    two_steps(experts, recipe)
+    for _ in range(2):
+        with autocast(recipe, seed=3, step=0):
+            alone(x_with_a_tail()[: sum(COUNTS)])
+    assert experts.scaling_state().keys() == alone.scaling_state().keys() == {"outliers.norms", "outliers.steps"}
+    assert all(torch.equal(each, alone.scaling_state()[name]) for name, each in experts.scaling_state().items())
+
+
+def test_recomputed_experts_choose_outlier_channels_once_and_repeat_the_bits() -> None:
+    class Again(nn.Module):
+        def __init__(self, inner: Experts) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x_MK: Tensor, counts: Sequence[int]) -> Tensor:
+            return recompute(self.inner, x_MK, counts)
+
+    recipe = recipe_of("tetrajet_v2_outliers")
+    plain, again = pair()[0], pair()[0]
+    found, expected = two_steps(Again(again), recipe), two_steps(plain, recipe)
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert all(torch.equal(each, plain.scaling_state()[name]) for name, each in again.scaling_state().items())
 
 
 def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:

@@ -41,6 +41,7 @@ def step(module: nn.Module, model: nn.Module, recipe: Recipe, at: int) -> list[T
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_layers_outside_of_the_graphs_have_the_bits_of_eager_mode(backend: str, recompute: bool) -> None:

@@ -116,6 +116,7 @@ def test_the_c_kernel_equals_the_reference_in_every_bit(shape: Any, offsets: Any
         assert torch.equal(mine, reference)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)")
 def test_the_triton_kernel_equals_the_reference_in_the_interpreter() -> None:
     """In a process of its own: Triton decides when a kernel is defined whether it is interpreted."""

@@ -6,12 +6,13 @@ import pytest
 from torch import nn
 
 import fp4train as f4
+from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device, find_gpu
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, LayerPolicy, Mixed, Recipe
 from fp4train.precision.fused import fused_note
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import plan, resolve
+from fp4train.precision.plan import LayerPlan, plan, resolve
 from fp4train.precision.recipe import OutlierChannels
 
 
@@ -36,6 +37,25 @@ def test_the_plan_names_the_gemms_whose_weights_share_a_scale() -> None:
         for gemm in ("fprop", "dgrad")
     }
     assert shown["blocks.0.mlp.gate", "fprop"].endswith("; gate, up share a scale")
+
+
+def test_the_plan_names_the_layers_that_quantise_one_x_and_not_those_that_a_policy_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(LAYER_BACKENDS["te"]), "shares_input", lambda *_: True)
+    layers, hopper = find_layers(llama()), Device.elsewhere(find_gpu("H100"))
+
+    def resolved(policy: LayerPolicy | None, name: str) -> LayerPlan:
+        return resolve(layers[f"blocks.0.{name}"], FP8Current(), policy, "auto", hopper)
+
+    whole = resolved(None, "attention.wk")
+    assert "; wq, wk, wv share one quantised x" in whole.fprop.why and len(whole.readers) == 3
+    policy = LayerPolicy(last=0, keep=["attention.wk", "up:wgrad"])
+    divided = resolved(policy, "attention.wq")
+    assert "; wq, wv share one quantised x" in divided.fprop.why
+    assert divided.readers == ("blocks.0.attention.wq", "blocks.0.attention.wv")
+    assert "quantised x" not in resolved(policy, "attention.wk").fprop.why
+    assert "quantised x" not in resolved(policy, "mlp.gate").fprop.why, "up keeps x in high precision for wgrad"
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=lambda recipe: recipe.name)

@@ -75,7 +75,7 @@ def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:
     assert asked.endswith("so digits differ (parallel.gather=fp32 has its bits)")
     whole = start + "in float32 (4 B per weight), because "
     assert gathers([plan(NVFP4())], 2, "fp32") == whole + "parallel.gather=fp32 asks for it"
-    assert gathers([plan(NVFP4())], 2, "recipe", compiled=True) == whole + "train.compile takes plain weights"
+    assert gathers([plan(NVFP4())], 2, "recipe", whole="train.compile") == whole + "train.compile takes plain weights"
     assert gathers([plan(NVFP4(), rows=65)], 2, "recipe") == whole + "65 rows do not divide over 2 shards"
     assert gathers([plan(NVFP4()), plan(NVFP4(), block=None)], 2, "recipe") == codes, "the head is outside the blocks"
 
@@ -111,7 +111,7 @@ def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
 
 
 def test_graphs_and_models_without_blocks_take_float32() -> None:
-    assert [effective("recipe", compiled=c, blocks=b) for c, b in ((False, True), (True, True), (False, False))] == [
+    assert [effective("recipe", whole=c, blocks=b) for c, b in ((False, True), (True, True), (False, False))] == [
         *("recipe", "fp32", "fp32")
     ]
 

@@ -1,8 +1,11 @@
 """Fixtures of whole runs; see `command_line`."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import gpu_stand_ins
 import pytest
 from command_line import Before, Cli, StopAt
 
@@ -60,3 +63,17 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Before:
 
     monkeypatch.setattr(loop, "train_step", train_step)
     return acts.__setitem__
+
+
+@pytest.fixture
+def recorded() -> Iterator[Callable[[bool | str], list[Any]]]:
+    """`recorded(True)`: the steps of the runs that follow are recorded on the CPU, with "block" their blocks; what
+    recorded them. `recorded(False)`: they are not, and use the same kernels."""
+    with ExitStack() as stack:
+
+        def turn(wanted: bool | str) -> list[Any]:
+            stack.close()
+            found: list[Any] = stack.enter_context(gpu_stand_ins.graphs(recorded=wanted))
+            return found
+
+        yield turn

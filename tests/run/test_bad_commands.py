@@ -9,6 +9,7 @@ import pytest
 from command_line import Cli
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -99,6 +99,7 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments
     assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path("runs/config.yaml").exists()
 
 
+@pytest.mark.long
 def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 from command_line import Cli
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp4train as f4
 from fp4train.errors import UserError
+from fp4train.models import Architecture
+from fp4train.models.common import scan
+from fp4train.models.common.experts import ExpertShape
+from fp4train.models.hybrid import Hybrid, ScanShape
+from fp4train.models.hyena import Hyena
+from fp4train.models.hyena.model import FilterShape
+from fp4train.models.llama import Llama
+from fp4train.models.moe import MixtureOfExperts
+from fp4train.precision import NVFP4
 from fp4train.run.device import CUBLAS, determinism
 
 
@@ -99,3 +111,61 @@ def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(monkeypatch:
     what = "in use already; start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8"
     with pytest.raises(UserError, match=what), determinism(True):
         pass
+
+
+RAISING = {
+    *(
+        "cumprod",
+        "cumsum",
+        "grid_sampler_2d_backward",
+        "histc",
+        "kthvalue",
+        "max_unpool2d",
+        "median",
+        "nll_loss2d_forward",
+    ),
+    *("put", "put_", "scatter_reduce", "upsample_bilinear2d_backward"),
+}
+"""Operators that have no deterministic form for floats on a GPU (the table of `torch.use_deterministic_algorithms`)."""
+SORTING = {"index_add", "index_add_", "index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+"""Operators whose deterministic form is torch's index_put, which sorts and may read its indices on the host."""
+
+
+class Told(TorchDispatchMode):
+    """The operators that were called while torch was told to be deterministic: their names and that of the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        first = args[0] if args else None
+        if torch.are_deterministic_algorithms_enabled() and isinstance(first, Tensor) and first.is_floating_point():
+            self.called.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+FAMILIES: dict[str, Architecture] = {
+    "llama": Llama(width=32, heads=2, kv_heads=1, layers=1),
+    "hybrid": Hybrid(width=32, heads=2, kv_heads=1, pattern="M*-", scan=ScanShape(heads=4, head_dim=8, state=16)),
+    "hyena": Hyena(width=32, heads=2, pattern="SDH*", hidden=48, filters=FilterShape(groups=8, medium=12, poles=4)),
+    "moe": MixtureOfExperts(width=32, heads=2, kv_heads=1, layers=1, experts=ExpertShape(count=4, top=2, hidden=16)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, whose operators do not raise; what code chooses by the device is chosen as on a GPU."""
+    monkeypatch.setattr(scan, "_needs_order", lambda a: torch.are_deterministic_algorithms_enabled())
+    model, ids = f4.convert(FAMILIES[family].build(vocab_size=60, seq_len=32)), torch.arange(64).view(2, 32) % 60
+    with determinism(True), Told() as told:
+        with f4.autocast(NVFP4(), step=0):
+            loss = model(ids, ids)
+        loss.backward()
+    assert {"embedding_dense_backward", "gather"} <= told.called
+    assert not told.called & RAISING
+    if family != "moe":  # the host counts the rows of experts: no graph records them
+        assert not told.called & SORTING
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -50,6 +50,7 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_start_composes_once(cli: Cli, compositions: list[Any]) -> None:
     wrong = {}
     for name, (count, arguments) in COUNTED.items():

@@ -5,7 +5,7 @@ The graph is emulated (`recorder_on_cpu`), the loop around it is the real one.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +18,15 @@ from command_line import Before, Cli, StopAt, events, losses, steps
 from recorder_on_cpu import RecorderOnCpu
 from torch import nn
 
-import fp4train.run.build as build
 from fp4train.config.binding import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import BF16, NVFP4, Recipe, Timeline
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import make_plan
-from fp4train.quantize import cpu
-from fp4train.quantize.quantizer import quantizer
+from fp4train.run.graphs import check_graph, check_plan
 from fp4train.run.record.change import swap_recipe
-from fp4train.run.step_graph import WARM_UP, RecordedSteps, check_graph, check_plan
+from fp4train.run.step_graph import WARM_UP
 
 EXACT = ("optim.lr=0.0078125", "schedule=wsd", "schedule.warmup=4", "schedule.cooldown=7", "schedule.decay=linear")
 """Learning rates that are float32 numbers, as a recorded step reads them: those of eager steps are doubles."""
@@ -39,52 +37,23 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 Recorders = list[RecorderOnCpu]
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Recorders]]:
-    """`recorded(True)`: the steps of the next run are recorded on the CPU; what recorded them."""
-    # The C kernels are no operators of torch: a recorder of operators would not see them.
-    monkeypatch.setattr(cpu, "why_not", lambda spec, device: "not seen by the recorder")
-    monkeypatch.setattr("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
-    quantizer.cache_clear()
-    assemble, on, made = build.assemble, [False], []
-
-    def recorder(device: torch.device) -> RecorderOnCpu:
-        made.append(RecorderOnCpu(device))
-        return made[-1]
-
-    def assembled(*args: Any, **options: Any) -> Any:
-        run = assemble(*args, **options)
-        if on[0]:
-            run.runner = RecordedSteps(run, recorder)
-        return run
-
-    monkeypatch.setattr(build, "assemble", assembled)
-
-    def turn(wanted: bool) -> Recorders:
-        on[0] = wanted
-        made.clear()
-        return made
-
-    yield turn
-    quantizer.cache_clear()
-
-
 LONG = [
-    pytest.param(recipe, moments, marks=pytest.mark.long)
+    pytest.param(recipe, moments, False, marks=pytest.mark.long)
     for recipe, moments in (("bf16", "bfloat16"), ("mxfp8", "float32"), ("fp8_current", "float32"))
 ]
 
 
-STATE, RANDOM = ("fp8_delayed", "float32"), ("nvfp4", "float32")
+STATE, RANDOM = ("fp8_delayed", "float32", False), ("nvfp4", "float32", True)
 
 
-@pytest.mark.parametrize(("recipe", "moments"), [STATE, RANDOM, *LONG])
+@pytest.mark.parametrize(("recipe", "moments", "recompute"), [STATE, RANDOM, *LONG])
 def test_a_recorded_run_equals_an_eager_one_in_every_bit(
-    cli: Cli, recorded: Callable[[bool], Recorders], recipe: str, moments: str
+    cli: Cli, recorded: Callable[[bool], Recorders], recipe: str, moments: str, recompute: bool
 ) -> None:
     options = (
         *SMALL,
         f"recipe={recipe}",
+        f"model.recompute={str(recompute).lower()}",
         f"optim.moments={moments}",
         "phases=none",
         "eval.every=3",
@@ -181,7 +150,6 @@ def test_on_a_cpu_it_is_refused_before_the_run_begins(cli: Cli) -> None:
         ({"teacher": nn.Identity()}, "a teacher runs beside the model"),
         ({"scored": [1]}, "divided by the answers of each batch"),
         ({"compile": True}, "train.compile=true"),
-        ({"recompute": True}, "model.recompute=true"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "decides on the host"),
         ({"optimizer": torch.optim.AdamW([nn.Parameter(torch.ones(1))])}, "decides on the host"),
     ],
@@ -196,7 +164,6 @@ def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, A
         train_data=SimpleNamespace(tokens=SimpleNamespace(scored=changes.get("scored"))),
         config=SimpleNamespace(
             train=SimpleNamespace(compile=changes.get("compile", False)),
-            model=SimpleNamespace(recompute=changes.get("recompute", False)),
             optim=None,
         ),
     )

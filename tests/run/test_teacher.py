@@ -26,6 +26,7 @@ def test_a_student_that_begins_as_its_teacher_has_no_loss_in_its_arithmetic(cli:
     assert abs(losses("runs/a")[1][0]) < 1e-6
 
 
+@pytest.mark.long
 def test_a_quantised_student_comes_nearer_to_its_teacher(cli: Cli, teacher: Path) -> None:
     words = ("recipe=nvfp4", "train.steps=40", "optim.lr=1e-3", "checkpoint.every=20")
     assert cli("run.name=a", f"init={teacher}", f"teacher={teacher}", *words, *STUDENT).code == 0

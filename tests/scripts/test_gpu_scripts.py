@@ -83,11 +83,13 @@ def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.long
 def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
     script = load("gpu_kernels")
     few, full = (script.all_cases("cuda", sanitize=False, full=full) for full in (False, True))
     assert len(few) * 3 == len(full)
-    assert {case.name.split(" | ")[0] for case in few} == set(script.SPECS)
+    both = {f"{row}, and {column} of x.T" for row, column in script.PAIRS}
+    assert {case.name.split(" | ")[0] for case in few} == script.SPECS.keys() | both
 
 
 def test_native_products_need_a_gpu_and_say_so(
@@ -183,7 +185,8 @@ def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is
 
 def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu_graph")
-    list(composition.composed(list(script.OPTIONS)))
+    for keys, graphs in script.CASES.values():
+        list(composition.composed([*script.OPTIONS, *keys, f"train.cuda_graph={graphs[-1]}"]))
     lines = [
         {
             "step": i,
@@ -195,12 +198,17 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
         for i in range(1, 9)
     ]
     other = [*lines[:6], {**lines[6], "train/grad_norm": 2.0}, lines[7]]
-    runs = {"same": (lines, lines), "other": (lines, other), "failed": (lines, "fp4train: out of memory")}
-    monkeypatch.setattr(script, "train", lambda folder, recipe, graph, extra: runs[recipe][graph])
+    memory = "fp4train: out of memory"
+    runs = {"same": (lines, lines, lines), "other": (lines, lines, other), "failed": (lines, memory, lines)}
+    monkeypatch.setattr(script, "CASES", dict.fromkeys(runs, ((), ("true", "block"))))
+    places = {"false": 0, "true": 1, "block": 2}
+    monkeypatch.setattr(script, "train", lambda folder, name, keys, graph, extra: runs[name][places[graph]])
     same = script.compare(tmp_path, "same", [])
-    assert same == {"equal": True, "first difference at step": None, "eager ms": 100000 / 350, "graph ms": 100000 / 350}
-    assert script.compare(tmp_path, "other", [])["first difference at step"] == 7
-    assert script.compare(tmp_path, "failed", [])["graph"] == "fp4train: out of memory"
+    times = {f"{graph} ms": 100000 / 350 for graph in places}
+    assert same == {"equal": True, "first difference at step": {}, **times}
+    assert script.compare(tmp_path, "other", [])["first difference at step"] == {"block": 7}
+    failed = script.compare(tmp_path, "failed", [])
+    assert failed["failed"] == {"true": memory} and not failed["equal"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_graph", "--out", str(tmp_path / "x.json")])
     assert script.main() == 3

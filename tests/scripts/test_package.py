@@ -70,6 +70,7 @@ def install(kind: str, folder: Path) -> Path:
     return interpreter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, tmp_path: Path) -> None:
     """Through the console script, with a recipe and an experiment; without a compiler the reference serves."""

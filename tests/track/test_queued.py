@@ -94,6 +94,7 @@ def test_a_service_that_does_not_start_is_given_up(caplog: pytest.LogCaptureFixt
     service.go_on.set()
 
 
+@pytest.mark.long
 def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

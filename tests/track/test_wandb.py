@@ -124,6 +124,7 @@ def test_an_unreachable_server_costs_less_than_seconds(
     assert [r.levelname for r in ours(caplog)] == ["WARNING"] and "unreachable" in caplog.text
 
 
+@pytest.mark.long
 def test_a_server_that_never_answers_costs_seconds(
     tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,6 +239,7 @@ def started(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
 def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
     child = started(KILLS_THE_SERVICE, tmp_path)

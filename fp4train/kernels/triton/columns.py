@@ -27,9 +27,9 @@ from fp4train.kernels.triton.scale import block_scales, outer_scales
 
 
 @triton.jit
-def load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """(the N neighbours of the program's blocks, transformed if V.size: a tuple of float32 [tile_blocks, tile_rows];
-    row, block of the row). Programs lie across the rows first."""
+def load_tokens(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
+    """(the N neighbours of the program's blocks: a tuple of float32 [tile_blocks, tile_rows]; row, block of the row).
+    Programs lie across the rows first."""
     N: tl.constexpr = V.n
     row = (tl.program_id(0) % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     group = (tl.program_id(0) // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
@@ -40,6 +40,13 @@ def load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constex
         x = x + (
             rounding.as_float(tl.load(x_ptr + offset + tl.cast(x_col_stride, tl.int64) * i, mask=mask, other=0.0)),
         )
+    return x, row, group
+
+
+@triton.jit
+def load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
+    """`load_tokens`, transformed if V.size."""
+    x, row, group = load_tokens(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
     if V.size > 0:
         x = transform(x, V)
     return x, row, group

@@ -22,6 +22,7 @@ from typing import Final
 from fp4train.backends.te.quantizers import family
 from fp4train.hardware import Gpu, rate_name, stored_bytes
 from fp4train.quantize import QuantSpec
+from fp4train.quantize.triton import read_together
 
 COPY: Final = 0.90
 """Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
@@ -129,7 +130,8 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
 
 
 def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
-    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself.
+    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself; codes
+    of narrow blocks are written for both forms after one read and one amax pass.
 
     The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
     where they do the same.
@@ -142,12 +144,14 @@ def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec |
     forms = [spec for spec in (row, column) if spec is not None]
     if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
         forms = forms[:1]
-    seconds = 0.0
-    for spec in forms:
-        seconds += move_seconds(gpu, 2 * count, COPY) if needs_amax(spec) else 0.0
-        written = stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec)
-        seconds += move_seconds(gpu, (2 + written) * count, share)
-    return seconds
+    written = [
+        stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
+    ]
+    amaxes = sum(map(needs_amax, forms))
+    if codes and len(forms) == 2 and read_together(*forms):
+        amaxes, written = min(amaxes, 1), [sum(written)]
+    passes = sum(move_seconds(gpu, (2 + each) * count, share) for each in written)
+    return amaxes * move_seconds(gpu, 2 * count, COPY) + passes
 
 
 def decoded_width(spec: QuantSpec) -> int:

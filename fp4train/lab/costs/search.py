@@ -201,7 +201,7 @@ class MeshPlan:
             if gpus % others == 0:
                 instead = f"parallel.dp_shard={gpus // others} fills it, or gpus={others * max(1, parallel.dp_shard)}"
             raise UserError(f"gpus={gpus} is not {factors} = {others * shard}: {instead}")
-        gather = effective(parallel.gather, compiled=self.config.train.compile)
+        gather = effective(parallel.gather, whole=self.config.train.whole_weights is not None)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
     def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
@@ -231,7 +231,7 @@ class MeshPlan:
                     sequences=sequences,
                     seq_len=train.seq_len,
                     compiled=train.compile,
-                    recorded=train.cuda_graph,
+                    recorded=train.cuda_graph is True,
                     recomputed=recomputed,
                     moment_bytes=moment_bytes(self.config.optim),
                 ),
@@ -273,9 +273,7 @@ class MeshPlan:
         check_oscillation(self.config, plan)
         if mesh.shard > 1:
             layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
-            self.notes.append(
-                gathers(layers, mesh.shard, self.config.parallel.gather, compiled=self.config.train.compile)
-            )
+            self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
         self.notes += filter(None, [divided_blocks(plan)])
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, ClusterCost(load, self.gpu, self.links, mesh)) for title, n, load in loads]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import add_product, widened
-from fp4train.models.common.loss import ChunkedLoss, chunk_rows
+from fp4train.models.common.loss import ChunkedLoss, chunk_rows, subtract_at
 
 
 class TeacherStates(NamedTuple):
@@ -68,7 +68,7 @@ class _ChunkedDistillation(ChunkedLoss):
                 log_p, one = logits.log_softmax(-1), target.clamp(min=0)
                 losses -= teacher.ce * log_p.gather(1, one)
                 p = log_p.exp_()
-                grad += teacher.ce * p.scatter_add_(1, one, torch.full_like(one, -1, dtype=p.dtype))
+                grad += teacher.ce * subtract_at(p, one, torch.ones_like(one, dtype=p.dtype))
             if masked:
                 losses, grad = losses * (target >= 0), grad * (target >= 0)
             total += losses.sum()

@@ -102,9 +102,25 @@ def _losses(
     if not gradient:
         return losses, logits
     grad = logits.sub_(log_norm).exp_()
-    ones = torch.full_like(target, -1, dtype=grad.dtype)
-    grad.scatter_add_(1, target, ones if ranks is None else ones * here)
+    ones = torch.ones_like(target, dtype=grad.dtype)
+    subtract_at(grad, target, ones if ranks is None else ones * here)
     return losses, grad if counts is None else grad.mul_(counts)
+
+
+def subtract_at(p_CV: Tensor, column_C1: Tensor, amount_C1: Tensor) -> Tensor:
+    """p, in place, less `amount` at one column of each row.
+
+    No element is added to twice, so atomic additions repeat their bits. torch's deterministic form sorts the columns
+    and, in some versions, reads the largest on the host, which no CUDA graph can record: it is left out.
+    """
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if strict:
+        torch.use_deterministic_algorithms(False)
+    try:
+        return p_CV.scatter_add_(1, column_C1, -amount_C1)
+    finally:
+        if strict:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -28,6 +28,25 @@ STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section 3.6)."""
 
 
+def running_sums(a: Tensor) -> Tensor:
+    """Σ of each element of a and those before it, along the last dimension.
+
+    torch has no deterministic running sum of floats on GPUs: where `train.deterministic` asks for one, log₂ L sums of
+    two shifted tensors are taken instead.
+    """
+    if not _needs_order(a):
+        return a.cumsum(-1)
+    step = 1
+    while step < a.shape[-1]:
+        a = torch.cat((a[..., :step], a[..., step:] + a[..., :-step]), -1)
+        step *= 2
+    return a
+
+
+def _needs_order(a: Tensor) -> bool:
+    return a.is_cuda and torch.are_deterministic_algorithms_enabled()
+
+
 def scan(
     x_BTHP: Tensor,
     a_BTH: Tensor,
@@ -56,7 +75,7 @@ def scan(
     a = a_BTH.view(batch, -1, chunk, groups, per).permute(0, 1, 3, 4, 2)  # [B, C, G, R, L]
     b = b_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)  # [B, C, G, L, N]
     c = c_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)
-    sums = a.cumsum(-1)
+    sums = running_sums(a)
     to_end, from_start, whole = (sums[..., -1:] - sums).exp(), sums.exp(), sums[..., -1].exp()
     sees = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     if document_BT is not None:

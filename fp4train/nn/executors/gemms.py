@@ -13,7 +13,7 @@ For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,24 @@ Saved = tuple[Quantized | Tensor | None, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
+Heads = list[tuple[Any, ...] | None]
+"""The rest of each quantised x, without its tensors; None: x is a tensor, or is not saved."""
+
+
+def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
+    """(Three tensors for each x, what is none): autograd saves tensors alone."""
+    tensors: list[Tensor | None] = []
+    heads: Heads = []
+    for x in saved:
+        tensors += x[2:] if isinstance(x, Quantized) else (x, None, None)
+        heads.append(x[:2] if isinstance(x, Quantized) else None)
+    return tensors, heads
+
+
+def put_together(tensors: Sequence[Any], heads: Heads) -> Saved:
+    """The argument of `taken_apart`."""
+    each = (tensors[3 * number : 3 * number + 3] for number in range(len(heads)))
+    return tuple(x[0] if head is None else Quantized(*head, *x) for head, x in zip(heads, each, strict=True))
 
 
 def torch_autocasts(device: str) -> bool:
@@ -171,13 +189,8 @@ class GemmsFunction(torch.autograd.Function):
         call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
         y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call)
-        tensors: list[Tensor | None] = [None if call.gradients.x is None else w_NK]
-        ctx.quantised = []
-        for x in saved:
-            is_codes = isinstance(x, Quantized)
-            tensors += x[2:] if is_codes else (x, None, None)
-            ctx.quantised.append(x[:2] if is_codes else None)
-        ctx.save_for_backward(*tensors)
+        tensors, ctx.heads = taken_apart(saved)
+        ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
         return y_MN
 
@@ -186,11 +199,8 @@ class GemmsFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
-        saved = []
-        for number, head in enumerate(ctx.quantised):
-            x = tensors[3 * number : 3 * number + 3]
-            saved.append(x[0] if head is None else Quantized(*head, *x))
+        saved = put_together(tensors, ctx.heads)
         if not torch_autocasts(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
         with without_torchs_autocast(call.executor.device):
-            return (*call.executor.backward(dy_MN, w_NK, tuple(saved), call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)

@@ -4,7 +4,8 @@
 
 Each weight is multiplied as a layer of its own, so its amaxes, blocks and random bits are those of one. Rows are padded
 to whole blocks where they are quantised, weight by weight. A weight without rows is not prepared and not multiplied;
-under delayed scaling its call enters an amax of 0, so that all ranks have the same histories.
+under delayed scaling its call enters an amax of 0, so that all ranks have the same histories. Channels that are
+multiplied apart are those of the group: one choice, by the rows of all weights.
 
 Products are made one by one, or in one call where the plan says so (`Gemm.grouped`); operands are the same, and are
 prepared one by one. The emulation has no such call: torch's grouped product of a CPU writes the operands' dtype only,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, without_torchs_autocast
+from fp4train.nn.executors.gemms import Gemms, put_together, taken_apart, without_torchs_autocast
+from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import TorchLayer
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Quantized
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -41,8 +43,11 @@ class GroupGemms(Executor):
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
         kind = Gemms if plan.quantised and device != "meta" else TorchLayer
-        self.member: Gemms | TorchLayer = kind(plan, device, sums=sums)  # a rank has each of its weights whole
-        self.states = self.member.states
+        splits = kind is Gemms and plan.recipe.splits
+        # Without `shard`: a rank has each of its weights whole.
+        self.parts = ChannelParts(plan, device, sums=sums) if splits else None
+        self.member = kind(plan, device, sums=sums) if self.parts is None else self.parts.whole
+        self.states = self.member.states if self.parts is None else self.parts.states
 
     @staticmethod
     def why_no_graph(plan: LayerPlan) -> str | None:
@@ -53,7 +58,12 @@ class GroupGemms(Executor):
     ) -> Tensor:
         if TYPE_CHECKING:
             assert isinstance(layer, Experts)
-        calls = layer.calls_in(now, self.member, counts)
+        if self.parts is None:
+            calls = layer.calls_in(now, self.member, counts)
+        else:
+            new = partial(layer.new_calls, self.member, counts)
+            calls = self.parts.calls(layer, x_MK[: sum(counts)], now, new)
+            self.channels = self.parts.channels
         x_MK = x_MK.to(self.dtype)
         y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
         return y_MN
@@ -75,12 +85,12 @@ class GroupFunction(torch.autograd.Function):
         for call, rows in _used(calls, counts):
             call.gradients = gradients
             bias_N = None if bias_EN is None else bias_EN[call.member]
-            part, (x,) = executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
+            part, saved = executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
             if products is None:
                 y_MN[rows] = part
-            is_codes = isinstance(x, Quantized)
-            tensors += x[2:] if is_codes else (x, None, None)
-            ctx.heads.append(x[:2] if is_codes else None)
+            apart, heads = taken_apart(saved)
+            tensors += apart
+            ctx.heads.append(heads)
         _put_all(y_MN, products, calls, counts)
         ctx.save_for_backward(*tensors)
         ctx.calls, ctx.counts, ctx.gradients, ctx.shapes = calls, counts, gradients, (x_MK.shape, w_ENK.shape)
@@ -102,9 +112,9 @@ class GroupFunction(torch.autograd.Function):
                 each[idle] = 0
         executor, products = _together(ctx.calls[0].executor, "dgrad")
         with without_torchs_autocast(dy_MN.device.type):
-            for number, (call, rows) in enumerate(_used(ctx.calls, ctx.counts)):
-                x, head = tensors[3 * number : 3 * number + 3], ctx.heads[number]
-                saved = (x[0] if head is None else Quantized(*head, *x),)
+            for heads, (call, rows) in zip(ctx.heads, _used(ctx.calls, ctx.counts), strict=True):
+                saved = put_together(tensors, heads)
+                del tensors[: 3 * len(heads)]
                 w_NK = None if w_ENK is None else w_ENK[call.member]
                 dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
                 _put(dx, rows, dx_part if products is None else None)

@@ -1,5 +1,7 @@
 """The GEMMs of a layer with outlier channels: their norms, the choice, and the call that multiplies them apart.
 
+A group of weights has one choice, from the norms of the rows of all of them: its state is that of one layer.
+
 The state of a layer is the sum over the recorded steps of the norm of each input channel, and the number of steps. A
 step's norm is √(Σ x²) over all its tokens: over the calls of the step (microbatches) and, with data parallelism, over
 the ranks. The calls of the last recorded step multiply all channels together; those of later steps in two parts. The
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,19 @@ from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.scaling import DataRanks, Position
 from fp4train.nn.weights import PreparedWeights, values_of
-from fp4train.precision.context import State, once
+from fp4train.precision.context import Context, State, once
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 
 if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
+
+
+class NewCalls(Protocol):
+    """Maker of the calls of a layer in a context, at least one."""
+
+    def __call__(self, context: Context, *, training: bool) -> list[Call]: ...
+
 
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
@@ -138,7 +147,8 @@ class SplitGemms(Gemms):
         terms, w = [], values_of(w_NK, w_NK.dtype)
         saved: list[Any] = []
         for number, (channels, part) in enumerate(call.parts):
-            part.parameter, part.gradients = w_NK, call.gradients._replace(bias=None) if number else call.gradients
+            part.parameter = w_NK if call.parameter is None else call.parameter
+            part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part, w_part = x_MK.index_select(1, channels), w.index_select(1, channels)
             y_MN, x = part.executor.forward(x_part, w_part, None, part)
             terms.append(y_MN)
@@ -187,41 +197,55 @@ class ChannelParts(Executor):
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
-        norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
-        assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
-        training, tokens = torch.is_grad_enabled(), x_MK.shape[0]
+        def new(context: Context, *, training: bool) -> list[Call]:
+            return [layer.new_call(context, self.whole, x_MK.shape[0], training=training)]
 
-        def make() -> Call:
-            call = layer.new_call(context, self.whole, tokens, training=training)
-            return self._begin(call, layer, norms, outliers, keep=context.step is not None)
-
-        call = once(layer, make)
-        position = (call.seed, call.step)
-        if not call.parts and training and now.replaying is None and norms.due(outliers, position):
-            norms.record(x_MK, position)
+        (call,) = self.calls(layer, x_MK, now, new)
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def _begin(
-        self, call: Call, layer: PlannedLayer, norms: ChannelNorms, outliers: OutlierChannels, *, keep: bool
-    ) -> Call:
-        """`call`, in parts if the outlier channels are chosen.
+    def calls(self, layer: PlannedLayer, x_MK: Tensor, now: State, new: NewCalls) -> list[Call]:
+        """The coming calls of `layer`, one of each weight, in parts if the outlier channels are chosen; until then x
+        enters the norms where that is due.
 
         Args:
-            keep: whether prepared weights are kept for the step.
+            x_MK: the rows of all weights, and no others.
+            new: makes the calls of `whole`.
         """
-        split, self.channels = self.split, None
-        if split is None or not norms.begun(outliers, (call.seed, call.step)):
-            return call
-        channels = norms.channels(split.count, self.device)
-        self.channels = channels[0]
-        calls = (
-            replace(
-                call,
-                executor=each,
-                weights=layer.prepared((split.count, number)) if keep else PreparedWeights(),
-                shared=None,
-            )
-            for number, each in enumerate(split.of_parts)
+        norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
+        assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
+        training = torch.is_grad_enabled()
+
+        def make() -> list[Call]:
+            calls, split, self.channels = new(context, training=training), self.split, None
+            if split is None or not norms.begun(outliers, (calls[0].seed, calls[0].step)):
+                return calls
+            channels = norms.channels(split.count, self.device)
+            self.channels = channels[0]
+            return [_in_parts(call, split, channels, layer, keep=context.step is not None) for call in calls]
+
+        calls = once(layer, make)
+        position = (calls[0].seed, calls[0].step)
+        if not calls[0].parts and training and now.replaying is None and norms.due(outliers, position):
+            norms.record(x_MK, position)
+        return calls
+
+
+def _in_parts(
+    call: Call, split: SplitGemms, channels: tuple[Tensor, Tensor], layer: PlannedLayer, *, keep: bool
+) -> Call:
+    """`call` of `split`, whose two parts multiply these channels.
+
+    Args:
+        keep: whether prepared weights are kept for the step.
+    """
+    calls = (
+        replace(
+            call,
+            executor=each,
+            weights=layer.prepared((call.member, split.count, number)) if keep else PreparedWeights(),
+            shared=None,
         )
-        return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))
+        for number, each in enumerate(split.of_parts)
+    )
+    return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))

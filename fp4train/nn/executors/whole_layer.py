@@ -150,7 +150,7 @@ class BackendLayer(Executor):
         position = None
         if context is not None and context.step is not None and layer.keeps_forms:
             position = (context.seed, context.step)
-        freed, count = not layer.keeps_forms, len(layer.layer.fused)
+        freed, count = not layer.keeps_forms, len(self.plan.readers)
         readers = Readers(context.shared, count) if context is not None and count > 1 else None
         return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed, readers=readers)
 

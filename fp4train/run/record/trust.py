@@ -232,11 +232,10 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
     run = start.state.get("run")
-    if own is None and isinstance(run, dict):
+    if own is None and isinstance(run, dict) and run.get("config") is not None:
         body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
-        if run.get("config") not in (None, body):
-            name = start.path.name
-            _log.warning("%s has lost its first line and is not as %s was trained with", source / CONFIG, name)
+        changed = "" if run["config"] == body else f" and is not as {start.path.name} was trained with"
+        _log.warning("%s has lost its first line%s", source / CONFIG, changed)
     if "swaps" in start.state:
         with user_errors(LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "):
             _check_swaps(source, start.step, start.state, mend=mend)

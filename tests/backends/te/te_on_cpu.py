@@ -27,6 +27,7 @@ from unittest.mock import MagicMock, patch
 import torch
 
 warnings.simplefilter("ignore")
+os.environ["NVTE_TORCH_COMPILE"] = "0"  # TE's own fusions, as torch computes them: a compiler takes half a minute
 
 
 class DType(enum.IntEnum):

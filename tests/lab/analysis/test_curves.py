@@ -140,6 +140,7 @@ def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
         draw_curves(tmp_path)
 
 
+@pytest.mark.long
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from fp4train.lab.analysis.curves import draw_curves\n"

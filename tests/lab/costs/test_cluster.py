@@ -299,6 +299,7 @@ def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
     assert len(tensor_cut(model("8B")).in_) == 64
 
 
+@pytest.mark.long
 def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     load = measured("8B", FP8Current(), H100)
 

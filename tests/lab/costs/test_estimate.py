@@ -208,12 +208,14 @@ def test_emulation_quantises_square_blocks_once() -> None:
     assert emulated(row, row) == 2 * emulated(row, None)
 
 
-def test_native_products_pay_for_the_kernels_of_fp4train() -> None:
-    """A pass per form and amax, where Transformer Engine's kernels read a tensor once for both."""
-    te, native = (price(MXFP8(), "B200", backend=backend) for backend in ("te", "native"))
+@pytest.mark.parametrize(("recipe", "gpu", "reads"), [(MXFP8(), "B200", "both"), (FP8Current(), "H200", "each")])
+def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: str, reads: str) -> None:
+    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where the blocks are narrow."""
+    te, native = (price(recipe, gpu, backend=backend) for backend in ("te", "native"))
     products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
     assert products[0] == products[1]
-    assert native.stretches[0].quantise > te.stretches[0].quantise
+    theirs, own = te.stretches[0].quantise, native.stretches[0].quantise
+    assert own == pytest.approx(theirs) if reads == "both" else own > 1.2 * theirs
 
 
 @pytest.mark.parametrize(

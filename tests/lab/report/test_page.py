@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity
 from omegaconf import OmegaConf
@@ -107,6 +108,7 @@ def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
     assert "share no step with a loss" in report(tmp_path, a, b).text
 
 
+@pytest.mark.long
 def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run-{i}", 3 + i / 100, steps=1000, seed=i, recipe=f"R{i}") for i in range(24)]
     page = report(tmp_path, *runs)

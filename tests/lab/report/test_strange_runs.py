@@ -39,6 +39,7 @@ HTML = {
 }
 
 
+@pytest.mark.long
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / HOSTILE, seed=0, recipe=HOSTILE, errors=True, settings={HOSTILE: HOSTILE}, data=HOSTILE)
     write_ranking(run, HOSTILE)
@@ -92,6 +93,7 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
         assert sentence in page.text, sentence
 
 
+@pytest.mark.long
 def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out(tmp_path: Path) -> None:
     config = tmp_path / "a/config.yaml"
     config.parent.mkdir()
@@ -148,6 +150,7 @@ def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
     assert "nan" in page.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line",
     [
@@ -187,6 +190,7 @@ def test_a_strange_plan_leaves_a_report(tmp_path: Path, stretch: dict[str, Any])
     assert ("history.jsonl, line 1 is damaged (" in page.text) is bool(stretch.get("kinds", True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_values_that_are_all_exact_or_unknown_leave_a_report(tmp_path: Path, value: float) -> None:
     run = write_run(tmp_path / "a")

@@ -63,6 +63,7 @@ def losses(folder: str) -> dict[str, float]:
     return {each["name"]: each["forks"][0]["recipe"] for each in result(f"{folder}/rank.json")["candidates"]}
 
 
+@pytest.mark.long
 def test_policies_for_experts_are_ranked_and_no_fork_leaves_a_bias_to_the_next(cli: Cli, experts: Path) -> None:
     Path("experts.yaml").write_text(
         '_target_: fp4train.precision.LayerPolicy\nlast: 0\nkeep: ["class:*Attention", "class:SwiGLU"]\n'

@@ -155,6 +155,7 @@ def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     assert "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message and "out=…" in said.message
 
 
+@pytest.mark.long
 def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:
     """The same keys and seed: the same weights, batches and numbers, whether a run began with them or not."""
     keys = [*cli.tiny(), "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4train.models.common.scan import CausalConvolution, scan
+from fp4train.models.common import scan as scan_module
+from fp4train.models.common.scan import CausalConvolution, running_sums, scan
 
 TIME = 53
 
@@ -89,3 +90,18 @@ def test_the_convolution_is_torchs_and_stops_at_a_document() -> None:
     ends = [0, 5, 6, 36, TIME]
     parts = [layer(x[:, first:end], None, None)[0] for first, end in pairwise(ends)]
     torch.testing.assert_close(layer(x, None, DOCUMENTS)[0], torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64])
+def test_running_sums_of_deterministic_runs_on_a_gpu_are_sums_of_two(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own raises there, and so does its gradient, which is one, too."""
+    a = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    dy = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = a.cumsum(-1)
+    (da,) = torch.autograd.grad(wanted, a, dy)
+    monkeypatch.setattr(scan_module, "_needs_order", lambda a: True)
+    found = running_sums(a)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, a, dy)[0], da)

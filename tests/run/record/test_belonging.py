@@ -79,6 +79,15 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     assert cli("resume=runs/a", "train.steps=2").code == 0
 
 
+def test_a_configuration_without_its_first_line_is_told_so(cli: Cli) -> None:
+    """Nothing else would notice: the rest of it is as the checkpoint was trained with."""
+    cli.trained("run.name=a", "train.steps=1", *STEADY)
+    path = Path("runs/a/config.yaml")
+    path.write_text(path.read_text().partition("\n")[2])
+    ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
+    assert ended.code == 0 and f"{path} has lost its first line\n" in ended.err
+
+
 HOSTILE = {
     "pairs": "run: !!pairs [{name: '${oc.env:HOME}'}]",
     "pairs below": "run: {name: !!pairs [{name: '${oc.env:HOME}'}]}",

@@ -107,6 +107,7 @@ def test_a_directory_that_is_moved_is_noticed_and_gets_the_checkpoint(cli: Cli, 
     assert steps("runs/moved") and not Path("runs/a/checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_directory_that_is_removed_is_noticed(cli: Cli, before: Before) -> None:
     before(2, lambda run: shutil.rmtree("runs/a"))
     ended = cli("run.name=a", "train.steps=4", *STEADY)
@@ -120,6 +121,7 @@ def test_a_lock_that_is_removed_is_noticed(cli: Cli, before: Before) -> None:
     assert steps() == [4], "nobody else trains there: it is saved"
 
 
+@pytest.mark.long
 def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> None:
     pid, terminal = os.forkpty()
     if pid == 0:
@@ -134,6 +136,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> N
     assert steps() == [max(losses("runs/a"))]
 
 
+@pytest.mark.long
 def test_a_run_whose_standard_streams_are_closed_trains_and_ends_with_0(cli: Cli) -> None:
     command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=2", *STEADY)]
     ended = subprocess.run(

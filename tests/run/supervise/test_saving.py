@@ -147,6 +147,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cli: Cli, monkeypatch:
     assert checkpoint.steps(Path("runs/a/checkpoints")) == [5, 6], "the one that failed was tried again"
 
 
+@pytest.mark.long
 def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(*rest: Any, **options: Any) -> Path:
         raise CheckpointError("No space left on device.")

@@ -49,6 +49,7 @@ def stalled(step_times: list[float], act: Callable[..., Any], ours: Callable[...
     return stall
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_metrics_stalls_no_step(
     cli: Cli, step_times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_disk_that_takes_no_metrics_stalls_no_step(
     assert [line["step"] for line in lines("runs/a") if "train/loss" in line] == list(range(1, 10))
 
 
+@pytest.mark.long
 def test_a_disk_that_lists_no_requests_stalls_no_step(
     cli: Cli, step_times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_disk_that_lists_no_requests_stalls_no_step(
     assert sorted(losses("runs/a")) == list(range(1, 10))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True], ids=["and then takes it", "and then refuses it once"])
 def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
     cli: Cli, step_times: list[float], before: Before, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -1,0 +1,67 @@
+"""Kernels of what lies between the products of a model: torch's operators, Liger's, or torch.compile's for blocks."""
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4train.config.schema import TrainSettings
+from fp4train.errors import UserError
+from fp4train.models.common import liger
+from fp4train.precision.layers import find_blocks
+
+_log = logging.getLogger(__name__)
+
+COMPILED_VARIANTS = 64
+"""Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
+
+
+def kernels_of(train: TrainSettings, device: str) -> tuple[bool, str]:
+    """(Whether what lies between the products runs in Liger's kernels on devices of this type; a sentence that says
+    which kernels run it, and why.)
+
+    Raises:
+        UserError: `train.kernels` names Liger's, and they do not run.
+    """
+    what = "Norms, gates, rotations and the loss run in"
+    if train.kernels == "torch":
+        return False, f"{what} torch's operators: train.kernels=torch asks for them."
+    if (reason := liger.why_not(device)) is None:
+        what = "The loss runs" if train.compile else what.removesuffix(" in")
+        return True, f"{what} in liger's kernels (train.kernels={train.kernels})."
+    if train.kernels == "liger":
+        raise UserError(f"train.kernels=liger: {reason}; train.kernels=torch needs no other package")
+    return False, f"{what} torch's operators, not in liger's kernels: {reason} (train.kernels=auto)."
+
+
+def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
+    """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses."""
+    used, said = kernels_of(train, device)
+    if used:
+        liger.use_liger(model, apart=find_blocks(model) if train.compile else [])
+    if device == "cuda" and train.kernels != "torch":
+        _log.info("%s", said)
+
+
+def compile_blocks(model: nn.Module, train: TrainSettings, device: torch.device) -> None:
+    """Let torch.compile have the blocks if it is to, each by itself: those that are alike share a graph. Of blocks that
+    are recorded it gets what their graphs record (`run/block_graph.py`)."""
+    if not train.compile:
+        return
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise UserError(
+                "train.compile=true needs a C++ compiler on a CPU, and none is found (CXX, PATH)"
+            ) from error
+    # As an option of `compile` it is new in torch 2.12.
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
+    for block in find_blocks(model) if train.cuda_graph != "block" else ():
+        block.compile()
